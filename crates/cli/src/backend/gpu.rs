@@ -21,12 +21,18 @@ use crate::error::Error;
 use crate::plan_cache::DeviceKey;
 use crate::settings::EngineSettings;
 
-const DEFAULTS: Defaults = Defaults {
-    max_num_seqs: 512,
-    max_num_batched_tokens: 8192,
-    steps_in_flight: 2,
-    useful_tokens: None,
-};
+/// What suits a GPU of `total` bytes. On large ones vLLM has as many requests at once too.
+fn defaults(total: u64) -> Defaults {
+    Defaults {
+        max_num_seqs: if total >= LARGE_GPU { 1024 } else { 512 },
+        max_num_batched_tokens: 8192,
+        steps_in_flight: 2,
+        useful_tokens: None,
+    }
+}
+
+/// GPUs that are sold with 80 GB have somewhat less.
+const LARGE_GPU: u64 = 70 << 30;
 
 /// A model on a GPU.
 pub type GpuBackend = ModelOn<Gpu>;
@@ -71,7 +77,7 @@ impl Device for GpuBackend {
     }
 
     fn defaults(&self) -> Defaults {
-        DEFAULTS
+        defaults(self.device.info().total_bytes)
     }
 
     fn largest(&self) -> Option<u64> {
@@ -305,7 +311,7 @@ impl Device for AssumedGpu {
     }
 
     fn defaults(&self) -> Defaults {
-        DEFAULTS
+        defaults(self.device.0)
     }
 
     fn max_model_len(&self) -> Result<usize, Error> {

@@ -55,9 +55,9 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// So many runs of so many tokens each, none of them new.
-    fn runs(&self, runs: usize, len: usize) {
-        let rows = runs * len;
+    /// Runs of so many tokens, longest first, none of them new.
+    fn runs(&self, lens: &[usize]) {
+        let (runs, rows) = (lens.len(), lens.iter().sum::<usize>());
         let fused = FusedKernels::load(self.gpu).expect("kernels");
         let random = |elements: usize| {
             let slab = self
@@ -77,8 +77,8 @@ impl<'a> Bench<'a> {
         let sets: Vec<[GpuSlab; 2]> = (0..(SLOTS / runs).min(64))
             .map(|set| {
                 let run = |index: usize| GpuStateRun {
-                    first_row: (index * len) as i32,
-                    len: len as i32,
+                    first_row: lens[..index].iter().sum::<usize>() as i32,
+                    len: lens[index] as i32,
                     before: (set * runs + index) as i32,
                     after: (set * runs + index) as i32,
                 };
@@ -87,7 +87,7 @@ impl<'a> Bench<'a> {
                 [upload(self.gpu, &list), upload(self.gpu, &tiles)]
             })
             .collect();
-        let tiles = runs * len.div_ceil(32);
+        let tiles: usize = lens.iter().map(|len| len.div_ceil(32)).sum();
         let [conv, a_log, dt_bias, norm] = &self.weights;
         let us = time_us(self.gpu, 16, |call| {
             let [list, tiled] = &sets[call % sets.len()];
@@ -114,11 +114,12 @@ impl<'a> Bench<'a> {
         let states = 2 * runs * (LAYOUT.conv_state() + LAYOUT.head_states()) * size_of::<f32>();
         let bytes = states + rows * (LAYOUT.width() + LAYOUT.values()) * size_of::<bf16>();
         let floor = bytes as f64 / READ_BANDWIDTH * 1e6;
+        let [longest, shortest] = [lens[0], lens[runs - 1]];
         println!(
-            "{runs:4} runs of {len:5} {us:9.2} us  {:8.1} GB/s  floor {floor:8.2} us  x{:.2}  {:7.3} us a token",
+            "{runs:4} runs of {shortest:5} to {longest:5} {us:9.2} us  {:8.1} GB/s  floor {floor:8.2} us  x{:.2}  {:7.3} us a token",
             bytes as f64 / us / 1e3,
             us / floor,
-            us / len as f64,
+            us / longest as f64,
         );
     }
 }
@@ -135,6 +136,10 @@ pub(crate) fn bench(gpu: &Gpu) {
         (4, 2048),
         (16, 512),
     ] {
-        bench.runs(runs, len);
+        bench.runs(&vec![len; runs]);
     }
+    // A prompt beside requests that generate.
+    let mut lens = vec![1; 32];
+    lens[0] = 8192;
+    bench.runs(&lens);
 }

@@ -5,7 +5,7 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Modu
 use super::load;
 use crate::{DeltaLayout, StateRun};
 
-/// Constants of `kernels/delta_rule.cu`.
+/// Constants of `kernels/delta_rule.cu` and `delta_conv.cuh`.
 const WARP: usize = 32;
 const VEC: usize = 8;
 const TILE_ROWS: usize = 32;
@@ -13,8 +13,8 @@ const MOST_TAPS: usize = 4;
 const CONV_WARPS: usize = 4;
 const RULE_THREADS: usize = 128;
 const SLICE: usize = 32;
-const TOKENS: usize = 8;
-const STAGES: usize = 3;
+const TOKENS: usize = 16;
+const STAGES: usize = 2;
 const NORM_WARPS: usize = 8;
 /// Largest heads of the kernels for the convolution, and for the rule.
 const CONV_DIMS: [usize; 2] = [128, 256];
@@ -188,7 +188,7 @@ impl DeltaKernels {
 
     /// Floats of scratch for each row: q, k and v as the rule takes them, then its gates.
     pub fn scratch_floats(layout: &DeltaLayout) -> usize {
-        layout.channels() + 2 * layout.value_heads + layout.key_heads
+        layout.channels() + 2 * layout.value_heads
     }
 
     /// The convolution, the rule, and its gated and normalised output: twin of [`crate::causal_conv`] and then
@@ -230,8 +230,7 @@ impl DeltaKernels {
         );
         assert!(args.tiles.len() >= args.runs.len(), "each run has a tile");
         let (mixed, rest) = split(args.scratch, rows * channels);
-        let (gates, rest) = split(rest, rows * 2 * heads);
-        let (products, _) = split(rest, rows * layout.key_heads);
+        let (gates, _) = split(rest, rows * 2 * heads);
         let shape = [layout.key_heads, heads, layout.key_dim, layout.value_dim].map(int);
 
         let tasks = (layout.key_heads + heads).div_ceil(CONV_WARPS);
@@ -245,7 +244,6 @@ impl DeltaKernels {
             a_log.into(),
             dt_bias.into(),
             gates.into(),
-            products.into(),
             args.runs.into(),
             args.tiles.into(),
         ];
@@ -261,7 +259,6 @@ impl DeltaKernels {
         let sources = [
             mixed.into(),
             gates.into(),
-            products.into(),
             args.head_states.into(),
             args.runs.into(),
         ];
@@ -365,7 +362,7 @@ pub enum DeltaSize {
 
 /// Dynamic shared memory of the rule: `Stage` of the kernel, several times.
 fn shared_bytes(key_dim: usize) -> usize {
-    STAGES * TOKENS * (2 * key_dim + SLICE + 4) * size_of::<f32>()
+    STAGES * (2 * TOKENS * key_dim + (TOKENS + 1) * SLICE + (TOKENS + 2) * 2) * size_of::<f32>()
 }
 
 /// The first that is as large.

@@ -411,7 +411,7 @@ fn layout([key_heads, value_heads, key_dim, value_dim, taps]: [usize; 5]) -> Del
 
 /// Tokens of requests: some shorter than the convolution, some around the lengths in which kernels go through them.
 fn lens(rng: &mut StdRng, layout: &DeltaLayout) -> Vec<usize> {
-    let mut lens = vec![1, 2, 3, 8, 33];
+    let mut lens = vec![1, 2, 3, 16, 17, 33];
     let longest = if layout.value_heads > 8 { 40 } else { 150 };
     lens.extend((0..3).map(|_| rng.random_range(1..longest)));
     lens

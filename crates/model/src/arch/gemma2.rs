@@ -1,9 +1,7 @@
-use plimsoll_kernels::Activation;
 use serde_json::json;
 
-use super::{Family, decoder, only, sliding_layers, window};
-
-const GELU: &str = "gelu_pytorch_tanh";
+use super::gemma::gemma;
+use super::{Family, sliding_layers, window};
 
 /// [Gemma 2](https://arxiv.org/abs/2408.00118): a window in every other layer, soft caps of scores and logits, norms of what
 /// layers add.
@@ -22,20 +20,11 @@ pub(super) const FAMILY: Family = Family {
             "sliding_window_size": null})
     },
     spec: |config| {
-        // transformers reads the former alone; published files have both.
-        only("hidden_activation", config.hidden_activation.as_deref(), GELU)?;
-        only("hidden_act", config.hidden_act.as_deref(), GELU)?;
         let (window, slides) = (window(config)?, sliding_layers(config, 2)?);
-        let mut spec = decoder(config, |index, layer| {
-            (layer.norm.unit_offset, layer.post_norms) = (true, true);
-            layer.dense_mlp_mut().activation = Activation::GeluTanh;
-            let attention = layer.attention_mut();
-            attention.scale = config.query_pre_attn_scalar.unwrap_or(256.0).sqrt().recip() as f32;
+        let mut spec = gemma(config, |index, attention| {
             attention.soft_cap = config.attn_logit_softcapping.map(|cap| cap as f32);
             attention.window = window.filter(|_| slides[index]);
         })?;
-        spec.final_norm.unit_offset = true;
-        spec.embedding_scale = (config.hidden_size as f32).sqrt();
         spec.logit_soft_cap = config.final_logit_softcapping.map(|cap| cap as f32);
         Ok(spec)
     },

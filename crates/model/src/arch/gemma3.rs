@@ -1,9 +1,9 @@
 use std::sync::Arc;
 
-use plimsoll_kernels::Activation;
 use serde_json::json;
 
-use super::{Family, decoder, only, rope, sliding_layers, window};
+use super::gemma::gemma;
+use super::{Family, rope, sliding_layers, window};
 
 /// [Gemma 3](https://arxiv.org/abs/2503.19786): windows in most layers, whose positions turn faster; norms of what layers add.
 pub(super) const FAMILY: Family = Family {
@@ -19,28 +19,14 @@ pub(super) const FAMILY: Family = Family {
             "rope_local_base_freq": 1e4, "hidden_activation": "gelu_pytorch_tanh"})
     },
     spec: |config| {
-        only(
-            "hidden_activation",
-            config.hidden_activation.as_deref(),
-            "gelu_pytorch_tanh",
-        )?;
-        let (window, slides) = (
-            window(config)?,
-            sliding_layers(config, config.sliding_window_pattern.unwrap_or(0))?,
-        );
+        let pattern = config.sliding_window_pattern.unwrap_or(0);
+        let (window, slides) = (window(config)?, sliding_layers(config, pattern)?);
         let local = Arc::new(rope::local(config)?);
-        let mut spec = decoder(config, |index, layer| {
-            (layer.norm.unit_offset, layer.post_norms) = (true, true);
-            layer.dense_mlp_mut().activation = Activation::GeluTanh;
-            let attention = layer.attention_mut();
+        gemma(config, |index, attention| {
             attention.qk_norm = true;
-            attention.scale = config.query_pre_attn_scalar.unwrap_or(256.0).sqrt().recip() as f32;
             if slides[index] {
                 (attention.window, attention.rope) = (window, Some(Arc::clone(&local)));
             }
-        })?;
-        spec.final_norm.unit_offset = true;
-        spec.embedding_scale = (config.hidden_size as f32).sqrt();
-        Ok(spec)
+        })
     },
 };

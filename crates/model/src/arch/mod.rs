@@ -1,8 +1,10 @@
 //! One short file per family: its names, the fields of its configuration, and how they map to a [`DecoderSpec`].
 
+mod gemma;
 mod gemma2;
 mod gemma3;
 mod gpt_oss;
+mod hybrid;
 mod llama;
 mod ministral3;
 mod mistral;

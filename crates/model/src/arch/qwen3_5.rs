@@ -1,6 +1,6 @@
 use serde_json::Value;
 
-use super::{Family, qwen3_next};
+use super::{Family, hybrid};
 use crate::spec::Projections;
 
 /// Qwen 3.5, 3.6 and 3.8, dense, text: [Qwen3-Next](super::qwen3_next), each projection stored by itself. Positions of text are
@@ -11,11 +11,11 @@ pub(super) const FAMILY: Family = Family {
     model_type: "qwen3_5_text",
     gguf_name: None,
     fields,
-    spec: |config| qwen3_next::hybrid(&config.of_text_positions(), Projections::Separate, |_| None),
+    spec: |config| hybrid::hybrid(&config.of_text_positions(), Projections::Separate, |_| None),
 };
 
 pub(super) fn fields() -> Value {
-    let mut fields = qwen3_next::fields();
+    let mut fields = hybrid::fields();
     // Of a layer that drafts, which is not loaded.
     fields["mtp_num_hidden_layers"] = 0.into();
     fields["mtp_use_dedicated_embeddings"] = false.into();

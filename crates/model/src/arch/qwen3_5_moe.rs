@@ -1,4 +1,4 @@
-use super::{Family, qwen3_5, qwen3_next};
+use super::{Family, hybrid, qwen3_5};
 use crate::ModelError;
 use crate::spec::Projections;
 
@@ -9,7 +9,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "qwen3_5_moe_text",
     gguf_name: None,
     fields: || {
-        let mut fields = qwen3_next::expert_fields(qwen3_5::fields());
+        let mut fields = hybrid::expert_fields(qwen3_5::fields());
         // No layer is dense, so its width is not given.
         for (field, default) in [
             ("intermediate_size", 0),
@@ -25,7 +25,7 @@ pub(super) const FAMILY: Family = Family {
         if config.norm_topk_prob == Some(false) {
             return Err(ModelError::unsupported("norm_topk_prob", false, "only true is"));
         }
-        let experts = qwen3_next::experts(config)?;
-        qwen3_next::hybrid(&config.of_text_positions(), Projections::Separate, experts)
+        let experts = hybrid::experts(config)?;
+        hybrid::hybrid(&config.of_text_positions(), Projections::Separate, experts)
     },
 };

@@ -248,7 +248,7 @@ impl Decoder {
 
     /// Launches a whole step: the batch through all layers, its KV into the cache, logits and samples of the rows that are
     /// asked for, or vectors. With `logits` those are taken out instead of sampled from, which waits for them. Rows that wait
-    /// for masks are not sampled from: that is [`Self::sample_deferred`]'s.
+    /// for masks are not sampled from: that is [`Self::sample_behind`]'s.
     pub(super) fn step(
         &self,
         input: &StepInput,
@@ -301,8 +301,9 @@ impl Decoder {
         Ok((layout, arena.alloc(layout.bytes)?))
     }
 
-    /// Samples the rows of the step launched last that waited for masks, which were sent. `arena` has not been used since.
-    pub(super) fn sample_deferred(
+    /// Samples the rows of the step launched last that waited for masks, which were sent, or that its graph skipped. `arena` has
+    /// not been used since.
+    pub(super) fn sample_behind(
         &self,
         input: &StepInput,
         state: &mut StepState,

@@ -62,7 +62,7 @@ impl Drop for Graphs {
     }
 }
 
-/// Batch sizes that get a graph: 1, 2, 4, then multiples of 8 up to 256, of 16 up to 512 and of 32 from there on, and `max`
+/// Batch sizes that get a graph: 1, 2, 4, then multiples of 8 up to 256, of 32 up to 512 and of 64 from there on, and `max`
 /// itself. So at most an eighth of a step's rows is padding from 64 requests on.
 pub(super) fn ladder(max: usize) -> Vec<usize> {
     let mut sizes = Vec::new();
@@ -74,8 +74,8 @@ pub(super) fn ladder(max: usize) -> Vec<usize> {
             2 => 2,
             3..8 => 4,
             8..256 => 8,
-            256..512 => 16,
-            _ => 32,
+            256..512 => 32,
+            _ => 64,
         };
     }
     sizes.push(max);

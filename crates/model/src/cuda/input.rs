@@ -38,6 +38,8 @@ pub(super) struct StepInput {
     pub(super) sample_rows: Section<SampleRow>,
     /// Rows whose sampling waits for masks: those that are sent with the rest are skipped.
     pub(super) deferred: Option<Vec<SampleRow>>,
+    /// Rows that are sampled behind a graph, which skips them all: some need lists, for which graphs have no room.
+    pub(super) late_rows: Option<Section<SampleRow>>,
     pub(super) decode: Option<DecodeInput>,
     pub(super) prefill: Option<PrefillInput>,
     pub(super) blocks: Section<i32>,
@@ -210,7 +212,9 @@ impl StepInputs {
             self.states.fill(plan, padded);
         }
         let (mut sample_rows, sample_parts) = self.sample_rows(plan, shape);
-        let deferred = plan.awaits_masks().then(|| {
+        let is_graph = matches!(shape, BatchShape::Decode(_));
+        let is_late = is_graph && !plan.awaits_masks() && plan_needs_lists(plan);
+        let waiting = (is_late || plan.awaits_masks()).then(|| {
             let skipped = vec![SampleRow::padding(); sample_rows.len()];
             std::mem::replace(&mut sample_rows, skipped)
         });
@@ -219,6 +223,7 @@ impl StepInputs {
         // Later parts take the place of the first.
         counts.history = lists.history.len();
         counts.biases = lists.biases.len();
+        counts.late_rows = if is_late { counts.sample_rows } else { 0 };
         if sample_parts.len() > 1 {
             (counts.history, counts.biases) = (self.room.history, self.room.biases);
         }
@@ -240,7 +245,10 @@ impl StepInputs {
             .copy_from_slice(&sample_rows);
         self.write_lists(slot, lists, &input);
         (input.sample_parts, input.slot) = (sample_parts, slot);
-        input.deferred = deferred;
+        match (waiting, input.late_rows) {
+            (Some(rows), Some(section)) => self.staging.host(slot, section).copy_from_slice(&rows),
+            (waiting, _) => input.deferred = waiting,
+        }
         input
     }
 
@@ -326,6 +334,7 @@ impl StepInputs {
             decode_runs: limits.max_num_seqs,
             prefill_runs: limits.max_num_seqs,
             pages: tables.iter().map(most).sum(),
+            late_rows: sample_rows,
             history: room.history,
             biases: room.biases,
         };
@@ -392,6 +401,7 @@ impl StepInputs {
             decode_runs: self.decode_runs[0].len(),
             prefill_runs: self.prefill_runs[0].len(),
             pages,
+            late_rows: 0,
             history: 0,
             biases: 0,
         }
@@ -522,8 +532,15 @@ struct Counts {
     decode_runs: usize,
     prefill_runs: usize,
     pages: usize,
+    late_rows: usize,
     history: usize,
     biases: usize,
+}
+
+/// Whether a token's sampling depends on those before it, or on biases.
+fn plan_needs_lists(plan: &StepPlan) -> bool {
+    let mut specs = plan.runs.iter().filter_map(|run| run.sample.as_ref());
+    specs.any(|spec| spec.params.needs_history() || !spec.params.logit_bias().is_empty())
 }
 
 /// Where the sections lie. Those of a graph come first and depend on its size alone; the rest may be of any length.
@@ -543,6 +560,7 @@ fn layout(counts: &Counts, planners: &[AttentionPlanners]) -> StepInput {
         spans: layout.section(2 * counts.spans),
         sample_rows: layout.section(counts.sample_rows),
         deferred: None,
+        late_rows: None,
         decode: (counts.decode_runs > 0).then(|| DecodeInput {
             runs: sections(&mut layout, counts.tables, counts.decode_runs),
             work: planners
@@ -571,6 +589,7 @@ fn layout(counts: &Counts, planners: &[AttentionPlanners]) -> StepInput {
         slot: 0,
         bytes: 0,
     };
+    input.late_rows = (counts.late_rows > 0).then(|| layout.section(counts.late_rows));
     input.bytes = layout.bytes();
     input
 }

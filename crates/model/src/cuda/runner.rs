@@ -226,7 +226,13 @@ impl GpuRunner {
         // SAFETY: the slot is packed again two steps from now, when this step has ended.
         unsafe { self.state.inputs.send(slot, &input)? };
         match graph {
-            Some(graph) => graph.launch()?,
+            Some(graph) => {
+                graph.launch()?;
+                if input.late_rows.is_some() {
+                    let decoder = self.model.decoder();
+                    decoder.sample_behind(&input, &mut self.state, &mut self.arena)?;
+                }
+            }
             None => self
                 .model
                 .decoder()
@@ -262,7 +268,7 @@ impl GpuRunner {
         // SAFETY: the slot is written again two steps from now, when this step has ended.
         unsafe { self.state.masks.send(slot, rows.len())? };
         let decoder = self.model.decoder();
-        decoder.sample_deferred(input, &mut self.state, &mut self.arena)?;
+        decoder.sample_behind(input, &mut self.state, &mut self.arena)?;
         self.state.outputs.fetch(slot, *samples, *logprobs)?;
         Ok(())
     }
@@ -298,15 +304,13 @@ struct Batch {
 }
 
 impl Batch {
-    /// A step of decoding requests takes the graph of its size, unless it needs inputs that graphs have no room for.
+    /// A step of decoding requests takes the graph of its size.
     fn new(plan: &StepPlan, graphs: &Graphs) -> Self {
-        let specs = || plan.runs.iter().filter_map(|run| run.sample.as_ref());
         let decodes = plan
             .runs
             .iter()
             .all(|run| run.input.len() == 1 && run.sample.is_some() && run.score.is_none());
-        let plain = specs().all(|spec| !spec.params.needs_history() && spec.params.logit_bias().is_empty());
-        let size = graphs.size_for(plan.runs.len()).filter(|_| decodes && plain);
+        let size = graphs.size_for(plan.runs.len()).filter(|_| decodes);
         let (mut row, mut at, mut scored) = (0, Vec::new(), 0);
         let runs = plan.runs.iter().map(|run| {
             row += run.input.len();

@@ -26,8 +26,14 @@ pub fn edited(name: &str, change: impl FnOnce(&mut HashMap<String, Tensor>)) -> 
 }
 
 /// A model whose routers send every token to the first experts, however many it goes to; all others are not numbers, so that
-/// an answer in numbers shows that none of them was read.
+/// an answer in numbers shows that none of them was read. MXFP4 has no such experts that every device loads: there they are the
+/// largest.
 pub fn adversarial(name: &str) -> TempDir {
+    adversarial_with(name, 192)
+}
+
+/// The same where others have this exponent in MXFP4.
+pub fn adversarial_with(name: &str, exponent: u8) -> TempDir {
     const FAR: f32 = 20.0;
     let config = config_json(name);
     let size = |field: &str| config[field].as_u64().map(|size| size as usize);
@@ -75,10 +81,9 @@ pub fn adversarial(name: &str) -> TempDir {
             } else if name.ends_with("router.bias") {
                 *tensor = floats(vec![0.0; experts]);
             } else if name.ends_with("_proj_scales") {
-                // 255 is no number.
                 let mut exponents: Vec<u8> = tensor.flatten_all().unwrap().to_vec1().unwrap();
                 let unread = exponents.len() / experts * top_k;
-                exponents[unread..].fill(255);
+                exponents[unread..].fill(exponent);
                 *tensor = Tensor::from_vec(exponents, shape, &Device::Cpu).unwrap();
             } else if name.ends_with("experts.gate_up_proj") {
                 let mut values: Vec<f32> = tensor

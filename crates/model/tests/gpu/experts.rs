@@ -4,7 +4,7 @@ use plimsoll_core::{BlockSize, Component, Executor, Scratch, StepLimits};
 use plimsoll_model::cuda::{GpuFootprint, GpuOptions, GpuStateShape};
 use plimsoll_model::{LoadFormat, LoadOptions, StepSize};
 
-use crate::common::experts::adversarial;
+use crate::common::experts::{adversarial, adversarial_with};
 use crate::common::*;
 use crate::setup::{LIMITS, Setup, gpu, load, load_file};
 
@@ -93,11 +93,17 @@ fn only_experts_that_are_hit_are_read() {
         for len in [3, 100] {
             let tokens: Vec<u32> = (0..len).map(|i| i * 7 % 160).collect();
             let step = plan(vec![run(1, 0, &tokens, &blocks(0..8))]);
-            let logits = setup.build(&model).logits(&step, &[len as usize - 1]).unwrap();
+            let last = [len as usize - 1];
+            let logits = setup.build(&model).logits(&step, &last).unwrap();
             assert!(
                 logits.iter().all(|logit| logit.is_finite()),
                 "{name}, {len} tokens"
             );
+            if name.ends_with("mxfp4") {
+                let other = load_file(&gpu, adversarial_with(name, 100).path());
+                let others = setup.build(&other).logits(&step, &last).unwrap();
+                assert_eq!(logits, others, "{name}, {len} tokens");
+            }
         }
     }
 }

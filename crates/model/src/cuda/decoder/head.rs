@@ -54,7 +54,7 @@ impl Decoder {
         }
     }
 
-    /// Samples the step's rows, or those that waited for masks.
+    /// Samples the step's rows, or those that waited for masks or for the end of a graph.
     pub(super) fn sample(
         &self,
         head: &Head,
@@ -73,7 +73,7 @@ impl Decoder {
                     let (rows, masks) = masks.device(input.samples);
                     (rows, Some(masks))
                 }
-                None => (inputs.device(input.sample_rows), None),
+                None => (inputs.device(input.late_rows.unwrap_or(input.sample_rows)), None),
             };
             let words = masks.words();
             head.sampler.sample(&SampleArgs {

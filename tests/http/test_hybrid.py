@@ -1,0 +1,141 @@
+"""A hybrid model with the tokenizer and the chat template of Qwen3.5 and random weights: chats, agents and their prefix hits."""
+
+import json
+import random
+
+import anthropic
+import openai
+import pytest
+
+from conftest import ROOT
+
+DATA = ROOT / ".cache" / "test-data" / "llama.cpp"
+MODEL = "qwen3.5"
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather of a place.",
+    "parameters": {"type": "object", "properties": {"place": {"type": "string", "enum": ["Ulm", "Aachen"]}}, "required": ["place"],
+                   "additionalProperties": False},
+}
+
+
+def config() -> dict:
+    config = json.loads((ROOT / "tests" / "golden" / "qwen3_5-vision" / "config.json").read_text())
+    config["text_config"] |= {"vocab_size": 248320, "max_position_embeddings": 16384, "bos_token_id": None, "eos_token_id": 248046}
+    return config
+
+
+@pytest.fixture(scope="module")
+def server(start, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hybrid")
+    (directory / "config.json").write_text(json.dumps(config()))
+    with start(str(directory), "--load-format", "dummy", "--tokenizer", str(DATA / "vocab" / "qwen35.gguf"), "--chat-template",
+               str(DATA / "templates" / "Qwen3.5-4B.jinja"), "--served-model-name", MODEL, "--max-num-seqs", "8") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=300) as client:
+        yield client
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choice(["harbour", "keel", "mast", "rope", "tide", "anchor", "hull", "sail"]) for _ in range(count))
+
+
+def tokens(server, messages: list, **more) -> list[int]:
+    return server.http.post("/tokenize", json={"messages": messages, **more}).raise_for_status().json()["tokens"]
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_ten_turns_find_nine_tenths_of_what_was_computed(server, thinks):
+    # The template leaves the thoughts of past turns out, and with them the marks around them.
+    seed = random.randrange(2**32)
+    print(f"{seed=}")
+    rng = random.Random(seed)
+    more = {"chat_template_kwargs": {"enable_thinking": thinks}}
+    messages, computed, known, found = [{"role": "system", "content": words(rng, 300)}], [], 0, 0
+    hits = server.metric("vllm:prefix_cache_hits_total")
+    for turn in range(10):
+        messages.append({"role": "user", "content": words(rng, 20 + 5 * turn)})
+        prompt = tokens(server, messages, **more)
+        answer = server.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=30, temperature=0,
+                                                       extra_body={**more, "ignore_eos": True})
+        assert answer.usage.prompt_tokens == len(prompt)
+        known += max((common(earlier, prompt[:-1]) for earlier in computed), default=0)
+        found += answer.usage.prompt_tokens_details.cached_tokens
+        computed.append(prompt)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content or words(rng, 10)})
+    assert known > 3000 and found >= 0.9 * known, (found, known)
+    assert server.metric("vllm:prefix_cache_hits_total") - hits == found
+    assert server.metric("plimsoll_state_slots", state="cached") > 0
+    states = server.http.get("/memory").raise_for_status().json()["kv"]["states"]
+    assert states["slots_cached"] > 0
+
+
+def test_conversations_share_what_an_agent_begins_with(server, claude):
+    # As Claude Code asks: a long system prompt and tools, then what the user says.
+    rng = random.Random(5)
+    tools = [{"name": WEATHER["name"], "description": WEATHER["description"], "input_schema": WEATHER["parameters"]}]
+    system = [{"type": "text", "text": words(rng, 2000), "cache_control": {"type": "ephemeral"}}]
+
+    def ask(text: str):
+        usage = claude.messages.create(model=MODEL, max_tokens=8, extra_body={"temperature": 0}, system=system, tools=tools,
+                                       messages=[{"role": "user", "content": text}]).usage
+        return usage.cache_read_input_tokens or 0, usage.input_tokens
+
+    assert ask("First: " + words(rng, 30))[0] == 0
+    # The second shows where conversations part; from then on the beginning is there for all.
+    ask("Next, " + words(rng, 30))
+    for number in range(3):
+        cached, rest = ask(f"{number}. " + words(rng, 30))
+        assert cached > 2000 and rest < 100, (cached, rest)
+
+
+def test_a_call_is_made_and_its_result_is_read(server, claude):
+    tool = {"type": "function", "function": WEATHER}
+    messages = [{"role": "user", "content": "The weather of Ulm?"}]
+    ask = dict(model=MODEL, tools=[tool], tool_choice="required", max_tokens=400, temperature=0)
+    message = server.openai.chat.completions.create(messages=messages, **ask,
+                                                    extra_body={"chat_template_kwargs": {"enable_thinking": False}}).choices[0].message
+    assert [call.function.name for call in message.tool_calls][0] == "get_weather"
+    assert json.loads(message.tool_calls[0].function.arguments)["place"] in ("Ulm", "Aachen")
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "Rain."} for call in message.tool_calls]
+    messages += [message.model_dump(exclude_none=True), *results]
+    prompt = server.http.post("/detokenize", json={"tokens": tokens(server, messages, tools=[tool])}).raise_for_status().json()["prompt"]
+    assert "<tool_call>\n<function=get_weather>" in prompt and "<tool_response>\nRain.\n</tool_response>" in prompt
+    # As Codex asks.
+    flat = {"type": "function", **WEATHER, "strict": True}
+    answer = server.openai.responses.create(model=MODEL, input="The weather of Ulm?", tools=[flat], tool_choice="required",
+                                            max_output_tokens=400, temperature=0, reasoning={"effort": "none"})
+    calls = [item for item in answer.output if item.type == "function_call"]
+    assert calls and json.loads(calls[0].arguments)["place"] in ("Ulm", "Aachen"), answer.output
+    answer = claude.messages.create(model=MODEL, max_tokens=400, extra_body={"temperature": 0}, tool_choice={"type": "any"}, thinking={"type": "disabled"},
+                                      tools=[{"name": WEATHER["name"], "input_schema": WEATHER["parameters"]}],
+                                      messages=[{"role": "user", "content": "The weather of Ulm?"}])
+    assert any(block.type == "tool_use" and block.input["place"] in ("Ulm", "Aachen") for block in answer.content), answer.content
+
+
+def test_thoughts_are_told_from_answers(server):
+    ask = dict(model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_tokens=20, temperature=0)
+    message = server.openai.chat.completions.create(**ask).choices[0].message
+    assert message.reasoning_content and not message.content, "random weights do not end their thoughts"
+    message = server.openai.chat.completions.create(**ask, extra_body={"chat_template_kwargs": {"enable_thinking": False}}).choices[0].message
+    assert message.content and not getattr(message, "reasoning_content", None)
+
+
+def test_structured_output(server):
+    schema = {"type": "object", "properties": {"sum": {"type": "integer", "maximum": 9}}, "required": ["sum"], "additionalProperties": False}
+    with pytest.raises(openai.BadRequestError):
+        server.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "?"}],
+                                              response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": 7}}})
+    answer = server.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "3 + 4?"}], max_tokens=200, temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "sum", "schema": schema, "strict": True}},
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert answer.choices[0].finish_reason == "length" or isinstance(json.loads(answer.choices[0].message.content)["sum"], int)
