@@ -49,7 +49,7 @@ test-rust: $(VENV)/ready  ## Unit, property, simulation, architecture and licenc
 test-http: $(VENV)/ready build  ## Black-box tests over HTTP, with the official OpenAI client
 	scripts/fetch-default-model >/dev/null
 	scripts/fetch-test-data
-	$(PYTHON) -m pytest tests/http --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	$(PYTHON) -m pytest tests/http --numprocesses 3 --dist loadfile $(PYTEST_ARGS)
 	$(PYTHON) tests/peers --fast
 
 .PHONY: build

@@ -161,6 +161,17 @@ def serve(directory: Path, *args: str, expected_code: int = 0, port: int | None 
         assert code == expected_code, f"the server ended with {code}\n{server.tail()}"
 
 
+# Files that take longest: begun last, they would run alone in the end.
+LONGEST = ["test_release.py", "test_hostile.py", "test_schema.py", "test_selftest.py", "test_sim.py", "test_smollm2.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def turn(item: pytest.Item) -> int:
+        return LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
+
+    items.sort(key=turn)
+
+
 @pytest.fixture(scope="session")
 def start(tmp_path_factory):
     """Starts further servers, as a context manager."""

@@ -262,8 +262,12 @@ impl Clock<'_> {
         let cuts = linears.stream.cuts(&Shape { m: part, ..*shape }, key.output);
         let cuts = cuts.into_iter().take(MOST_CUTS);
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
+        // With a row or two, what quantises the inputs of a library's e4m3 products costs more than they win, and ours can have the
+        // norm in them.
+        let is_lone_fp8 = shape.scaling().is_some() && shape.m <= FEW_ROWS && !candidates.is_empty();
         let slice = shape.first_slice();
-        if key.output.stacked() == 1 && (!is_dequantised || slice.n * slice.k <= scratch.weights.len()) {
+        let has_room = !is_dequantised || slice.n * slice.k <= scratch.weights.len();
+        if key.output.stacked() == 1 && has_room && !is_lone_fp8 {
             let algorithms = linears.lt.algorithms(&slice, MOST_ALGORITHMS)?;
             candidates.extend(algorithms.into_iter().map(Choice::Lt));
         }
