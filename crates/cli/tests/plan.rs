@@ -278,6 +278,13 @@ fn a_plan_and_a_profile_of_the_same_model_agree() {
     for (model, flags) in cases {
         let plan = json(&plimsoll("plan", &model, &flags));
         let profile = json(&plimsoll("profile", &model, &flags));
+        // What loading held, which a simulated model does not.
+        let loading = |field: &str| profile["loading"][field].as_u64();
+        assert_eq!(loading("peak").is_some(), model != Path::new("sim"), "{profile}");
+        assert!(
+            loading("peak") >= loading("weights") && loading("peak") <= loading("bound"),
+            "{profile}"
+        );
         for pointer in ["/kv_tokens", "/kv_bytes", "/ready/reserved", "/arithmetic/non_kv"] {
             let error = number(&plan, pointer) / number(&profile, pointer) - 1.0;
             assert!(error.abs() < 0.03, "{}: {pointer}: {error}", model.display());

@@ -1,14 +1,14 @@
 mod experts;
 mod head;
 mod layers;
+mod measure;
 
 use half::bf16;
 use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
-use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuMatrix, GpuTokens,
-    LinearOutput, LinearScratch, LinearUse, Linears, PrefillKernels, SampleKernels,
+    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuMatrix, GpuTokens, Linears,
+    PrefillKernels, SampleKernels,
 };
 
 use super::experts::Experts;
@@ -17,10 +17,10 @@ use super::masks::Masks;
 use super::output::Outputs;
 use super::scores::{ScoreSlices, Scores};
 use super::states::States;
-use super::step::{Activations, StepLayout, dequantised, dequantised_head};
+use super::step::{Activations, StepLayout};
 use super::vectors::Vectors;
 use super::weights::{GpuLayer, GpuWeights};
-use crate::blocks::{Mixer, Operations, Widths};
+use crate::blocks::Operations;
 use crate::spec::AttentionSpec;
 use crate::state::LayerPlace;
 use head::{Head, Logits};
@@ -88,14 +88,6 @@ pub(super) struct Decoder {
     delta: Option<DeltaKernels>,
 }
 
-/// Numbers of rows that linear layers are measured for: those of decode steps, and of prompts.
-const MEASURED_ROWS: [usize; 16] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 2048, 8192];
-/// Most rows that are sampled from are fewer.
-const MEASURED_HEAD_ROWS: usize = 256;
-/// Most bytes of device memory that this takes while the model is loaded: with the libraries' workspace, and what allocators round up
-/// to, it stays below a GiB beside the weights.
-const MEASURING_BYTES: usize = 896 << 20;
-
 impl Decoder {
     /// Loads the other kernels.
     pub(super) fn new(gpu: &Gpu, weights: GpuWeights, fused: FusedKernels) -> Result<Self, DeviceError> {
@@ -135,105 +127,6 @@ impl Decoder {
         };
         decoder.measure_linears()?;
         Ok(decoder)
-    }
-
-    /// Finds the fastest way for each linear layer and number of rows.
-    fn measure_linears(&mut self) -> Result<(), DeviceError> {
-        let GpuWeights { spec, decoder, .. } = &self.weights;
-        let widths = Widths::of(spec);
-        let widest = widths.hidden.max(widths.activated).max(widths.attended);
-        // Of 16 bits; logits of routers have 32.
-        let outputs = widths
-            .gate_up
-            .max(widths.qkv)
-            .max(widths.hidden)
-            .max(2 * widths.experts);
-        let head: Vec<_> = self.head.iter().map(|head| &head.linear).collect();
-        let codes = dequantised(&Widths::beside_experts(spec))
-            .unwrap_or(0)
-            .max(dequantised_head(spec));
-        let logits = head.len() * MEASURED_HEAD_ROWS * spec.vocab_size * size_of::<f32>();
-        let taken = |rows: usize| {
-            let out = (rows * outputs * size_of::<bf16>()).max(logits);
-            [rows * widest * size_of::<bf16>(), out]
-        };
-        // More are computed as these are.
-        let fits = |rows: &&usize| {
-            taken(**rows).iter().sum::<usize>() + codes * size_of::<bf16>() <= MEASURING_BYTES
-        };
-        let most = MEASURED_ROWS.iter().rfind(fits).copied().unwrap_or(1);
-        let [_, bytes] = taken(most);
-        // Beside the weights there is room for this, or there would be none for KV.
-        let x = self
-            .gpu
-            .alloc(Component::Arena, most * widest * size_of::<bf16>())?;
-        let out = self.gpu.alloc(Component::Arena, bytes)?;
-        self.fused.fill_random(x.slice(), 0, 1.0)?;
-        let weights = self.gpu.alloc(Component::Arena, codes * size_of::<bf16>())?;
-        let scratch = LinearScratch {
-            x: x.slice(),
-            out: out.slice(),
-            weights: weights.slice(),
-        };
-        let layers = &decoder.layers;
-        let qkv = by_shape(layers, |layer| match &layer.mixer {
-            Mixer::Attention(block) => Some(&block.qkv),
-            Mixer::DeltaNet(block) => Some(&block.qkvz),
-        });
-        let state_gates = by_shape(layers, |layer| match &layer.mixer {
-            Mixer::Attention(_) => None,
-            Mixer::DeltaNet(block) => Some(&block.ba),
-        });
-        let output = by_shape(layers, |layer| match &layer.mixer {
-            Mixer::Attention(block) => Some(&block.output),
-            Mixer::DeltaNet(block) => Some(&block.output),
-        });
-        let gate_up = by_shape(layers, |layer| Some(&layer.mlp.of_all()?.gate_up));
-        let down = by_shape(layers, |layer| Some(&layer.mlp.of_all()?.down));
-        let routers = self.experts.iter().flat_map(Experts::routers);
-        let routers = alike(routers);
-        let plain = |layers, output| LinearUse {
-            layers,
-            output,
-            rows: &MEASURED_ROWS,
-        };
-        let mut uses = Vec::new();
-        let activations = [Activation::Silu, Activation::GeluTanh];
-        let used = |activation: &Activation| {
-            let mut mlps = spec.layers.iter().filter_map(|layer| layer.mlp_of_all());
-            mlps.any(|mlp| mlp.activation == *activation)
-        };
-        for (groups, kind) in [
-            (&qkv, LinearOutput::Bf16),
-            (&state_gates, LinearOutput::Bf16),
-            (&output, LinearOutput::Bf16),
-            (&gate_up, LinearOutput::Bf16),
-            (&down, LinearOutput::Bf16),
-            (&routers, LinearOutput::F32),
-        ] {
-            uses.extend(groups.iter().map(|layers| plain(layers, kind)));
-        }
-        let whole = by_shape(layers, |layer| {
-            let gate_up = &layer.mlp.of_all()?.gate_up;
-            (gate_up.products().len() == 1).then_some(gate_up)
-        });
-        for activation in activations.into_iter().filter(used) {
-            let kind = LinearOutput::Glu(activation);
-            uses.extend(whole.iter().map(|layers| plain(layers, kind)));
-        }
-        if !head.is_empty() {
-            uses.push(LinearUse {
-                rows: MEASURED_ROWS
-                    .split_at(MEASURED_ROWS.partition_point(|&rows| rows <= MEASURED_HEAD_ROWS))
-                    .0,
-                ..plain(&head, LinearOutput::F32)
-            });
-        }
-        self.linears.measure(&uses, scratch)?;
-        for choice in self.linears.choices() {
-            tracing::debug!(%choice, "linear layer");
-        }
-        Ok(())
     }
 
     /// Where it runs.
@@ -371,23 +264,4 @@ fn is_of_kind(layer: &GpuLayer, other: &GpuLayer) -> bool {
     layer.spec == other.spec
         && are_alike([qkv(layer), qkv(other)])
         && are_alike([gate_up(layer), gate_up(other)])
-}
-
-/// Products of one shape, whose weights a measurement takes in turn.
-fn by_shape<'a>(
-    layers: &'a [GpuLayer],
-    pick: impl Fn(&'a GpuLayer) -> Option<&'a GpuLinear>,
-) -> Vec<Vec<&'a GpuLinear>> {
-    alike(layers.iter().filter_map(pick).flat_map(GpuLinear::products))
-}
-
-fn alike<'a>(linears: impl Iterator<Item = &'a GpuLinear>) -> Vec<Vec<&'a GpuLinear>> {
-    let mut groups: Vec<Vec<&GpuLinear>> = Vec::new();
-    for linear in linears {
-        match groups.iter_mut().find(|group| group[0].is_like(linear)) {
-            Some(group) => group.push(linear),
-            None => groups.push(vec![linear]),
-        }
-    }
-    groups
 }
