@@ -12,8 +12,8 @@
 // cluster are parts of k, too, so that each keeps its part of x in shared memory. Sums of parts meet in shared memory and
 // are added in a fixed order, one block of features later: nobody waits for the slowest.
 //
-// x is bf16. Weights are bf16, or e4m3 or four bits with scales, which become bf16 in registers: few rows need no products of e4m3
-// values to be as fast as their weights are read, and x keeps its bits.
+// x is bf16. Weights are bf16, or e4m3, four bits or GGUF's types with scales, which become bf16 in registers: few rows need no products
+// of e4m3 values to be as fast as their weights are read, and x keeps its bits.
 #include "activation.cuh"
 #include "linear.cuh"
 
@@ -44,8 +44,8 @@ __device__ __forceinline__ void store(const Problem& p, int row, int column, flo
         v.x += __bfloat162float(p.bias[column]);
         if (column + 1 < p.n) v.y += __bfloat162float(p.bias[column + 1]);
     }
-    const size_t at = size_t(row) * p.n + column;
-    const bool pair = (p.n & 1) == 0;
+    const size_t at = size_t(row) * p.pitch + column;
+    const bool pair = ((p.n | p.pitch) & 1) == 0;
     if (p.mode == kF32) {
         float* out = static_cast<float*>(p.out) + at;
         if (pair) {
@@ -165,31 +165,98 @@ __device__ __forceinline__ void multiply_int4(float (&acc)[Tiles][4], const Grou
     }
 }
 
+// A window of weights of a type of GGUF: of rows `group` and `group + 8` where it lies in shared memory, and its scales if these lie
+// elsewhere. `place` is that of inputs. Levels are exact, so that sums of a group are multiplied by its scale; minima are by the sums of
+// its inputs, which are products with ones.
+template <int Tiles, Gguf kType, typename Leave, typename Place>
+__device__ __forceinline__ void multiply_gguf(float (&acc)[Tiles][4], const uint8_t* const (&windows)[2], const float (&behind)[2],
+                                              int quad, const Leave& leave_stage, const Place& place) {
+    constexpr uint32_t kOnes[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
+#pragma unroll 1
+    for (int step = 0; step < kSteps<kType>; ++step) {
+        GgufGroups<kType> groups[2];
+        GgufCodes<kType> codes[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) groups[row].load(windows[row], step, behind[row]);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) codes[row].load(windows[row], quad, step);
+        // Halves are read where they are needed, as registers are few.
+        if (step + 1 == kSteps<kType> && !kHasHalves<kType>) leave_stage();
+#pragma unroll
+        for (int part = 0; part < kStepParts<kType>; ++part) {
+            uint32_t low[4], high[4];
+            codes[0].widen(part, low), codes[1].widen(part, high);
+            const uint32_t even[4] = {low[0], high[0], low[1], high[1]}, second[4] = {low[2], high[2], low[3], high[3]};
+            const int at = (step * kStepParts<kType> + part) / 2 * kRowBytes, swapped = part % 2 * (kRowBytes / 2);
+            constexpr bool kTwoGroups = kGroupInputs<kType> == 16;
+            const int group = kTwoGroups ? part * 2 : part;
+#pragma unroll
+            for (int j = 0; j < Tiles; ++j) {
+                uint4 v;
+                if constexpr (kTwoGroups) {
+                    const uint2 a = *reinterpret_cast<const uint2*>(place(j, at, swapped));
+                    const uint2 b = *reinterpret_cast<const uint2*>(place(j, at + 32, swapped));
+                    v = make_uint4(a.x, a.y, b.x, b.y);
+                } else {
+                    v = *reinterpret_cast<const uint4*>(place(j, at, swapped));
+                }
+                if constexpr (kHasMin<kType>) {
+                    float inputs[4] = {};
+                    mma(inputs, kOnes, v.x, v.y);
+                    mma(inputs, kOnes, v.z, v.w);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) acc[j][i] = fmaf(inputs[i], groups[i / 2].min(group), acc[j][i]);
+                }
+                // Two sums, so that half as many products wait for each other; with minima there are two anyway, and few registers.
+                float sums[4] = {}, others[4] = {};
+                mma(sums, even, v.x, v.y);
+                mma(kHasMin<kType> ? sums : others, second, v.z, v.w);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float scale = groups[i / 2].scale(group);
+                    if constexpr (kTwoGroups) {
+                        acc[j][i] = fmaf(sums[i], scale, acc[j][i]);
+                        acc[j][i] = fmaf(others[i], groups[i / 2].scale(group + 1), acc[j][i]);
+                    } else {
+                        acc[j][i] = fmaf(sums[i] + others[i], scale, acc[j][i]);
+                    }
+                }
+            }
+        }
+    }
+    if (kHasHalves<kType>) leave_stage();
+}
+
 // Up to 8 * Tiles rows.
 template <int Tiles, Values kValues, Activation kActivation>
 __device__ __forceinline__ void run(const Problem& p) {
     extern __shared__ __align__(128) uint8_t shared[];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int group = lane / 4, quad = lane % 4;
-    uint8_t* ring = shared + warp * kStages * kStageBytes;
-    uint8_t* inputs = shared + kRingBytes;
-    float* sums = reinterpret_cast<float*>(shared + kRingBytes + kInputBytes);
+    constexpr int kPieces = kStagePieces<kValues>, kDepth = kStages<kValues>, kBytes = kStageBytes<kValues>;
+    constexpr int kChunk = kChunkBytes<kValues>;
+    uint8_t* ring = shared + warp * kDepth * kBytes;
+    uint8_t* inputs = shared + kRingBytes<kValues>;
+    float* sums = reinterpret_cast<float*>(shared + kRingBytes<kValues> + kInputBytes);
 
     pdl_launch();
-    constexpr int kChunkBytes = kRowBytes * kWidening<kValues>;  // of x
-    const Cut cut(p, warp, kWidening<kValues>);
+    const int row_bytes = kIsGguf<kValues> ? p.scales.stride : p.k * int(sizeof(bf16)) / kWidening<kValues>;
+    const int chunks = kIsGguf<kValues> ? (p.k + kGgufWindow - 1) / kGgufWindow : row_bytes / kRowBytes;
+    const Cut cut(p, warp, row_bytes, chunks, kChunk);
     const int size = cluster_size();
     const int first_block = blockIdx.x / size, stride = gridDim.x / size;
 
-    // What this lane requests next: a piece of every fourth row, so that 8 lanes read whole lines.
+    // What this lane requests next: a piece of every fourth row, so that 8 lanes read whole lines; of GGUF's windows, of every eighth, and
+    // then those four on.
     int next_block = first_block, next_chunk = cut.begin + cut.part, next_stage = 0;
-    const int fetch_row = lane / kRowPieces, fetch_piece = lane % kRowPieces;
-    uint8_t* const fetch_to = ring + swizzled(fetch_row, fetch_piece);
-    uint32_t pieces_from[kLanePieces];  // 16 bytes each: half the registers of addresses
+    constexpr int kAtOnce = kPiecesAtOnce<kValues>, kLane = kLaneRows<kValues>;
+    const int fetch_row = lane / kAtOnce, fetch_piece = lane % kAtOnce;
+    uint8_t* const fetch_to = ring + (kIsGguf<kValues> ? (fetch_row * kPieces + fetch_piece) * 16 : swizzled(fetch_row, fetch_piece));
+    uint32_t pieces_from[kLane];  // 16 bytes each: half the registers of addresses
     auto enter_block = [&] {
 #pragma unroll
-        for (int i = 0; i < kLanePieces; ++i) {
-            pieces_from[i] = cut.first_piece(p, next_block, fetch_row + i * kRowsAtOnce) + fetch_piece;
+        for (int i = 0; i < kLane; ++i) {
+            pieces_from[i] = cut.first_piece(p, next_block, fetch_row + i * kRowsAtOnce<kValues>) + fetch_piece;
         }
     };
     auto request = [&] {
@@ -199,20 +266,24 @@ __device__ __forceinline__ void run(const Problem& p) {
             if (next_block < cut.blocks) enter_block();
         }
         if (next_block < cut.blocks && next_chunk < cut.end) {
-            uint8_t* to = fetch_to + next_stage * kStageBytes;
+            uint8_t* to = fetch_to + next_stage * kBytes;
 #pragma unroll
-            for (int i = 0; i < kLanePieces; ++i) {
-                const size_t piece = pieces_from[i] + next_chunk * kRowPieces;
-                copy_async(to + i * kRowsAtOnce * kRowBytes, p.weight + piece * 16, true);
+            for (int i = 0; i < kLane; ++i) {
+                const size_t piece = pieces_from[i] + next_chunk * kPieces;
+#pragma unroll
+                for (int first = 0; first < kPieces; first += kAtOnce) {
+                    if (first + kAtOnce > kPieces && first + fetch_piece >= kPieces) continue;
+                    copy_async(to + (i * kRowsAtOnce<kValues> * kPieces + first) * 16, p.weight + (piece + first) * 16, true);
+                }
             }
             next_chunk += cut.parts;
         }
-        next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
+        next_stage = next_stage + 1 == kDepth ? 0 : next_stage + 1;
         commit_async();
     };
     if (next_block < cut.blocks) enter_block();
 #pragma unroll
-    for (int i = 0; i < kStages; ++i) request();
+    for (int i = 0; i < kDepth; ++i) request();
 
     const bool normalise = Tiles == 1 && p.norm.weight != nullptr;
     if (normalise && threadIdx.x * 32 < p.k) prefetch_line(p.norm.weight + threadIdx.x * 32);
@@ -221,7 +292,7 @@ __device__ __forceinline__ void run(const Problem& p) {
     // Phases of x: all in one, or a ring of buffers.
     const bool resident = cut.phase >= cut.end - cut.begin;
     const bool even = (cut.end - cut.begin) % cut.phase == 0;
-    const int buffer = p.m * cut.phase * kChunkBytes;
+    const int buffer = p.m * cut.phase * kChunk;
     int input_block = first_block, input_chunk = cut.begin, input_to = 0;
     auto request_inputs = [&] {
         if (input_block >= cut.blocks) return;
@@ -251,7 +322,7 @@ __device__ __forceinline__ void run(const Problem& p) {
     for (int j = 0; j < Tiles; ++j) {
         // Rows past the end repeat the last one: a column of a product reaches no other.
         const int token = min(j * 8 + group, p.m - 1);
-        row[j] = token * cut.phase * kChunkBytes + quad * kLaneInputs<kValues> + (token & 1) * 16 * kInputSwap<kValues>;
+        row[j] = token * cut.phase * kChunk + quad * kLaneInputs<kValues> + (token & 1) * 16 * kInputSwap<kValues>;
     }
 
     int turn = 0, last_block = first_block;
@@ -264,8 +335,8 @@ __device__ __forceinline__ void run(const Problem& p) {
                 if (!fresh) {
                     if (!even) {
                         wait_all_async();
-                    } else if (cut.phase >= kEnough * cut.parts) {
-                        wait_async<kStages - 1>();
+                    } else if (cut.phase >= kEnough<kValues> * cut.parts) {
+                        wait_async<kDepth - 1>();
                     } else {
                         wait_async<kBuffers - 2>();
                     }
@@ -283,21 +354,30 @@ __device__ __forceinline__ void run(const Problem& p) {
                 Groups<kValues> groups;
                 const auto load_groups = [&](int pair) { groups.load(p, cut, block, group, chunk, pair); };
                 load_groups(0);
-                wait_async<kStages - 1>();
+                float behind[2];
+                if constexpr (kIsGguf<kValues>) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const uint8_t* const of = p.weight + size_t(cut.row_at(p, block, group + i * 8)) * cut.row_bytes;
+                        behind[i] = window_scale<kGguf<kValues>>(of, cut.chunks, chunk);
+                    }
+                }
+                wait_async<kDepth - 1>();
                 __syncwarp();
-                const uint8_t* from = ring + stage * kStageBytes;
+                const uint8_t* from = ring + stage * kBytes;
                 // Of rows `group` and `group + 8` of the tile, a piece in each half of the chunk.
                 const auto piece = [&](int half, int second) {
                     return *reinterpret_cast<const uint4*>(from + swizzled(group, quad + half * 4) + second * 8 * kRowBytes);
                 };
                 const auto leave_stage = [&] {
                     __syncwarp();
-                    stage = stage + 1 == kStages ? 0 : stage + 1;
+                    stage = stage + 1 == kDepth ? 0 : stage + 1;
                     request();
                 };
-                const int at = odd * buffer + (chunk - first) * kChunkBytes;
+                const int at = odd * buffer + (chunk - first) * kChunk;
+                const auto place = [&](int j, int added, int swapped) { return inputs + ((row[j] + at + added) ^ swapped); };
                 const auto inputs_at = [&](int j, int added, int swapped) {
-                    return *reinterpret_cast<const uint4*>(inputs + ((row[j] + at + added) ^ swapped));
+                    return *reinterpret_cast<const uint4*>(place(j, added, swapped));
                 };
                 if constexpr (kValues == Values::kBf16) {
                     const uint4 w[2][2] = {{piece(0, 0), piece(0, 1)}, {piece(1, 0), piece(1, 1)}};
@@ -315,6 +395,9 @@ __device__ __forceinline__ void run(const Problem& p) {
                     }
                 } else if constexpr (kIsInt4<kValues>) {
                     multiply_int4<Tiles, kValues>(acc, groups, load_groups, piece, leave_stage, inputs_at);
+                } else if constexpr (kIsGguf<kValues>) {
+                    const uint8_t* const windows[2] = {from + group * kPieces * 16, from + (group + 8) * kPieces * 16};
+                    multiply_gguf<Tiles, kGguf<kValues>>(acc, windows, behind, quad, leave_stage, place);
                 } else {
                     float part[kValues == Values::kFp8Blocks ? Tiles : 1][4] = {};
                     // One tile's products in two sums, so that half as many wait for each other.
@@ -391,9 +474,9 @@ __device__ __forceinline__ void run(const Problem& p) {
     extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                           \
         NAME(const bf16* x, const uint8_t* weight, const bf16* bias, void* out, int m, int n, int k, int row_warps,     \
              int mode, const bf16* delta, const float* norm_weight, bf16* sum, float eps, const void* scales,           \
-             int stride) {                                                                                              \
+             int stride, int pitch) {                                                                                   \
         run<TILES, VALUES, ACTIVATION>({x, weight, bias, out, m, n, k, row_warps, mode,                                 \
-                                        {delta, norm_weight, sum, eps}, {scales, stride}});                             \
+                                        {delta, norm_weight, sum, eps}, {scales, stride}, pitch});                      \
     }
 #define LINEARS(NAME, VALUES)                                     \
     LINEAR(NAME##_silu_8, 1, VALUES, Activation::kSilu)           \
@@ -412,6 +495,19 @@ LINEAR(linear_int4_32_silu_8, 1, Values::kInt4Of32, Activation::kSilu)
 LINEAR(linear_int4_32_gelu_tanh_8, 1, Values::kInt4Of32, Activation::kGeluTanh)
 LINEARS(linear_int4_64, Values::kInt4Of64)
 LINEARS(linear_int4_128, Values::kInt4Of128)
+
+#define LINEAR_GGUF(NAME, VALUES)                             \
+    LINEAR(NAME##_silu_8, 1, VALUES, Activation::kSilu)       \
+    LINEAR(NAME##_gelu_tanh_8, 1, VALUES, Activation::kGeluTanh)
+
+LINEAR_GGUF(linear_q4_0, Values::kQ4_0)
+LINEAR_GGUF(linear_q4_1, Values::kQ4_1)
+LINEAR_GGUF(linear_q5_0, Values::kQ5_0)
+LINEAR_GGUF(linear_q5_1, Values::kQ5_1)
+LINEAR_GGUF(linear_q8_0, Values::kQ8_0)
+LINEAR_GGUF(linear_q4_k, Values::kQ4K)
+LINEAR_GGUF(linear_q5_k, Values::kQ5K)
+LINEAR_GGUF(linear_q6_k, Values::kQ6K)
 
 // Stands for the small kernels between linear layers when these are measured.
 extern "C" __global__ void linear_pause() {

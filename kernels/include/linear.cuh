@@ -1,6 +1,7 @@
 // A linear layer for a few rows: what is multiplied, how it is cut, and how x comes into shared memory. See linear.cu.
 #pragma once
 
+#include "gguf.cuh"
 #include "int4.cuh"
 #include "mma.cuh"
 #include "rows.cuh"
@@ -8,18 +9,13 @@
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kTile = 16;            // output features of a warp
-constexpr int kStages = 4;           // of a warp's ring
-constexpr int kLanePieces = 4;       // 16-byte pieces of a stage that a lane copies
-constexpr int kRowBytes = 128;       // of a row of weights in a stage: a chunk of its inputs
+constexpr int kRowBytes = 128;       // of a row of weights in a stage, a chunk of its inputs, but for GGUF's windows
 constexpr int kRowPieces = kRowBytes / 16;
-constexpr int kRowsAtOnce = kWarp / kRowPieces;
-constexpr int kStageBytes = kTile * kRowBytes;
-constexpr int kRingBytes = kWarps * kStages * kStageBytes;
 constexpr int kInputBytes = 32 << 10;
 constexpr int kBuffers = 4;          // of x, where not all of it fits
 constexpr int kPad = 4;              // of sums, in floats: no bank conflicts
 constexpr int kMostParts = 8;
-constexpr int kEnough = (kStages + kBuffers - 2) / (kBuffers - 1);  // stages a phase
+constexpr int kRingPieces = 34;      // of a row in all stages, at most: two blocks fit on a multiprocessor
 
 enum Mode { kBf16 = 0, kF32 = 1, kGlu = 2 };
 
@@ -30,24 +26,63 @@ enum class Values {
     kFp8Blocks,  // e4m3 with a factor for each 128 x 128 weights
     kInt4Of32,   // four bits with a factor and a zero for so many inputs of a row; see int4.cuh
     kInt4Of64,
-    kInt4Of128
+    kInt4Of128,
+    kQ4_0,       // GGUF's; see gguf.cuh
+    kQ4_1,
+    kQ5_0,
+    kQ5_1,
+    kQ8_0,
+    kQ4K,
+    kQ5K,
+    kQ6K
 };
 
 template <Values kValues>
 constexpr bool kIsInt4 = kValues == Values::kInt4Of32 || kValues == Values::kInt4Of64 || kValues == Values::kInt4Of128;
 
+template <Values kValues>
+constexpr bool kIsGguf = kValues >= Values::kQ4_0;
+
+// The type of GGUF's values.
+template <Values kValues>
+constexpr Gguf kGguf = Gguf(kIsGguf<kValues> ? int(kValues) - int(Values::kQ4_0) : 0);
+
 // Inputs of a group.
 template <Values kValues>
 constexpr int kGroup = kValues == Values::kInt4Of32 ? 32 : kValues == Values::kInt4Of64 ? 64 : 128;
 
-// Bytes of x for each byte of weights.
+// Bytes of x in a chunk for each byte of a row of a stage, or if of four bits for each two.
 template <Values kValues>
-constexpr int kWidening = kValues == Values::kBf16 ? 1 : kIsInt4<kValues> ? 4 : 2;
+constexpr int kWidening = kValues == Values::kBf16 ? 1 : kIsInt4<kValues> || kIsGguf<kValues> ? 4 : 2;
+
+// A row of weights in a stage: 16-byte pieces, and the bytes of its inputs.
+template <Values kValues>
+constexpr int kStagePieces = kIsGguf<kValues> ? kWindowPieces<kGguf<kValues>> : kRowPieces;
+template <Values kValues>
+constexpr int kChunkBytes = kRowBytes * kWidening<kValues>;
+
+template <Values kValues>
+constexpr int kStageBytes = kTile * kStagePieces<kValues> * 16;
+// Of a warp's ring.
+template <Values kValues>
+constexpr int kStages = kRingPieces / kStagePieces<kValues>;
+template <Values kValues>
+constexpr int kRingBytes = kWarps * kStages<kValues> * kStageBytes<kValues>;
+// Neighbouring pieces of a row that as many lanes copy at once, rows from one of a lane's to the next, and how many it has.
+template <Values kValues>
+constexpr int kPiecesAtOnce = kIsGguf<kValues> ? 4 : kRowPieces;
+template <Values kValues>
+constexpr int kRowsAtOnce = kWarp / kPiecesAtOnce<kValues>;
+template <Values kValues>
+constexpr int kLaneRows = kTile / kRowsAtOnce<kValues>;
+// Stages a phase.
+template <Values kValues>
+constexpr int kEnough = (kStages<kValues> + kBuffers - 2) / (kBuffers - 1);
 
 // Factors of weights.
 struct Scales {
     const void* of;  // floats [n], for blocks [n / 128, stride], or words of groups [n, stride]; if gated of 2 n rows
-    int stride;
+    int stride;      // of GGUF's types, which have theirs among them, bytes of a row of weights
 
     __device__ __forceinline__ const float* floats() const { return static_cast<const float*>(of); }
 };
@@ -71,6 +106,7 @@ struct Problem {
     int mode;
     Norm norm;
     Scales scales;          // of weights of fewer than 16 bits
+    int pitch;              // outputs between two rows of `out`, at least n
 
     __device__ __forceinline__ bool gated() const { return mode == kGlu; }
 };
@@ -132,14 +168,16 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
     return row * kRowBytes + (piece ^ ((row & 1) * (kRowPieces / 2))) * 16;
 }
 
-// In odd rows of x the index of a piece is XORed with this, against bank conflicts too: lanes read neighbouring pieces where a weight has
-// two bytes or four bits, and every second one where it has one byte.
+// In odd rows of x the index of a piece is XORed with this, against bank conflicts too: lanes read neighbouring pieces, or every second
+// one where a weight is an e4m3 value.
 template <Values kValues>
 constexpr int kInputSwap = kWidening<kValues> == 2 ? 1 : kRowPieces / 2;
 
 // Neighbouring bytes of x that a lane reads.
 template <Values kValues>
-constexpr int kLaneInputs = kWidening<kValues> == 2 ? 32 : 16;
+constexpr int kLaneInputs = kWidening<kValues> == 2                                       ? 32
+                            : kIsGguf<kValues> && kGroupInputs<kGguf<kValues>> == 16 ? 8
+                                                                                          : 16;
 
 // Two e4m3 weights, bytes 0 and 1 or 2 and 3 of a word, as bf16, exactly: exponent and mantissa go where bf16 has them, and a factor
 // makes up for the other bias. NaN, which makes no sense as a weight, becomes 480.
@@ -160,25 +198,25 @@ __device__ __forceinline__ void wait_all_async() { asm volatile("cp.async.wait_a
 struct Cut {
     int blocks;         // of output features
     int outputs;        // of a block
+    int chunks;         // of k
     int begin, end;     // chunks of k of this thread block
     int phase;          // chunks of x that are in shared memory at once
     int row_warp;
     int part, parts;    // of k, among this block's warps
     int row_bytes;      // of weights
 
-    // `widening`: bytes of x for each byte of weights.
-    __device__ Cut(const Problem& p, int warp, int widening) {
+    // Bytes of a row of weights, its chunks, and bytes of x in one.
+    __device__ Cut(const Problem& p, int warp, int row_bytes, int chunks, int inputs) : chunks(chunks), row_bytes(row_bytes) {
         row_warp = warp & (p.row_warps - 1);
         part = warp / p.row_warps;
         parts = kWarps / p.row_warps;
         outputs = p.row_warps * kTile / (p.gated() ? 2 : 1);
         blocks = (p.n + outputs - 1) / outputs;
-        row_bytes = p.k * int(sizeof(bf16)) / widening;
-        const int chunks = row_bytes / kRowBytes, size = cluster_size(), rank = cluster_rank();
+        const int size = cluster_size(), rank = cluster_rank();
         begin = chunks * rank / size;
         end = chunks * (rank + 1) / size;
         // All of it, if that fits, or a ring of buffers.
-        const int chunk_bytes = p.m * kRowBytes * widening;
+        const int chunk_bytes = p.m * inputs;
         const int largest = (chunks + size - 1) / size;
         phase = largest;
         if (largest * chunk_bytes > kInputBytes) {
@@ -225,8 +263,10 @@ __device__ __forceinline__ void copy_inputs(uint8_t* to, const Problem& p, const
     for (int i = threadIdx.x; i < p.m * pieces; i += kThreads) {
         const int row = i / pieces, piece = i % pieces;
         const int swapped = piece ^ ((row & 1) * kInputSwap<kValues>);
-        copy_async(to + (row * cut.phase * kChunkPieces + swapped) * 16,
-                   p.x + size_t(row) * p.k + (first * kChunkPieces + piece) * kVec, true);
+        const int input = (first * kChunkPieces + piece) * kVec;
+        // What fills up GGUF's last window is taken for 0 here too.
+        const bool is_there = !kIsGguf<kValues> || input < p.k;
+        copy_async(to + (row * cut.phase * kChunkPieces + swapped) * 16, p.x + size_t(row) * p.k + (is_there ? input : 0), is_there);
     }
 }
 

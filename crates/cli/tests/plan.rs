@@ -241,6 +241,28 @@ fn quantised_models_are_planned_for_in_their_bits() {
     }
 }
 
+/// In the types of its header, without a weight being read: those of its layers are kept in 5 bits, and so is the table, which is the head.
+#[test]
+fn gguf_files_are_planned_for_in_their_bits() {
+    let flags = "--device cuda --device-memory 80GiB --max-model-len 4096 --json";
+    let bits = |more: &str| {
+        let output = plimsoll("plan", &default_model(), &format!("{flags} {more}"));
+        let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let is_assumed = plan["device"]["assumed"] == true;
+        let name = plan["quantization"].as_str().map(str::to_owned);
+        is_assumed.then(|| (name, number(&plan, "/bits_per_weight")))
+    };
+    let (Some((name, kept)), Some((online, fp8))) = (bits(""), bits("--quantization fp8")) else {
+        return;
+    };
+    let name = name.unwrap();
+    assert!(name.starts_with("Q4_1"), "{name}");
+    // Rows of 576 inputs are filled up to 768.
+    assert!((5.0..8.0).contains(&kept), "{kept}");
+    assert_eq!(online.as_deref(), Some("fp8-channel"));
+    assert!(fp8 > kept, "{fp8}, {kept}");
+}
+
 #[test]
 fn a_plan_and_a_profile_of_the_same_model_agree() {
     let dir = model(TINY);
@@ -256,6 +278,13 @@ fn a_plan_and_a_profile_of_the_same_model_agree() {
     for (model, flags) in cases {
         let plan = json(&plimsoll("plan", &model, &flags));
         let profile = json(&plimsoll("profile", &model, &flags));
+        // What loading held, which a simulated model does not.
+        let loading = |field: &str| profile["loading"][field].as_u64();
+        assert_eq!(loading("peak").is_some(), model != Path::new("sim"), "{profile}");
+        assert!(
+            loading("peak") >= loading("weights") && loading("peak") <= loading("bound"),
+            "{profile}"
+        );
         for pointer in ["/kv_tokens", "/kv_bytes", "/ready/reserved", "/arithmetic/non_kv"] {
             let error = number(&plan, pointer) / number(&profile, pointer) - 1.0;
             assert!(error.abs() < 0.03, "{}: {pointer}: {error}", model.display());

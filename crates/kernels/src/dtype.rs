@@ -55,6 +55,32 @@ impl WeightType {
         })
     }
 
+    /// As formats and files name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "F32",
+            Self::F16 => "F16",
+            Self::Bf16 => "BF16",
+            Self::F8E4M3 => "F8_E4M3",
+            Self::U8 => "U8",
+            Self::I32 => "I32",
+            Self::I64 => "I64",
+            Self::Mxfp4 => "MXFP4",
+            Self::Q4_0 => "Q4_0",
+            Self::Q4_1 => "Q4_1",
+            Self::Q5_0 => "Q5_0",
+            Self::Q5_1 => "Q5_1",
+            Self::Q8_0 => "Q8_0",
+            Self::Q8_1 => "Q8_1",
+            Self::Q2K => "Q2_K",
+            Self::Q3K => "Q3_K",
+            Self::Q4K => "Q4_K",
+            Self::Q5K => "Q5_K",
+            Self::Q6K => "Q6_K",
+            Self::Q8K => "Q8_K",
+        }
+    }
+
     /// Elements and bytes of one block (`ggml-common.h`).
     const fn block(self) -> (usize, usize) {
         match self {

@@ -23,6 +23,7 @@ mod dtype;
 mod e4m3;
 mod embedding;
 mod format;
+mod gguf;
 mod kv;
 mod linear;
 mod moe;
@@ -48,6 +49,7 @@ pub use delta_rule::{DeltaGates, DeltaLayout, StateRun, causal_conv, gated_delta
 pub use dtype::{Matrix, WeightError, WeightType};
 pub use e4m3::{E4M3_MAX, e4m3_from_f32, e4m3_to_f32};
 pub use embedding::Embedding;
+pub use gguf::GgufFormat;
 pub use kv::{KvElement, KvLayout, PagedKv, PagedKvMut, RunMeta};
 pub use linear::{Linear, LinearShape};
 pub use moe::{ExpertBuffers, ExpertWeights, Route, RouterSoftmax, add_gated, experts, route};

@@ -15,16 +15,16 @@ const MAX_GROUPS: usize = 16;
 
 /// One block of one row: `w = scale × scales[g] × (code - offset) + min × mins[g]`, or with f16 `scale` and `min` alone
 /// where a block is one group.
-struct Block {
-    scale: f32,
-    min: f32,
-    scales: [i8; MAX_GROUPS],
-    mins: [i8; MAX_GROUPS],
-    codes: [u8; MAX_BLOCK],
+pub(crate) struct Block {
+    pub(crate) scale: f32,
+    pub(crate) min: f32,
+    pub(crate) scales: [i8; MAX_GROUPS],
+    pub(crate) mins: [i8; MAX_GROUPS],
+    pub(crate) codes: [u8; MAX_BLOCK],
 }
 
 impl Block {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             scale: 0.0,
             min: 0.0,
@@ -218,7 +218,7 @@ fn nibbles(qs: &[u8], codes: &mut [u8]) {
 }
 
 /// Reads one of ggml's blocks (ggml-common.h and the `dequantize_row_*` functions of ggml-quants.c).
-fn decode(dtype: WeightType, block: &[u8], out: &mut Block) {
+pub(crate) fn decode(dtype: WeightType, block: &[u8], out: &mut Block) {
     let codes = &mut out.codes;
     match dtype {
         WeightType::Q4_0 => {

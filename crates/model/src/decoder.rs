@@ -179,7 +179,7 @@ pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 13] {
         quantised: _,
         scales: _,
         ordered: _,
-        has_int4: _,
+        has_codes: _,
     } = Widths::of(spec);
     let angles = spec.ropes().iter().map(|rope| rope.rotary_dim).sum();
     let expert = if experts > 0 { hidden } else { 0 };

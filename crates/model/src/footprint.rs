@@ -361,7 +361,7 @@ impl Sizes<'_> {
             let dtype = match &mut self.types {
                 Types::Stored(tensors) => tensors.matrix(matrix)?.kept_type(),
                 Types::All(_) if matrix.format == MatrixFormat::Mxfp4 => WeightType::Mxfp4,
-                Types::All(_) if matrix.format != MatrixFormat::Plain => WeightType::Bf16,
+                Types::All(_) if !matrix.format.may_be_mixed() => WeightType::Bf16,
                 Types::All(dtype) => *dtype,
             };
             Ok((dtype, matrix.outputs))

@@ -9,6 +9,7 @@ use plimsoll_kernels::WeightType;
 
 use crate::decoder::Decoder;
 use crate::embedding::{self, ServeAs};
+use crate::quantization::Quantization;
 use crate::state::{KvCacheDtype, KvElementType, StateCache};
 use crate::weights::{Checkpoint, DummyWeights, GgufWeights, Loader, Source};
 use crate::{Cancel, DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress};
@@ -193,7 +194,11 @@ impl Description {
             });
         }
         let file = GgufFile::open(path)?;
-        let config = file.config(&serve_as.hf_overrides)?.served(serve_as)?;
+        let mut config = file.config(&serve_as.hf_overrides)?.served(serve_as)?;
+        if !config.spec.quantization.is_online() {
+            let types = GgufWeights::new(&file, config.architecture, &config.spec).types(&config.spec)?;
+            config.spec.quantization = Quantization::of_gguf(types);
+        }
         let generation = GenerationConfig::default();
         Ok(Self {
             path: path.to_owned(),

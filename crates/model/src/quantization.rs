@@ -1,14 +1,17 @@
-//! Which matrices are stored in eight bits or four, and how.
+//! Which matrices are stored in few bits, and how.
 
+mod gguf;
 mod int4;
 
 use std::fmt;
 
 use plimsoll_core::untrusted::quotable;
+use plimsoll_kernels::{GgufFormat, WeightType};
 use regex::{RegexSet, RegexSetBuilder};
 
 use crate::names;
 
+pub(crate) use gguf::GgufTypes;
 pub(crate) use int4::INT4_WORD;
 pub use int4::{Int4Format, Int4Groups, Int4Packing};
 
@@ -24,9 +27,11 @@ pub(crate) const EMBEDDING: &str = "model.embed_tokens";
 /// How a matrix `[outputs, inputs]` is stored, and kept on a device that computes in its format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MatrixFormat {
-    /// In a float type, or as a GGUF file has it.
+    /// In a float type.
     #[default]
     Plain,
+    /// In a block type of GGUF's.
+    Gguf(WeightType),
     /// Stored as `e4m3` bytes and scales: an element is byte × scale.
     Fp8 {
         /// What has a scale of its own.
@@ -58,6 +63,7 @@ impl MatrixFormat {
     fn name(self) -> Option<&'static str> {
         Some(match self {
             Self::Plain => return None,
+            Self::Gguf(dtype) => dtype.name(),
             Self::Mxfp4 => "mxfp4",
             Self::Int4(format) => format.name(),
             Self::Fp8 {
@@ -80,13 +86,26 @@ impl MatrixFormat {
     /// all outputs, as it may be stacked with others.
     pub fn kept_scales(self) -> Option<Fp8Scales> {
         match self {
-            Self::Plain | Self::Mxfp4 | Self::Int4(_) => None,
+            Self::Plain | Self::Gguf(_) | Self::Mxfp4 | Self::Int4(_) => None,
             Self::Fp8 {
                 scales: Fp8Scales::Block,
                 ..
             } => Some(Fp8Scales::Block),
             Self::Fp8 { .. } | Self::ToFp8 => Some(Fp8Scales::Channel),
         }
+    }
+
+    /// The block type in which a GPU can keep the matrix.
+    pub(crate) fn gguf(self) -> Option<GgufFormat> {
+        match self {
+            Self::Gguf(dtype) => GgufFormat::of(dtype),
+            _ => None,
+        }
+    }
+
+    /// Each matrix is stored by itself, whatever the others are in.
+    pub(crate) fn may_be_mixed(self) -> bool {
+        matches!(self, Self::Plain | Self::Gguf(_))
     }
 }
 
@@ -115,6 +134,7 @@ impl fmt::Display for MatrixFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Plain => f.write_str("floats"),
+            Self::Gguf(dtype) => f.write_str(dtype.name()),
             Self::Mxfp4 => f.write_str("MXFP4"),
             Self::Int4(format) => write!(f, "{format}"),
             Self::Fp8 { scales, .. } => write!(f, "FP8 with {scales}"),
@@ -139,6 +159,8 @@ pub struct Quantization {
     pub(crate) ignored: ModuleNames,
     /// Layers hold scales of keys and values: checked, and used by a KV cache in eight bits alone.
     pub(crate) kv_scales: bool,
+    /// Of a GGUF file, which has no groups.
+    pub(crate) gguf: GgufTypes,
 }
 
 /// Modules of one format.
@@ -161,13 +183,26 @@ impl Quantization {
                 &["lm_head", r"re:.*\.(?:gate|router|shared_expert_gate)$"].map(str::to_owned),
             )
             .expect("a name and an expression"),
-            kv_scales: false,
+            ..Self::default()
         }
     }
 
-    /// Whether a model stores any matrix in eight bits or four, or is to be kept so.
+    /// That of a GGUF file.
+    pub(crate) fn of_gguf(types: GgufTypes) -> Self {
+        Self {
+            gguf: types,
+            ..Self::default()
+        }
+    }
+
+    /// Whether a model stores any matrix in few bits, or is to be kept so.
     pub fn is_some(&self) -> bool {
-        !self.groups.is_empty()
+        !self.groups.is_empty() || self.gguf.names().next().is_some()
+    }
+
+    /// Block types of a GGUF file that no GPU computes with: their matrices become floats there.
+    pub fn only_on_cpus(&self) -> Vec<&'static str> {
+        self.gguf.only_on_cpus().collect()
     }
 
     /// What has a scale of its own in matrices that are kept in eight bits.
@@ -193,11 +228,14 @@ impl Quantization {
     /// Whether every format is one of eight bits.
     pub(crate) fn is_fp8(&self) -> bool {
         let is_fp8 = |group: &QuantizationGroup| group.format.kept_scales().is_some();
-        self.groups.iter().all(is_fp8)
+        self.gguf.names().next().is_none() && self.groups.iter().all(is_fp8)
     }
 
     /// How the matrix of a module is stored.
     pub fn format(&self, module: &str) -> MatrixFormat {
+        if let Some(dtype) = self.gguf.of(module) {
+            return MatrixFormat::Gguf(dtype);
+        }
         let group = self.groups.iter().find(|group| group.modules.contains(module));
         match group {
             // A table, whatever names match: rows of it are taken, and nothing is multiplied.
@@ -207,12 +245,14 @@ impl Quantization {
         }
     }
 
-    /// For reports: the formats of linear layers, such as `fp8-channel`; `None` where all are in floats.
+    /// For reports: the formats of linear layers, such as `fp8-channel`, or the block types of a GGUF file, those of most matrices first;
+    /// `None` where all are in floats.
     pub fn name(&self) -> Option<String> {
         let mut names: Vec<&str> = self
             .groups
             .iter()
             .filter_map(|group| group.format.name())
+            .chain(self.gguf.names())
             .collect();
         names.dedup();
         (!names.is_empty()).then(|| names.join(", "))

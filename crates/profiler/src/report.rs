@@ -7,8 +7,8 @@ use serde::Serialize;
 
 use crate::attempt::Search;
 use crate::{
-    Arithmetic, Attempt, Bound, Disabled, DiscardedPlan, GroupReport, LeftOut, Margins, Measured, Origin,
-    ProfileSpec, ScenarioResult, StatesReport, StepTimes,
+    Arithmetic, Attempt, Bound, Disabled, DiscardedPlan, GroupReport, LeftOut, Loading, Margins, Measured,
+    Origin, ProfileSpec, ScenarioResult, StatesReport, StepTimes,
 };
 
 pub use suggestion::Suggestion;
@@ -47,6 +47,8 @@ pub struct Report {
     pub full_length_requests: f64,
     /// What was kept free.
     pub margins: Margins,
+    /// While the model was loaded; null for a simulated model.
+    pub loading: Option<Loading>,
     /// Before any state was built.
     pub baseline: Memory,
     /// Ready to serve, the canary freed.
@@ -188,6 +190,7 @@ impl Report {
             states: StatesReport::of(spec),
             full_length_requests: kv.requests_of(spec.limits.max_model_len),
             margins: spec.margins,
+            loading: spec.loading,
             baseline: start.baseline,
             ready: start.ready,
             rank: start.rank,

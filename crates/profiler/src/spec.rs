@@ -3,7 +3,7 @@ use std::hash::Hash;
 use plimsoll_core::{BlockSize, CacheGroups, KvConfig, Pooling, StepLimits};
 use serde::Serialize;
 
-use crate::{Disabled, Plan, ProfileError};
+use crate::{Disabled, Loading, Plan, ProfileError};
 
 /// What the profile has to find a size for.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,6 +45,8 @@ pub struct ProfileSpec {
     pub plan: Option<Plan>,
     /// Steps in flight while steps are timed after the proof, as when serving. 0: they are not timed.
     pub timed_in_flight: usize,
+    /// Device memory while the model was loaded; for reports.
+    pub loading: Option<Loading>,
     /// What this start does without; the report lists it.
     pub disabled: Vec<Disabled>,
 }
@@ -76,6 +78,7 @@ impl ProfileSpec {
             gives_advice: true,
             plan: None,
             timed_in_flight: 0,
+            loading: None,
             disabled: Vec::new(),
         }
     }

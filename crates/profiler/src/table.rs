@@ -50,7 +50,12 @@ impl Report {
             max_model_len: self.max_model_len,
             bound: self.bound,
         };
-        format!("{}\n{size}", self.ready.table(columns))
+        let loading = self.loading.map(|loading| format!("\n  {loading}"));
+        format!(
+            "{}\n{size}{}",
+            self.ready.table(columns),
+            loading.unwrap_or_default()
+        )
     }
 }
 

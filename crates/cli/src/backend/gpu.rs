@@ -197,15 +197,32 @@ fn report(result: Result<(), GpuError>) {
     }
 }
 
-/// The number format of stored weights that became bfloat16 as they were loaded.
-fn converted_from(path: &Path, settings: &EngineSettings, config: &ModelConfig) -> Option<&'static str> {
-    match config.dtype {
-        _ if settings.is_dummy() || config.spec.quantization.is_some() => None,
-        _ if path.is_file() => Some("GGUF"),
-        Some(WeightType::F32) => Some("float32"),
-        Some(WeightType::F16) => Some("float16"),
-        _ => None,
+/// The number formats of stored weights that became bfloat16 as they were loaded.
+fn converted_from(path: &Path, settings: &EngineSettings, config: &ModelConfig) -> Option<String> {
+    let quantization = &config.spec.quantization;
+    if settings.is_dummy() {
+        return None;
     }
+    if path.is_file() && settings.serve_as.quantization.is_none() {
+        let mut formats: Vec<String> = (quantization.only_on_cpus().into_iter())
+            .map(str::to_owned)
+            .collect();
+        match quantization.is_some() {
+            true if config.spec.mixtures().next().is_some() => {
+                formats.push("a GGUF file's experts".to_owned())
+            }
+            true => {}
+            false => formats.push("a GGUF file's floats".to_owned()),
+        }
+        return (!formats.is_empty()).then(|| formats.join(" and "));
+    }
+    let format = match config.dtype {
+        _ if quantization.is_some() => return None,
+        Some(WeightType::F32) => "float32",
+        Some(WeightType::F16) => "float16",
+        _ => return None,
+    };
+    Some(format.to_owned())
 }
 
 /// What is kept in FP8.

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use plimsoll_core::StepLimits;
 use plimsoll_model::Cancel;
-use plimsoll_profiler::{Disabled, ProfileSpec};
+use plimsoll_profiler::{Disabled, Loading, ProfileSpec};
 use plimsoll_server::{EmbeddingInfo, StartPhase};
 
 use super::disabled::disabled;
@@ -30,6 +30,8 @@ pub struct Loaded {
     pub(super) settings: Arc<EngineSettings>,
     pub(super) backend: Arc<dyn Backend>,
     pub(super) model: LoadedModel,
+    /// Device memory while it was loaded.
+    pub(super) loading: Option<Loading>,
     pub(super) limits: StepLimits,
     pub(super) times: StartTimes,
     /// Names the model in plans of starts; `None` where none are kept.
@@ -77,7 +79,7 @@ impl Loaded {
                 (text.join().unwrap_or_else(|panic| resume_unwind(panic)), model)
             })
         };
-        let (mut text, mut model) = (text?, model?);
+        let (mut text, (mut model, loading)) = (text?, model?);
         text.generation = model.generation.clone();
         text.eos_token_ids.extend(&model.eos_token_ids);
         text.eos_token_ids.sort_unstable();
@@ -88,6 +90,7 @@ impl Loaded {
             settings: Arc::clone(settings),
             backend,
             model,
+            loading,
             limits,
             times: times.clone(),
             model_key,
@@ -111,6 +114,7 @@ impl Loaded {
         let disabled: &[Disabled] = &self.model.disabled;
         ProfileSpec {
             timed_in_flight: self.backend.defaults().steps_in_flight,
+            loading: self.loading,
             disabled: disabled.to_vec(),
             ..profile_spec(
                 &self.settings,
@@ -139,9 +143,11 @@ fn load(
     backend: &dyn Backend,
     cancel: &Cancel,
     times: &StartTimes,
-) -> Result<LoadedModel, Error> {
+) -> Result<(LoadedModel, Option<Loading>), Error> {
     let mut bar = None;
     let begin = Instant::now();
+    backend.reset_high_water();
+    let before = backend.account().meters().reserved;
     let loaded = backend.load(cancel, &mut |progress| {
         let bar = bar.get_or_insert_with(|| bytes_bar("weights", progress.total));
         bar.set_position(progress.done);
@@ -150,10 +156,17 @@ fn load(
     if let Some(bar) = bar {
         bar.finish_and_clear();
     }
-    if let (Ok(_), Source::Files { model, .. }) = (&loaded, source) {
-        let (bytes, seconds) = (Bytes(weights_bytes(backend)), begin.elapsed().as_secs_f64());
-        tracing::info!("loaded {}: {bytes} in {seconds:.1} s", model.display());
-        terminal::phase("weights", format_args!("{bytes} in {seconds:.1} s"));
+    let loaded = loaded?;
+    let Source::Files { model, .. } = source else {
+        return Ok((loaded, None));
+    };
+    let (weights, seconds) = (weights_bytes(backend), begin.elapsed().as_secs_f64());
+    let bytes = Bytes(weights);
+    tracing::info!("loaded {}: {bytes} in {seconds:.1} s", model.display());
+    terminal::phase("weights", format_args!("{bytes} in {seconds:.1} s"));
+    let loading = Loading::new(before, backend.account().meters().reserved_high, weights);
+    if !loading.is_bounded() {
+        tracing::warn!("{loading}");
     }
-    loaded
+    Ok((loaded, Some(loading)))
 }

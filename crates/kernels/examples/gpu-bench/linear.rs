@@ -6,11 +6,11 @@ use std::time::Instant;
 use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
-use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
     Fp8Scaling, FusedKernels, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuValues, GpuWeight, Int4Group,
     LinearOutput, LinearPath, LinearRoom, LinearScratch, LinearUse, Linears, int4_pitch,
 };
+use plimsoll_kernels::{Activation, GgufFormat};
 
 use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
 
@@ -55,6 +55,10 @@ impl Model {
                             groups: GpuWeight::new(&slab, 0..n * group.stride(k)),
                             group,
                             order: None,
+                        },
+                        GpuValues::Gguf(format) if shape < 4 => GpuMatrix::Gguf {
+                            rows: GpuWeight::new(&slab, 2 * at..2 * at + n * format.pitch(k)),
+                            format,
                         },
                         GpuValues::Fp8(scaling) if shape < 4 => GpuMatrix::Fp8 {
                             values: GpuWeight::new(&slab, 2 * at..2 * at + n * k),
@@ -138,7 +142,10 @@ pub(crate) fn bench(gpu: &Gpu) {
         GpuValues::Int4(Int4Group::Of128),
         GpuValues::Int4(Int4Group::Of64),
         GpuValues::Int4(Int4Group::Of32),
-    ] {
+    ]
+    .into_iter()
+    .chain(GgufFormat::ALL.map(GpuValues::Gguf))
+    {
         println!("{values:?} weights, bf16 inputs, us; % of the floor; (with silu(gate) * up)");
         stream_few_bits(gpu, &mut linears, values);
     }
@@ -168,7 +175,7 @@ pub(crate) fn bench(gpu: &Gpu) {
 
 fn stream_few_bits(gpu: &Gpu, linears: &mut Linears, values: GpuValues) {
     let model = Model::new(gpu, values);
-    // Of the four linear layers; cuBLASLt's products of four bits need room for one.
+    // Of the four linear layers; cuBLASLt's products of few bits need room for one.
     let widened = gpu
         .alloc(Component::Arena, 28672 * 4096 * size_of::<bf16>())
         .expect("room");
@@ -182,6 +189,7 @@ fn stream_few_bits(gpu: &Gpu, linears: &mut Linears, values: GpuValues) {
                 GpuValues::Bf16 => 2 * n * k,
                 GpuValues::Fp8(_) => n * k,
                 GpuValues::Int4(group) => n * int4_pitch(*k) + 4 * n * group.stride(*k),
+                GpuValues::Gguf(format) => n * format.pitch(*k),
             };
             let floor = 1e6 * (weights + 2 * m * k + 2 * m * n) as f64 / READ_BANDWIDTH;
             print!("{name:8} {m:4} {floor:7.1}");

@@ -1,10 +1,12 @@
 //! Every linear layer: cuBLASLt, and for small batches kernels of our own (`kernels/linear.cu`) that stream the weights.
 //!
 //! e4m3 weights meet e4m3 inputs in cuBLASLt and bf16 inputs in our kernels, which also compute any number of rows, in parts, on GPUs
-//! whose tensor cores do not know e4m3 values. Weights of four bits meet bf16 inputs too: more rows than our kernels take by cuBLASLt,
-//! for which a matrix becomes bf16 in room of the caller's.
+//! whose tensor cores do not know e4m3 values. Weights of four bits and in GGUF's types meet bf16 inputs too: more rows than our kernels
+//! take by cuBLASLt, for which they become bf16 in room of the caller's.
 
 mod cublas_lt;
+mod dequantised;
+mod gguf;
 mod int4;
 mod matrix;
 mod stream;
@@ -26,10 +28,12 @@ use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
 use stream::{Cut, NormOperands, StreamKernels};
 use tune::Measurements;
 
+pub use dequantised::{MOST_DEQUANTISED, dequantised_room};
+pub use gguf::GgufKernels;
 pub use int4::Int4Kernels;
 pub use matrix::{
     FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuRows, GpuValues, GpuWeight, Int4Group,
-    int4_pitch, mxfp4_pitch,
+    PART_OUTPUTS, int4_pitch, mxfp4_pitch,
 };
 pub use stream::LinearOutput;
 pub use tune::{LinearChoice, LinearScratch, LinearUse};
@@ -77,6 +81,7 @@ pub struct Linears {
     lt: CublasLt,
     stream: StreamKernels,
     int4: Int4Kernels,
+    gguf: GgufKernels,
     measurements: Measurements,
     /// Libraries' ways for the numbers of rows seen so far.
     chosen: Mutex<HashMap<Key, Choice>>,
@@ -96,10 +101,10 @@ pub struct GpuResidual<'a> {
     pub sum: GpuSlice<'a, bf16>,
 }
 
-/// Room for what layers of four bits need besides inputs and outputs, whose contents nobody else needs.
+/// Room for what layers of few bits need besides inputs and outputs, whose contents nobody else needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LinearRoom<'a> {
-    /// Their weights as `bf16`, where cuBLASLt computes the product: `[n, k]` or more.
+    /// Their weights as `bf16`, where cuBLASLt computes the product: as much as [`dequantised_room`] says, or more.
     pub weights: Option<GpuSlice<'a, bf16>>,
     /// Their inputs in [their order](GpuLinear::order), if they have one: `[m, k]` or more.
     pub inputs: Option<GpuSlice<'a, bf16>>,
@@ -146,10 +151,16 @@ impl Linears {
             lt: CublasLt::open(gpu, workspace, fp8_products)?,
             stream: StreamKernels::load(gpu)?,
             int4: Int4Kernels::load(gpu)?,
+            gguf: GgufKernels::load(gpu)?,
             measurements: Measurements::default(),
             chosen: Mutex::default(),
             fixed: None,
         })
+    }
+
+    /// What dequantises tables in GGUF's types.
+    pub fn gguf(&self) -> &GgufKernels {
+        &self.gguf
     }
 
     /// Computes everything in one way from now on, for tests and benchmarks.
@@ -168,6 +179,10 @@ impl Linears {
         linear: &GpuLinear,
         output: LinearOutput,
     ) -> Result<Option<Fp8Scaling>, GpuError> {
+        // Of several parts none is in e4m3 values.
+        if linear.matrix.values().is_none() {
+            return Ok(None);
+        }
         let key = linear.key(m, output);
         match key.shape.scaling() {
             None => Ok(None),
@@ -191,7 +206,7 @@ impl Linears {
         self.forward_in(LinearRoom::default(), x, linear, LinearOutput::Bf16, out)
     }
 
-    /// As [`Self::forward`] or [`Self::forward_glu`], of weights in four bits too.
+    /// As [`Self::forward`] or [`Self::forward_glu`], of weights in four bits or GGUF's types too.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -208,7 +223,8 @@ impl Linears {
     ) -> Result<(), GpuError> {
         assert!(output != LinearOutput::F32, "logits are `forward_f32`'s");
         let is_gated = matches!(output, LinearOutput::Glu(_));
-        assert!(!is_gated || linear.bias.is_none(), "a bias before the activation");
+        let is_whole = linear.products().len() == 1;
+        assert!(!is_gated || linear.bias.is_none() && is_whole, "ask `fuses_glu`");
         self.run(room, x.into(), linear, out, output)
     }
 
@@ -218,21 +234,40 @@ impl Linears {
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
-    /// If a length does not fit, the layer has a bias, or its matrix is quantised.
+    /// If a length does not fit, the layer has a bias, or its matrix needs room.
     pub fn forward_f32(
         &self,
         x: GpuSlice<'_, bf16>,
         linear: &GpuLinear,
         out: GpuSlice<'_, f32>,
     ) -> Result<(), GpuError> {
+        self.forward_f32_in(LinearRoom::default(), x, linear, out)
+    }
+
+    /// As [`Self::forward_f32`], of weights in GGUF's types too.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// As this, or if there is less room than the layer needs.
+    pub fn forward_f32_in(
+        &self,
+        room: LinearRoom<'_>,
+        x: GpuSlice<'_, bf16>,
+        linear: &GpuLinear,
+        out: GpuSlice<'_, f32>,
+    ) -> Result<(), GpuError> {
         assert!(linear.bias.is_none(), "a bias with f32 outputs");
-        self.run(LinearRoom::default(), x.into(), linear, out, LinearOutput::F32)
+        self.run(room, x.into(), linear, out, LinearOutput::F32)
     }
 
     /// Whether [`Self::forward_glu`] can, and should, be used for `m` rows; if not, [`Self::forward`] and then `glu`.
     pub fn fuses_glu(&self, m: usize, gate_up: &GpuLinear, activation: Activation) -> bool {
-        let key = gate_up.key(m, LinearOutput::Glu(activation));
-        gate_up.bias.is_none() && gate_up.n.is_multiple_of(2) && self.own(&key).is_some()
+        gate_up.products().len() == 1
+            && gate_up.bias.is_none()
+            && gate_up.n.is_multiple_of(2)
+            && self.own(&gate_up.key(m, LinearOutput::Glu(activation))).is_some()
     }
 
     /// `activation(gate) * up` of `x` `[m, k]` to `out` `[m, n / 2]`, for the rows for which [`Self::fuses_glu`]. `gate_up`
@@ -257,6 +292,10 @@ impl Linears {
     /// Whether [`Self::forward_norm`] can be used for `m` rows; if not, `add_rms_norm` and then [`Self::forward`] or
     /// [`Self::forward_glu`].
     pub fn fuses_norm(&self, m: usize, linear: &GpuLinear, output: LinearOutput) -> bool {
+        // Each part's blocks would compute it again.
+        if linear.products().len() > 1 {
+            return false;
+        }
         let key = linear.key(m, output);
         let fuses = match output {
             LinearOutput::Glu(activation) => self.fuses_glu(m, linear, activation),
@@ -336,8 +375,7 @@ impl Linears {
         out: GpuSlice<'_, T>,
         output: LinearOutput,
     ) -> Result<(), GpuError> {
-        let key = linear.key(x.len() / linear.k, output);
-        let Shape { m, n, k, .. } = key.shape;
+        let (m, n, k) = (x.len() / linear.k, linear.n / output.stacked(), linear.k);
         assert_eq!(x.len(), m * k, "x of [m, {k}]");
         assert_eq!(out.len(), m * n, "out of [{m}, {n}]");
         if let GpuRows::Fp8(rows) = x {
@@ -346,6 +384,27 @@ impl Linears {
         if m == 0 {
             return Ok(());
         }
+        let mut to = out.ptr();
+        for part in linear.products() {
+            self.run_part(room, x, part, output, to, n)?;
+            to += (part.n * output.bytes()) as u64;
+        }
+        Ok(())
+    }
+
+    /// The outputs of a part, in rows of `pitch`, from the device address `out` on.
+    fn run_part(
+        &self,
+        room: LinearRoom<'_>,
+        x: GpuRows<'_>,
+        linear: &GpuLinear,
+        output: LinearOutput,
+        out: u64,
+        pitch: usize,
+    ) -> Result<(), GpuError> {
+        let (m, k) = (x.len() / linear.k, linear.k);
+        let mut key = linear.key(m, output);
+        key.shape.pitch = pitch;
         let given = x.scaling();
         let x = match (linear.order(), x) {
             (Some(order), GpuRows::Bf16(rows)) => {
@@ -357,21 +416,18 @@ impl Linears {
             _ => x,
         };
         let (x, x_scales) = x.addresses();
-        let room = match (key.shape.values, room.weights) {
-            (GpuValues::Int4(_), Some(room)) => {
-                assert!(
-                    room.len() >= linear.n * k,
-                    "room for a matrix of [{}, {k}]",
-                    linear.n
-                );
+        let room = match room.weights.filter(|_| key.shape.is_dequantised()) {
+            Some(room) => {
+                let most = dequantised_room(key.shape.n, k);
+                assert!(room.len() >= most, "room for a matrix of [{}, {k}]", key.shape.n);
                 room.ptr()
             }
-            _ => 0,
+            None => 0,
         };
         let operands = Operands {
             x,
             x_scales,
-            out: out.ptr(),
+            out,
             room,
             ..linear.operands()
         };
@@ -391,23 +447,11 @@ impl Linears {
                 Choice::Lt(_) if matches!(key.output, LinearOutput::Glu(_)) => {
                     panic!("cuBLAS has no gated activations: ask `fuses_glu`")
                 }
-                Choice::Lt(algorithm) => {
-                    let mut operands = *operands;
-                    if let GpuValues::Int4(group) = key.shape.values {
-                        assert!(operands.room != 0, "room for a matrix that is not streamed");
-                        let Operands {
-                            weight,
-                            weight_scales,
-                            room,
-                            ..
-                        } = operands;
-                        let shape = [key.shape.n, key.shape.k];
-                        self.int4
-                            .dequantise([weight, weight_scales, room], shape, group)?;
-                        operands.weight = room;
-                    }
-                    self.lt.run(&key.shape, &algorithm, &operands)
+                Choice::Lt(algorithm) if key.shape.is_dequantised() => {
+                    assert!(operands.room != 0, "room for a matrix that is not streamed");
+                    self.dequantised_product(key, &algorithm, operands)
                 }
+                Choice::Lt(algorithm) => self.lt.run(&key.shape, &algorithm, operands),
             }
         }
     }
@@ -415,9 +459,9 @@ impl Linears {
     /// # Safety
     /// As [`CublasLt::run`].
     unsafe fn stream_rows(&self, key: &Key, cut: Cut, operands: &Operands) -> Result<(), GpuError> {
-        let Shape { m, n, k, .. } = key.shape;
+        let Shape { m, k, pitch, .. } = key.shape;
         let most = stream::most_rows(key.shape.values);
-        let (row, out_row) = (k * size_of::<bf16>(), n * key.output.bytes());
+        let (row, out_row) = (k * size_of::<bf16>(), pitch * key.output.bytes());
         for first in (0..m).step_by(most) {
             let shape = Shape {
                 m: (m - first).min(most),
@@ -454,12 +498,14 @@ impl Linears {
             Some(_) => None,
         };
         let choice = match measured {
-            Some(Choice::Lt(algorithm)) if self.lt.can(&key.shape, &algorithm) => Choice::Lt(algorithm),
+            Some(Choice::Lt(algorithm)) if self.lt.can(&key.shape.first_slice(), &algorithm) => {
+                Choice::Lt(algorithm)
+            }
             // In parts, or it would be our own.
             Some(Choice::Stream(cut)) if key.shape.m > stream::most_rows(key.shape.values) => {
                 Choice::Stream(cut)
             }
-            _ => match self.lt.algorithms(&key.shape, 1)?.first() {
+            _ => match self.lt.algorithms(&key.shape.first_slice(), 1)?.first() {
                 Some(&algorithm) => Choice::Lt(algorithm),
                 None => Choice::Stream(self.slow_cut(key)?),
             },
@@ -506,6 +552,8 @@ impl GpuLinear {
             GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0),
             GpuMatrix::Fp8 { values, scales, .. } => (values.slice().ptr(), scales.slice().ptr()),
             GpuMatrix::Int4 { codes, groups, .. } => (codes.slice().ptr(), groups.slice().ptr()),
+            GpuMatrix::Gguf { rows, .. } => (rows.slice().ptr(), 0),
+            GpuMatrix::Parts(_) => panic!("each part is a product"),
             GpuMatrix::Mxfp4(_) => panic!("experts are no linear layers"),
         };
         Operands {
@@ -520,13 +568,18 @@ impl GpuLinear {
     }
 
     fn key(&self, m: usize, output: LinearOutput) -> Key {
+        let n = self.n / output.stacked();
         let shape = Shape {
             m,
-            n: self.n / output.stacked(),
+            n,
             k: self.k,
             wide: output == LinearOutput::F32,
             bias: self.bias.is_some(),
-            values: self.matrix.values().expect("experts are no linear layers"),
+            values: self
+                .matrix
+                .values()
+                .expect("a part of a linear layer, or all of it"),
+            pitch: n,
         };
         Key { shape, output }
     }

@@ -26,9 +26,10 @@ pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens
 pub use image::{check, has_images, load};
 pub use kv::{GpuKv, GpuKvElement};
 pub use linear::{
-    FP8_BLOCK, FP8_CAPABILITY, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuResidual, GpuRows, GpuValues,
-    GpuWeight, Int4Group, Int4Kernels, LinearChoice, LinearOutput, LinearPath, LinearRoom, LinearScratch,
-    LinearUse, Linears, int4_pitch, mxfp4_pitch,
+    FP8_BLOCK, FP8_CAPABILITY, Fp8Scaling, GgufKernels, GpuFp8Rows, GpuLinear, GpuMatrix, GpuResidual,
+    GpuRows, GpuValues, GpuWeight, Int4Group, Int4Kernels, LinearChoice, LinearOutput, LinearPath,
+    LinearRoom, LinearScratch, LinearUse, Linears, MOST_DEQUANTISED, PART_OUTPUTS, dequantised_room,
+    int4_pitch, mxfp4_pitch,
 };
 pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
 pub use moe::{EXPERT_TILES, GpuExperts, GpuRoutes, MOST_EXPERTS, MOST_ROUTES, MoeKernels};

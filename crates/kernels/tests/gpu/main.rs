@@ -9,6 +9,7 @@ mod common;
 mod delta_rule;
 mod fp8;
 mod fused;
+mod gguf;
 mod int4;
 mod linear;
 mod moe;

@@ -2,7 +2,8 @@ use super::{Decoder, Matrix, Stack, Vector, Visitor};
 use crate::quantization::{INT4_WORD, MXFP4_BLOCK, MatrixFormat};
 use crate::{DecoderSpec, ModelError};
 
-/// Checks that what is stacked is stored alike, as it is one product, in one format, and in whole blocks.
+/// Checks that what is stacked is stored alike, as it is one product, and in whole blocks. Matrices of a GGUF file, and in floats, may
+/// differ.
 ///
 /// # Errors
 /// [`ModelError::Unsupported`], which names two parts that differ.
@@ -45,7 +46,10 @@ impl Visitor for Alike {
                 format!("a multiple of {INT4_WORD} is"),
             ));
         }
-        match stack.parts.iter().find(|part| part.format != first.format) {
+        let is_other = |part: &&Matrix| {
+            part.format != first.format && !(part.format.may_be_mixed() && first.format.may_be_mixed())
+        };
+        match stack.parts.iter().find(is_other) {
             None => Ok(()),
             Some(other) => Err(ModelError::unsupported(
                 "quantization_config",

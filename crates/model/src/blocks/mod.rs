@@ -320,8 +320,8 @@ pub(crate) struct Widths {
     pub(crate) scales: usize,
     /// The widest inputs, where a matrix of four bits has them in another order.
     pub(crate) ordered: usize,
-    /// There are matrices of four bits.
-    pub(crate) has_int4: bool,
+    /// A device that keeps the bits of matrices may want some in floats for a product.
+    pub(crate) has_codes: bool,
 }
 
 impl Widths {
@@ -348,8 +348,9 @@ impl Widths {
                 Fp8Scales::Block => widest.div_ceil(FP8_BLOCK),
             });
         }
+        widths.has_codes = spec.quantization.gguf.are_kept_in_layers();
         for format in spec.quantization.int4() {
-            widths.has_int4 = true;
+            widths.has_codes = true;
             if format.ordered {
                 widths.ordered = widest;
             }
@@ -357,10 +358,11 @@ impl Widths {
         widths
     }
 
-    /// Elements of the largest matrix of four bits, as large as that of any layer may be; 0 where there are none.
-    pub(crate) fn largest_int4(&self) -> Option<usize> {
+    /// Elements of the largest matrix that a device may want in floats for a product, as large as that of any layer may be; 0 where there
+    /// are none.
+    pub(crate) fn largest_of_codes(&self) -> Option<usize> {
         let other = self.qkv.max(self.attended).max(self.gate_up).max(self.activated);
-        if self.has_int4 {
+        if self.has_codes {
             self.hidden.checked_mul(other)
         } else {
             Some(0)

@@ -1,5 +1,7 @@
 //! Declarations of stored tensors, under the names of Hugging Face checkpoints.
 
+use plimsoll_kernels::GgufFormat;
+
 use super::{Among, RowOrder};
 use crate::quantization::{MatrixFormat, Quantization};
 use crate::spec::NormSpec;
@@ -80,6 +82,18 @@ impl Matrix {
 
     pub(crate) fn shape(&self) -> [usize; 2] {
         [self.outputs, self.inputs]
+    }
+
+    /// Whether it chooses experts, or weighs the one of all tokens.
+    pub(crate) fn is_router(&self) -> bool {
+        let names = [".gate", ".router", ".shared_expert_gate"];
+        names.iter().any(|name| self.module.ends_with(name))
+    }
+
+    /// The block type of GGUF's in which a GPU keeps it. There are no products of experts in one, and what chooses them is small.
+    pub(crate) fn gguf(&self) -> Option<GgufFormat> {
+        let is_kept = self.expert.is_none() && !self.is_router();
+        self.format.gguf().filter(|_| is_kept)
     }
 }
 

@@ -202,6 +202,7 @@ impl Reader<'_> {
             }],
             ignored: self.names("modules_to_not_convert", ModuleNames::parts(&ignored))?,
             kv_scales: false,
+            ..Quantization::default()
         })
     }
 
@@ -216,6 +217,7 @@ impl Reader<'_> {
             }],
             ignored: self.names("modules_to_not_convert", ModuleNames::parts(&ignored))?,
             kv_scales: false,
+            ..Quantization::default()
         })
     }
 
@@ -260,6 +262,7 @@ impl Reader<'_> {
             groups,
             ignored: self.names("ignore", ModuleNames::named(&raw.ignore.unwrap_or_default()))?,
             kv_scales,
+            ..Quantization::default()
         })
     }
 

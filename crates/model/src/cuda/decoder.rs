@@ -1,14 +1,14 @@
 mod experts;
 mod head;
 mod layers;
+mod measure;
 
 use half::bf16;
 use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
-use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuTokens, LinearOutput,
-    LinearScratch, LinearUse, Linears, PrefillKernels, SampleKernels,
+    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuMatrix, GpuTokens, Linears,
+    PrefillKernels, SampleKernels,
 };
 
 use super::experts::Experts;
@@ -20,10 +20,10 @@ use super::states::States;
 use super::step::{Activations, StepLayout};
 use super::vectors::Vectors;
 use super::weights::{GpuLayer, GpuWeights};
-use crate::blocks::{Mixer, Operations, Widths};
+use crate::blocks::Operations;
 use crate::spec::AttentionSpec;
 use crate::state::LayerPlace;
-use head::Head;
+use head::{Head, Logits};
 use layers::{Kind, Step};
 
 /// What the kernels of a step work on.
@@ -88,11 +88,6 @@ pub(super) struct Decoder {
     delta: Option<DeltaKernels>,
 }
 
-/// Numbers of rows that linear layers are measured for: those of decode steps, and of prompts.
-const MEASURED_ROWS: [usize; 16] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 2048, 8192];
-/// Most rows that are sampled from are fewer.
-const MEASURED_HEAD_ROWS: usize = 256;
-
 impl Decoder {
     /// Loads the other kernels.
     pub(super) fn new(gpu: &Gpu, weights: GpuWeights, fused: FusedKernels) -> Result<Self, DeviceError> {
@@ -134,93 +129,6 @@ impl Decoder {
         Ok(decoder)
     }
 
-    /// Finds the fastest way for each linear layer and number of rows.
-    fn measure_linears(&mut self) -> Result<(), DeviceError> {
-        let GpuWeights { spec, decoder, .. } = &self.weights;
-        let widths = Widths::of(spec);
-        let widest = widths.hidden.max(widths.activated).max(widths.attended);
-        // Of 16 bits; logits of routers have 32.
-        let outputs = widths
-            .gate_up
-            .max(widths.qkv)
-            .max(widths.hidden)
-            .max(2 * widths.experts);
-        let most = MEASURED_ROWS[MEASURED_ROWS.len() - 1];
-        let head: Vec<_> = self.head.iter().map(|head| &head.linear).collect();
-        let logits = head.len() * MEASURED_HEAD_ROWS * spec.vocab_size;
-        let bytes = (most * outputs * size_of::<bf16>()).max(logits * size_of::<f32>());
-        // Beside the weights there is room for this, or there would be none for KV.
-        let x = self
-            .gpu
-            .alloc(Component::Arena, most * widest * size_of::<bf16>())?;
-        let out = self.gpu.alloc(Component::Arena, bytes)?;
-        self.fused.fill_random(x.slice(), 0, 1.0)?;
-        let dequantised = Widths::beside_experts(spec).largest_int4().unwrap_or(0);
-        let weights = self
-            .gpu
-            .alloc(Component::Arena, dequantised * size_of::<bf16>())?;
-        let scratch = LinearScratch {
-            x: x.slice(),
-            out: out.slice(),
-            weights: weights.slice(),
-        };
-        let layers = &decoder.layers;
-        let qkv = by_shape(layers, |layer| match &layer.mixer {
-            Mixer::Attention(block) => Some(&block.qkv),
-            Mixer::DeltaNet(block) => Some(&block.qkvz),
-        });
-        let state_gates = by_shape(layers, |layer| match &layer.mixer {
-            Mixer::Attention(_) => None,
-            Mixer::DeltaNet(block) => Some(&block.ba),
-        });
-        let output = by_shape(layers, |layer| match &layer.mixer {
-            Mixer::Attention(block) => Some(&block.output),
-            Mixer::DeltaNet(block) => Some(&block.output),
-        });
-        let gate_up = by_shape(layers, |layer| Some(&layer.mlp.of_all()?.gate_up));
-        let down = by_shape(layers, |layer| Some(&layer.mlp.of_all()?.down));
-        let routers = self.experts.iter().flat_map(Experts::routers);
-        let routers = alike(routers);
-        let plain = |layers, output| LinearUse {
-            layers,
-            output,
-            rows: &MEASURED_ROWS,
-        };
-        let mut uses = Vec::new();
-        let activations = [Activation::Silu, Activation::GeluTanh];
-        let used = |activation: &Activation| {
-            let mut mlps = spec.layers.iter().filter_map(|layer| layer.mlp_of_all());
-            mlps.any(|mlp| mlp.activation == *activation)
-        };
-        for (groups, kind) in [
-            (&qkv, LinearOutput::Bf16),
-            (&state_gates, LinearOutput::Bf16),
-            (&output, LinearOutput::Bf16),
-            (&gate_up, LinearOutput::Bf16),
-            (&down, LinearOutput::Bf16),
-            (&routers, LinearOutput::F32),
-        ] {
-            uses.extend(groups.iter().map(|layers| plain(layers, kind)));
-        }
-        for activation in activations.into_iter().filter(used) {
-            let kind = LinearOutput::Glu(activation);
-            uses.extend(gate_up.iter().map(|layers| plain(layers, kind)));
-        }
-        if !head.is_empty() {
-            uses.push(LinearUse {
-                rows: MEASURED_ROWS
-                    .split_at(MEASURED_ROWS.partition_point(|&rows| rows <= MEASURED_HEAD_ROWS))
-                    .0,
-                ..plain(&head, LinearOutput::F32)
-            });
-        }
-        self.linears.measure(&uses, scratch)?;
-        for choice in self.linears.choices() {
-            tracing::debug!(%choice, "linear layer");
-        }
-        Ok(())
-    }
-
     /// Where it runs.
     pub(super) fn gpu(&self) -> &Gpu {
         &self.gpu
@@ -254,15 +162,16 @@ impl Decoder {
             return self.pool(input, state, normed, given);
         };
         let (width, vocab) = (spec.hidden_size, spec.vocab_size);
+        let room = layout.head_room(memory);
         if let Some(scores) = scores {
             let rows = normed.range(input.samples * width..normed.len());
-            self.score(head, input, state, rows, &scores, given)?;
+            self.score(head, input, state, rows, &scores, Logits { out: given, room })?;
             state.scores.fetch(input.slot, &scores)?;
         }
         if input.samples > 0 {
             let found = given.range(0..input.samples * vocab);
             let rows = normed.range(0..input.samples * width);
-            self.logits(head, rows, found)?;
+            self.logits(head, rows, Logits { out: found, room })?;
             match logits {
                 Some(out) => *out = self.gpu.download(found)?,
                 None if input.deferred.is_some() => {}
@@ -318,12 +227,11 @@ impl Decoder {
             prev_sampled: state.outputs.sampled(),
             resolved: tokens,
         };
-        self.fused.embedding(
-            decoder.embedding.weight(),
-            tokens,
-            spec.embedding_scale,
-            act.hidden,
-        )?;
+        let (table, scale) = (&decoder.embedding, spec.embedding_scale);
+        match table.matrix() {
+            GpuMatrix::Gguf { .. } => self.linears.gguf().embedding(table, tokens, scale, act.hidden)?,
+            _ => self.fused.embedding(table.weight(), tokens, scale, act.hidden)?,
+        }
         let kinds = self.kinds.iter().map(|&first| {
             let layer = &decoder.layers[first];
             Kind::new(self, layer, input.rows, state)
@@ -356,23 +264,4 @@ fn is_of_kind(layer: &GpuLayer, other: &GpuLayer) -> bool {
     layer.spec == other.spec
         && are_alike([qkv(layer), qkv(other)])
         && are_alike([gate_up(layer), gate_up(other)])
-}
-
-/// Layers of one shape, whose weights a measurement takes in turn.
-fn by_shape<'a>(
-    layers: &'a [GpuLayer],
-    pick: impl Fn(&'a GpuLayer) -> Option<&'a GpuLinear>,
-) -> Vec<Vec<&'a GpuLinear>> {
-    alike(layers.iter().filter_map(pick))
-}
-
-fn alike<'a>(linears: impl Iterator<Item = &'a GpuLinear>) -> Vec<Vec<&'a GpuLinear>> {
-    let mut groups: Vec<Vec<&GpuLinear>> = Vec::new();
-    for linear in linears {
-        match groups.iter_mut().find(|group| group[0].is_like(linear)) {
-            Some(group) => group.push(linear),
-            None => groups.push(vec![linear]),
-        }
-    }
-    groups
 }

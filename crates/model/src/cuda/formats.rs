@@ -1,3 +1,5 @@
+use plimsoll_kernels::cuda::PART_OUTPUTS;
+
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
 use crate::quantization::{FP8_BLOCK, Fp8Scales, INT4_WORD, MatrixFormat};
 use crate::{DecoderSpec, ModelError};
@@ -12,6 +14,23 @@ pub(super) fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
 
 /// Sizes that cuBLASLt takes in eight bits: rows of whole 16-byte vectors, of inputs and of outputs.
 const VECTOR: usize = 16;
+
+/// Parts that are kept in different types are products of their own, whose outputs follow each other.
+fn check_parts(parts: &[Matrix]) -> Result<(), ModelError> {
+    let are_alike = parts.iter().all(|part| part.gguf() == parts[0].gguf());
+    let is_odd = |part: &&Matrix| !part.outputs.is_multiple_of(PART_OUTPUTS);
+    match parts.iter().find(is_odd) {
+        Some(odd) if !are_alike => Err(ModelError::unsupported(
+            odd.name(),
+            format!("{} of shape [{}, {}]", odd.format, odd.outputs, odd.inputs),
+            format!(
+                "on a GPU, where matrices of the same inputs are in different types, multiples of {PART_OUTPUTS} outputs are; \
+                 --device cpu has no such bound"
+            ),
+        )),
+        _ => Ok(()),
+    }
+}
 
 struct Products;
 
@@ -34,7 +53,7 @@ impl Visitor for Products {
         let (inputs_of, outputs_of) = match stack.format().kept_scales() {
             // Words of codes, and as cuBLASLt takes them in 16 bits.
             None if is_int4 => (INT4_WORD, 1),
-            None => return Ok(()),
+            None => return check_parts(&stack.parts),
             // The blocks of stacked matrices are those of one matrix.
             Some(Fp8Scales::Block) if stack.parts.len() > 1 => (FP8_BLOCK, FP8_BLOCK),
             Some(Fp8Scales::Block) => (FP8_BLOCK, VECTOR),
@@ -57,9 +76,7 @@ impl Visitor for Products {
                 let supported = "on a GPU experts in floats, FP8 and MXFP4 are; --device cpu takes it";
                 return refuse(value, supported.to_owned());
             }
-            let is_router = [".gate", ".router", ".shared_expert_gate"]
-                .iter()
-                .any(|name| module.ends_with(name));
+            let is_router = part.is_router();
             if module == "lm_head" || is_router {
                 let value = format!("{format} for `{module}`");
                 let what = if is_router {
@@ -86,4 +103,32 @@ impl Visitor for Products {
     }
 
     fn tied(&mut self, (): &()) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_kernels::WeightType;
+
+    use super::*;
+    use crate::blocks::RowOrder;
+
+    #[test]
+    fn parts_of_odd_sizes_in_different_types_are_named() {
+        let part = |module: &str, outputs, dtype| Matrix {
+            module: module.to_owned(),
+            outputs,
+            inputs: 256,
+            format: MatrixFormat::Gguf(dtype),
+            order: RowOrder::Plain,
+            expert: None,
+        };
+        let [wide, odd] = [("a.q_proj", 64), ("a.k_proj", 12)];
+        let parts = |dtype| vec![part(wide.0, wide.1, WeightType::Q4K), part(odd.0, odd.1, dtype)];
+        // One product, whatever its size.
+        check_parts(&parts(WeightType::Q4K)).unwrap();
+        let error = check_parts(&parts(WeightType::Q6K)).unwrap_err().to_string();
+        for said in ["a.k_proj.weight", "Q6_K", "[12, 256]", "--device cpu"] {
+            assert!(error.contains(said), "{error}");
+        }
+    }
 }

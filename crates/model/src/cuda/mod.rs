@@ -67,7 +67,8 @@ impl Deref for GpuModel {
 }
 
 impl GpuModel {
-    /// Loads a model directory (config.json, safetensors) or a GGUF file to `gpu`, converted to `bf16`. `progress` hears
+    /// Loads a model directory (config.json, safetensors) or a GGUF file to `gpu`: weights of few bits as they are stored, where there are
+    /// kernels for them, and all others as `bf16`. `progress` hears
     /// about every tensor.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 use half::bf16;
 use plimsoll_device::cuda::GpuSlice;
-use plimsoll_kernels::cuda::{DeltaKernels, Fp8Scaling, LinearRoom};
+use plimsoll_kernels::GgufFormat;
+use plimsoll_kernels::cuda::{DeltaKernels, Fp8Scaling, LinearRoom, MOST_DEQUANTISED, dequantised_room};
 
 use super::experts::{ExpertLayout, ExpertSlices};
 use super::input::StepInput;
@@ -9,6 +10,7 @@ use super::scores::{SCORE_ROWS, ScoreLayout};
 use super::staging::{Layout, Section};
 use crate::blocks::Widths;
 use crate::footprint::StepSize;
+use crate::quantization::EMBEDDING;
 use crate::{DecoderSpec, OutputHead};
 
 /// Alignment of each activation, in bytes: that of a line of L2, and what bulk copies and tensor maps ask for.
@@ -33,7 +35,7 @@ pub(super) struct StepLayout {
     /// Inputs of products in eight bits, and their scales.
     pub(super) quantised: Section<u8>,
     pub(super) scales: Section<f32>,
-    /// A matrix of four bits as `bf16`, and inputs in the order of one.
+    /// Weights of few bits as `bf16`, and inputs in the order of some.
     pub(super) dequantised: Section<bf16>,
     pub(super) ordered: Section<bf16>,
     /// Gates of states.
@@ -44,6 +46,8 @@ pub(super) struct StepLayout {
     pub(super) attention: Section<f32>,
     /// What the step gives out: logits, or pooled vectors. In the place of what only the layers need.
     pub(super) given: Section<f32>,
+    /// Weights of a head of few bits as `bf16`, behind it.
+    pub(super) dequantised_head: Section<bf16>,
     /// Bytes of everything.
     pub(super) bytes: usize,
 }
@@ -73,7 +77,7 @@ impl StepLayout {
             quantised: layout.rows(rows, widths.quantised)?,
             // Of blocks there are more than the rows have.
             scales: layout.rows(Fp8Scaling::Blocks.input_stride(rows), widths.scales)?,
-            dequantised: layout.rows(widths.largest_int4()?, 1)?,
+            dequantised: layout.rows(dequantised(&widths)?, 1)?,
             ordered: layout.rows(rows, widths.ordered)?,
             state_gates: layout.rows(rows, widths.state_gates)?,
             experts: ExpertLayout::new(&mut layout, &widths, rows)?,
@@ -82,8 +86,17 @@ impl StepLayout {
                 OutputHead::None => after.rows(step.samples, spec.hidden_size)?,
                 OutputHead::Own | OutputHead::Tied => after.rows(logit_rows(step), spec.vocab_size)?,
             },
+            dequantised_head: after.rows(dequantised_head(spec), 1)?,
             bytes: layout.bytes().max(after.bytes()),
         })
+    }
+
+    /// Room for the product with the head.
+    pub(super) fn head_room<'a>(&self, memory: GpuSlice<'a, u8>) -> LinearRoom<'a> {
+        LinearRoom {
+            weights: Some(self.dequantised_head.within(memory)),
+            inputs: None,
+        }
     }
 
     /// Of a packed step.
@@ -120,6 +133,22 @@ impl StepLayout {
             scratch: self.attention.within(memory),
         }
     }
+}
+
+/// Elements of weights of layers that are `bf16` at one time; `None` if no memory could hold the layer.
+pub(super) fn dequantised(widths: &Widths) -> Option<usize> {
+    Some(widths.largest_of_codes()?.min(MOST_DEQUANTISED))
+}
+
+/// The same of the head.
+pub(super) fn dequantised_head(spec: &DecoderSpec) -> usize {
+    let module = match spec.head {
+        OutputHead::None => return 0,
+        OutputHead::Own => "lm_head",
+        OutputHead::Tied => EMBEDDING,
+    };
+    let kept = spec.quantization.gguf.of(module).and_then(GgufFormat::of);
+    kept.map_or(0, |_| dequantised_room(spec.vocab_size, spec.hidden_size))
 }
 
 /// Rows whose logits exist at one time: scored rows some at a time, then those to sample from all together.

@@ -11,9 +11,10 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
+use plimsoll_kernels::WeightType;
 use plimsoll_kernels::cuda::{
-    Fp8Scaling, FusedKernels, GpuKvElement, GpuLinear, GpuMatrix, GpuWeight, Int4Group, Int4Kernels,
-    MoeKernels, rope_turns,
+    Fp8Scaling, FusedKernels, GgufKernels, GpuKvElement, GpuLinear, GpuMatrix, GpuWeight, Int4Group,
+    Int4Kernels, MoeKernels, rope_turns,
 };
 
 use crate::blocks::{self, Matrix, Stack, Vector, Visitor};
@@ -23,7 +24,7 @@ use crate::rope::RopeTable;
 use crate::weights::{Checked, DUMMY_SCALE, Scales};
 use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelError, Progress};
 use convert::{Job, widen_int4, widen_mxfp4};
-use layout::{Boundless, Element, KeptScales, Layout, LinearSpan, Part, Places, Span, Stored};
+use layout::{Boundless, Element, KeptScales, Layout, LinearSpan, MatrixSpan, Part, Places, Span, Stored};
 use transfer::transfer;
 
 /// All weights of a decoder on a GPU, in one piece of memory. Matrices are row-major, `[outputs, inputs]`.
@@ -109,6 +110,7 @@ impl GpuWeights {
         let kv_scales = kv_scales.collect::<Result<_, ModelError>>()?;
         tensors.kv_scales(&layout.kv_scales)?;
         tensors.finish()?;
+        log_narrowed(&jobs);
 
         let slab = Arc::new(gpu.alloc(Component::Weights, layout.bytes)?);
         let mut views = Views {
@@ -206,12 +208,35 @@ impl GpuWeights {
                 }
                 elements
             }
+            (Element::Gguf(format), _, Stored::Matrix(matrix)) => {
+                let rows = gpu.download(view::<u8>(&self.slab, span))?;
+                let mut elements = vec![0.0; matrix.outputs * matrix.inputs];
+                let pairs = rows.chunks_exact(part.row_bytes());
+                for (row, out) in pairs.zip(elements.chunks_exact_mut(matrix.inputs)) {
+                    format.unpack_row(row, out);
+                }
+                elements
+            }
             (Element::Bf16, ..) => {
                 let values = gpu.download(view::<bf16>(&self.slab, span))?;
                 values.into_iter().map(bf16::to_f32).collect()
             }
             _ => gpu.download(view(&self.slab, span))?,
         }))
+    }
+}
+
+/// Says once for each type what becomes of matrices that are not kept as they are stored.
+fn log_narrowed(jobs: &[Job<'_>]) {
+    let mut counts: Vec<(WeightType, usize)> = Vec::new();
+    for dtype in jobs.iter().filter_map(Job::narrowed_from) {
+        match counts.iter_mut().find(|(known, _)| *known == dtype) {
+            Some((_, count)) => *count += 1,
+            None => counts.push((dtype, 1)),
+        }
+    }
+    for (dtype, count) in counts {
+        tracing::info!("{count} matrices in {} become bfloat16 on the GPU", dtype.name());
     }
 }
 
@@ -270,7 +295,7 @@ fn fill_matrices(
 ) -> Result<(), GpuError> {
     /// Of random codes less 8.
     const CODE_DEVIATION: f32 = 4.64;
-    let (mut experts, mut int4) = (None, None);
+    let (mut experts, mut int4, mut gguf) = (None, None, None);
     for (index, part) in (0_u64..).zip(parts) {
         let Stored::Matrix(matrix) = &part.stored else {
             continue;
@@ -285,6 +310,14 @@ fn fill_matrices(
                 experts
                     .iter()
                     .try_for_each(|experts| experts.fill_mxfp4(out, matrix.inputs, seed, deviation))?;
+            }
+            None if let Element::Gguf(format) = part.element => {
+                if gguf.is_none() {
+                    gguf = Some(GgufKernels::load(gpu)?);
+                }
+                let out = view(slab, part.span());
+                gguf.iter()
+                    .try_for_each(|gguf| gguf.fill(out, matrix.inputs, format, seed, deviation))?;
             }
             None => kernels.fill_random(view(slab, part.span()), seed, deviation)?,
             Some(span) if part.element == Element::Int4 => {
@@ -318,10 +351,38 @@ impl Views<'_> {
         GpuWeight::new(self.slab, span.start / element..(span.start + span.len) / element)
     }
 
-    fn at(&self, span: LinearSpan) -> GpuLinear {
-        let matrix = match span.scales.map(|scales| (scales.span, scales.kept)) {
-            None if span.element == Element::Mxfp4 => GpuMatrix::Mxfp4(self.weight(span.weight)),
-            None => GpuMatrix::Bf16(self.weight(span.weight)),
+    fn at(&self, span: &LinearSpan) -> GpuLinear {
+        let mut first = 0;
+        let pieces = span.pieces.iter().map(|piece| {
+            let bytes = size_of::<bf16>();
+            let bias = span.bias.map(|bias| Span {
+                start: bias.start + first * bytes,
+                len: piece.outputs * bytes,
+            });
+            first += piece.outputs;
+            let bias = bias.map(|bias| self.weight(bias));
+            GpuLinear::new(self.matrix(piece), bias, piece.outputs, piece.inputs)
+        });
+        let mut pieces: Vec<GpuLinear> = pieces.collect();
+        match pieces.len() {
+            1 => pieces.remove(0),
+            _ => {
+                let inputs = pieces[0].inputs();
+                GpuLinear::new(GpuMatrix::Parts(pieces), None, first, inputs)
+            }
+        }
+    }
+
+    fn matrix(&self, span: &MatrixSpan) -> GpuMatrix {
+        match span.scales.map(|scales| (scales.span, scales.kept)) {
+            None => match span.element {
+                Element::Mxfp4 => GpuMatrix::Mxfp4(self.weight(span.weight)),
+                Element::Gguf(format) => GpuMatrix::Gguf {
+                    rows: self.weight(span.weight),
+                    format,
+                },
+                _ => GpuMatrix::Bf16(self.weight(span.weight)),
+            },
             Some((scales, KeptScales::Fp8(kept))) => GpuMatrix::Fp8 {
                 values: self.weight(span.weight),
                 scales: self.weight(scales),
@@ -336,9 +397,7 @@ impl Views<'_> {
                 group,
                 order: span.order.map(|order| self.weight(order)),
             },
-        };
-        let bias = span.bias.map(|bias| self.weight(bias));
-        GpuLinear::new(matrix, bias, span.outputs, span.inputs)
+        }
     }
 }
 
@@ -362,12 +421,12 @@ impl Visitor for Views<'_> {
 
     fn linear(&mut self, stack: &Stack) -> Result<GpuLinear, Boundless> {
         let span = self.places.linear(stack)?;
-        Ok(self.at(span))
+        Ok(self.at(&span))
     }
 
     fn embedding(&mut self, table: &Matrix) -> Result<GpuLinear, Boundless> {
         let span = self.places.embedding(table)?;
-        Ok(self.at(span))
+        Ok(self.at(&span))
     }
 
     /// The same memory.

@@ -47,7 +47,7 @@ impl<'a> Checked<'a> {
         match matrix.format {
             MatrixFormat::Mxfp4 => return self.mxfp4(matrix),
             MatrixFormat::Int4(format) => return self.int4(matrix, format),
-            MatrixFormat::Plain | MatrixFormat::Fp8 { .. } | MatrixFormat::ToFp8 => {}
+            MatrixFormat::Plain | MatrixFormat::Gguf(_) | MatrixFormat::Fp8 { .. } | MatrixFormat::ToFp8 => {}
         }
         let mut tensor = match &matrix.expert {
             Some(expert) if matrix.format == MatrixFormat::Plain && !self.source.has(&matrix.name()) => {

@@ -1,9 +1,14 @@
 //! Weights of a GGUF file under the names of Hugging Face checkpoints.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
+
+use plimsoll_kernels::WeightType;
 
 use super::{RowOrder, Source, Tensor};
+use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
 use crate::gguf::{GgufFile, ROPE_FACTORS};
+use crate::quantization::GgufTypes;
 use crate::spec::Mlp;
 use crate::{Architecture, DecoderSpec, ModelError, Shape};
 
@@ -51,6 +56,19 @@ impl<'a> GgufWeights<'a> {
             post_norms,
             experts: experts.max().unwrap_or(0),
         }
+    }
+
+    /// Block types of the decoder's matrices, by their modules.
+    ///
+    /// # Errors
+    /// As [`Source::tensor`].
+    pub(crate) fn types(&self, spec: &DecoderSpec) -> Result<GgufTypes, ModelError> {
+        let mut types = Types {
+            source: self,
+            found: HashMap::new(),
+        };
+        Decoder::visit(spec, &mut types)?;
+        Ok(GgufTypes::new(types.found))
     }
 
     fn interleaved_heads(&self, gguf_name: &str) -> Option<usize> {
@@ -123,6 +141,47 @@ impl Source for GgufWeights<'_> {
     fn stored_name(&self, name: &str) -> String {
         gguf_name(name, self.post_norms)
     }
+}
+
+/// Finds the types of matrices. Those that are missing are left to whoever reads them.
+struct Types<'a> {
+    source: &'a GgufWeights<'a>,
+    found: HashMap<String, WeightType>,
+}
+
+impl Types<'_> {
+    fn add(&mut self, matrix: &Matrix) -> Result<(), ModelError> {
+        let tensor = self.source.tensor(&matrix.name(), &matrix.shape())?;
+        if let Some(tensor) = tensor.filter(|tensor| tensor.dtype.block_len() > 1) {
+            self.found.insert(matrix.module.clone(), tensor.dtype);
+        }
+        Ok(())
+    }
+}
+
+impl Visitor for Types<'_> {
+    type Vector = ();
+    type Linear = ();
+    type Embedding = ();
+    type Error = ModelError;
+
+    fn vector(&mut self, _: &Vector) -> Result<(), ModelError> {
+        Ok(())
+    }
+
+    fn optional_vector(&mut self, _: &Vector) -> Result<Option<()>, ModelError> {
+        Ok(None)
+    }
+
+    fn linear(&mut self, stack: &Stack) -> Result<(), ModelError> {
+        stack.parts.iter().try_for_each(|part| self.add(part))
+    }
+
+    fn embedding(&mut self, table: &Matrix) -> Result<(), ModelError> {
+        self.add(table)
+    }
+
+    fn tied(&mut self, (): &()) {}
 }
 
 /// GGUF's name of a tensor, in layers with or without norms behind attention and MLP; a name without a counterpart stays as

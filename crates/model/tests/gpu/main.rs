@@ -4,6 +4,7 @@
 mod common;
 mod embeddings;
 mod experts;
+mod gguf;
 mod golden;
 mod kv;
 mod memory;

@@ -29,15 +29,19 @@ pub(super) struct Shape {
     pub(super) bias: bool,
     /// Of weights, and where they are in e4m3 and cuBLASLt computes the product, of x.
     pub(super) values: GpuValues,
+    /// Outputs from one row of `out` to the next: `n`, or more where others lie between.
+    pub(super) pitch: usize,
 }
 
 impl Shape {
-    /// Weights in so many bytes.
-    pub(super) fn weights_in(&self, bytes: usize) -> usize {
-        match self.values {
-            GpuValues::Bf16 => bytes / 2,
-            GpuValues::Fp8(_) => bytes,
-            GpuValues::Int4(_) => 2 * bytes,
+    /// Bytes of weights, without what they share.
+    pub(super) fn weight_bytes(&self) -> usize {
+        let &Self { n, k, values, .. } = self;
+        match values {
+            GpuValues::Bf16 => 2 * n * k,
+            GpuValues::Fp8(_) => n * k,
+            GpuValues::Int4(_) => n * k / 2,
+            GpuValues::Gguf(format) => n * format.pitch(k),
         }
     }
 
@@ -58,7 +62,7 @@ pub(super) struct Operands {
     /// 0 for none.
     pub(super) bias: u64,
     pub(super) out: u64,
-    /// For weights of four bits as bf16; 0 for none.
+    /// For weights of few bits as bf16; 0 for none.
     pub(super) room: u64,
 }
 
@@ -263,7 +267,9 @@ struct Product {
 
 impl Product {
     fn new(shape: &Shape, operands: &Operands) -> Result<Self, GpuError> {
-        let &Shape { m, n, k, wide, .. } = shape;
+        let &Shape {
+            m, n, k, wide, pitch, ..
+        } = shape;
         let half = sys::cudaDataType_t::CUDA_R_16BF;
         let out = match wide {
             true => sys::cudaDataType_t::CUDA_R_32F,
@@ -275,9 +281,9 @@ impl Product {
         };
         Ok(Self {
             operation: Operation::new(shape, operands)?,
-            weight: Layout::new(element, k, n)?,
-            x: Layout::new(element, k, m)?,
-            out: Layout::new(out, n, m)?,
+            weight: Layout::new(element, [k, n], k)?,
+            x: Layout::new(element, [k, m], k)?,
+            out: Layout::new(out, [n, m], pitch)?,
         })
     }
 }
@@ -356,12 +362,12 @@ impl Drop for Operation {
 struct Layout(sys::cublasLtMatrixLayout_t);
 
 impl Layout {
-    /// A dense matrix, by columns.
-    fn new(element: sys::cudaDataType_t, rows: usize, cols: usize) -> Result<Self, GpuError> {
+    /// A matrix by columns, which begin `pitch` elements apart.
+    fn new(element: sys::cudaDataType_t, [rows, cols]: [usize; 2], pitch: usize) -> Result<Self, GpuError> {
         let mut handle = std::ptr::null_mut();
         // SAFETY: a place to write to.
         check("cublasLtMatrixLayoutCreate", unsafe {
-            sys::cublasLtMatrixLayoutCreate(&mut handle, element, rows as u64, cols as u64, rows as i64)
+            sys::cublasLtMatrixLayoutCreate(&mut handle, element, rows as u64, cols as u64, pitch as i64)
         })?;
         Ok(Self(handle))
     }

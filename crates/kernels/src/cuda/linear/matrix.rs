@@ -8,6 +8,8 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{GpuSlab, GpuSlice};
 
+use crate::GgufFormat;
+
 /// Elements that share a factor under [`Fp8Scaling::Blocks`]: of a row of inputs, and both ways of weights.
 pub const FP8_BLOCK: usize = 128;
 
@@ -109,10 +111,22 @@ pub enum GpuMatrix {
         /// `[k]`: which input each is, where the matrix has them in another order.
         order: Option<GpuWeight<u32>>,
     },
+    /// In one of GGUF's block types.
+    Gguf {
+        /// Rows of [`GgufFormat::pitch`] bytes, as [`GgufFormat::pack_row`] writes them.
+        rows: GpuWeight<u8>,
+        /// The type.
+        format: GgufFormat,
+    },
+    /// Several of the same inputs, whose outputs follow each other. Biases are theirs.
+    Parts(Vec<GpuLinear>),
     /// Of an expert: rows of [`mxfp4_pitch`] bytes, first two elements in each byte, then an exponent for each 32 inputs. Of eight
     /// elements four bytes hold the even ones in their lower half and the odd ones in the upper.
     Mxfp4(GpuWeight<u8>),
 }
+
+/// Outputs of each of [`GpuMatrix::Parts`] are a multiple of this, so that those of the next begin at whole vectors.
+pub const PART_OUTPUTS: usize = 8;
 
 /// Inputs of a window of codes of four bits.
 const INT4_WINDOW: usize = 128;
@@ -162,13 +176,15 @@ pub enum GpuValues {
     Fp8(Fp8Scaling),
     /// Integers of four bits.
     Int4(Int4Group),
+    /// A block type of GGUF's.
+    Gguf(GgufFormat),
 }
 
 impl GpuValues {
     /// How e4m3 values share factors.
     pub fn scaling(self) -> Option<Fp8Scaling> {
         match self {
-            Self::Bf16 | Self::Int4(_) => None,
+            Self::Bf16 | Self::Int4(_) | Self::Gguf(_) => None,
             Self::Fp8(scaling) => Some(scaling),
         }
     }
@@ -203,17 +219,27 @@ impl GpuMatrix {
                     && order.as_ref().is_none_or(|order| order.slice().len() == k)
                     && k.is_multiple_of(8)
             }
+            Self::Gguf { rows, format } => {
+                rows.slice().len() == n * format.pitch(k) && k.is_multiple_of(format.dtype().block_len())
+            }
+            Self::Parts(parts) => {
+                parts
+                    .iter()
+                    .all(|part| part.k == k && part.n.is_multiple_of(PART_OUTPUTS))
+                    && parts.iter().map(|part| part.n).sum::<usize>() == n
+            }
             Self::Mxfp4(rows) => rows.slice().len() == n * mxfp4_pitch(k) && k.is_multiple_of(32),
         }
     }
 
-    /// What its elements are; `None` for MXFP4, in which experts alone are.
+    /// What its elements are; `None` for those of several parts, and for MXFP4, in which experts alone are.
     pub fn values(&self) -> Option<GpuValues> {
         Some(match self {
             Self::Bf16(_) => GpuValues::Bf16,
             Self::Fp8 { scaling, .. } => GpuValues::Fp8(*scaling),
             Self::Int4 { group, .. } => GpuValues::Int4(*group),
-            Self::Mxfp4(_) => return None,
+            Self::Gguf { format, .. } => GpuValues::Gguf(*format),
+            Self::Parts(_) | Self::Mxfp4(_) => return None,
         })
     }
 }
@@ -246,16 +272,14 @@ impl GpuLinear {
         &self.matrix
     }
 
-    /// The matrix of a table or a head, which is never quantised.
+    /// The matrix of a table that is not quantised.
     ///
     /// # Panics
     /// If it is.
     pub fn weight(&self) -> GpuSlice<'_, bf16> {
         match &self.matrix {
             GpuMatrix::Bf16(weight) => weight.slice(),
-            GpuMatrix::Fp8 { .. } | GpuMatrix::Int4 { .. } | GpuMatrix::Mxfp4(_) => {
-                panic!("a table of few bits")
-            }
+            _ => panic!("a table of few bits"),
         }
     }
 
@@ -275,6 +299,10 @@ impl GpuLinear {
 
     /// Whether it has the shape and the format of another.
     pub fn is_like(&self, other: &Self) -> bool {
+        let [parts, others] = [self, other].map(Self::products);
+        if parts.len() > 1 || others.len() > 1 {
+            return parts.len() == others.len() && parts.iter().zip(others).all(|(a, b)| a.is_like(b));
+        }
         let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some());
         let format = |linear: &Self| (linear.matrix.values(), linear.order().is_some());
         shape(self) == shape(other) && format(self) == format(other)
@@ -284,7 +312,15 @@ impl GpuLinear {
     pub fn order(&self) -> Option<GpuSlice<'_, u32>> {
         match &self.matrix {
             GpuMatrix::Int4 { order, .. } => order.as_ref().map(GpuWeight::slice),
-            GpuMatrix::Bf16(_) | GpuMatrix::Fp8 { .. } | GpuMatrix::Mxfp4(_) => None,
+            _ => None,
+        }
+    }
+
+    /// Itself, or its parts, of which each is a product.
+    pub fn products(&self) -> &[Self] {
+        match &self.matrix {
+            GpuMatrix::Parts(parts) => parts,
+            _ => std::slice::from_ref(self),
         }
     }
 

@@ -5,7 +5,7 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, Launch};
 
 use super::cublas_lt::{Operands, Shape};
 use super::{Fp8Scaling, GpuValues, Int4Group};
-use crate::Activation;
+use crate::{Activation, GgufFormat};
 
 /// Most elements of which every block computes the norm for itself: more than that is slower than a kernel of its own (one row
 /// of 5120 on an H200: 18.9 ms a token instead of 17.1; tests/bench/h200/norms.json).
@@ -14,12 +14,12 @@ const MAX_NORM_ELEMENTS: usize = 4096;
 const MAX_NORM_ROWS: usize = 4;
 
 /// Most rows the kernels take. Of e4m3 weights a kernel for 32 rows took as long as two launches for 16, as weights become bf16 on the
-/// way (H200); so do those of four bits, and with many groups there are no registers for more than 8.
+/// way (H200); so do those of four bits, and with many groups, as GGUF's types have them, there are no registers for more than 8.
 pub(super) fn most_rows(values: GpuValues) -> usize {
     match values {
         GpuValues::Bf16 => 32,
         GpuValues::Fp8(_) | GpuValues::Int4(Int4Group::Of64 | Int4Group::Of128) => 16,
-        GpuValues::Int4(Int4Group::Of32) => 8,
+        GpuValues::Int4(Int4Group::Of32) | GpuValues::Gguf(_) => 8,
     }
 }
 
@@ -27,7 +27,8 @@ pub(super) fn most_rows(values: GpuValues) -> usize {
 const WARPS: usize = 8;
 const TILE: usize = 16;
 const CHUNK_BYTES: usize = 128;
-const RING_BYTES: usize = 64 << 10;
+const RING_PIECES: usize = 34;
+const PIECE: usize = 16;
 const INPUT_BYTES: usize = 32 << 10;
 const BUFFERS: usize = 4;
 const PAD: usize = 4;
@@ -136,7 +137,12 @@ impl StreamKernels {
             ("linear_int4_64", GpuValues::Int4(Int4Group::Of64)),
             ("linear_int4_128", GpuValues::Int4(Int4Group::Of128)),
         ];
-        let types = types.into_iter().map(of_type).collect::<Result<Vec<_>, _>>()?;
+        let of_gguf =
+            GgufFormat::ALL.map(|format| (format!("linear_{}", format.suffix()), GpuValues::Gguf(format)));
+        let types = types
+            .into_iter()
+            .chain(of_gguf.iter().map(|(name, values)| (name.as_str(), *values)));
+        let types = types.map(of_type).collect::<Result<Vec<_>, _>>()?;
         let mut clusters = [gpu.info().sm_count, 0, 0, 0];
         if gpu.info().compute_capability >= (9, 0) {
             for (shift, clusters) in clusters.iter_mut().enumerate().skip(1) {
@@ -205,12 +211,15 @@ impl StreamKernels {
             && self.clusters(cut) > 0
             && parts * cut.cluster <= MOST_PARTS
             && BUFFERS * shape.m * parts * chunk_bytes(shape) <= INPUT_BYTES
-            && shared_bytes(shape.m, cut) <= self.gpu.info().max_shared_bytes
+            && shared_bytes(shape, cut) <= self.gpu.info().max_shared_bytes
     }
 
     /// Whether a cut that can compute a product can compute a norm ahead of it.
     pub(super) fn can_norm(shape: &Shape, cut: Cut) -> bool {
-        shape.m <= MAX_NORM_ROWS && shape.m * shape.k <= MAX_NORM_ELEMENTS && fits(shape, cut)
+        shape.m <= MAX_NORM_ROWS
+            && shape.m * shape.k <= MAX_NORM_ELEMENTS
+            && shape.k.is_multiple_of(chunk_inputs(shape))
+            && fits(shape, cut)
     }
 
     fn clusters(&self, cut: Cut) -> usize {
@@ -248,8 +257,9 @@ impl StreamKernels {
             GpuValues::Bf16 => 0,
             GpuValues::Fp8(scaling) => scaling.stride(shape.k),
             GpuValues::Int4(group) => group.stride(shape.k),
+            GpuValues::Gguf(format) => format.pitch(shape.k),
         };
-        let args: [Arg; 15] = [
+        let args: [Arg; 16] = [
             operands.x.into(),
             operands.weight.into(),
             operands.bias.into(),
@@ -265,10 +275,11 @@ impl StreamKernels {
             norm.eps.into(),
             operands.weight_scales.into(),
             (stride as i32).into(),
+            (shape.pitch as i32).into(),
         ];
         let grid = self.clusters_of(shape.n, output, cut) * cut.cluster;
         let launch = Launch::new([grid as u32, 1, 1], (WARPS * 32) as u32)
-            .shared(shared_bytes(shape.m, cut))
+            .shared(shared_bytes(shape, cut))
             .cluster(cut.cluster as u32)
             .pdl(true);
         let of_type = self.functions.iter().find(|(values, _)| *values == shape.values);
@@ -291,13 +302,24 @@ fn fits(shape: &Shape, cut: Cut) -> bool {
 
 /// Of a chunk of a row of x.
 fn chunk_bytes(shape: &Shape) -> usize {
-    shape.weights_in(CHUNK_BYTES) * size_of::<bf16>()
+    chunk_inputs(shape) * size_of::<bf16>()
 }
 
-/// Chunks of a row of weights; `None` if they are not whole.
+/// Inputs of a chunk.
+fn chunk_inputs(shape: &Shape) -> usize {
+    match shape.values {
+        GpuValues::Bf16 => CHUNK_BYTES / size_of::<bf16>(),
+        GpuValues::Fp8(_) => CHUNK_BYTES,
+        GpuValues::Int4(_) => 2 * CHUNK_BYTES,
+        GpuValues::Gguf(_) => GgufFormat::WINDOW,
+    }
+}
+
+/// Chunks of a row of weights; `None` if they are not whole. GGUF's windows are filled up.
 fn chunks(shape: &Shape) -> Option<usize> {
-    let weights = shape.weights_in(CHUNK_BYTES);
-    shape.k.is_multiple_of(weights).then_some(shape.k / weights)
+    let inputs = chunk_inputs(shape);
+    let is_whole = shape.k.is_multiple_of(inputs) || matches!(shape.values, GpuValues::Gguf(_));
+    is_whole.then_some(shape.k.div_ceil(inputs))
 }
 
 /// Tiles of 8 rows of the kernel for `m` rows.
@@ -305,7 +327,12 @@ fn tiles(m: usize) -> usize {
     m.div_ceil(8).next_power_of_two()
 }
 
-fn shared_bytes(m: usize, cut: Cut) -> usize {
+fn shared_bytes(shape: &Shape, cut: Cut) -> usize {
+    let pieces = match shape.values {
+        GpuValues::Gguf(format) => format.pieces(),
+        _ => CHUNK_BYTES / PIECE,
+    };
+    let ring = WARPS * (RING_PIECES / pieces) * TILE * pieces * PIECE;
     let parts = WARPS / cut.row_warps;
-    RING_BYTES + INPUT_BYTES + 2 * parts * tiles(m) * 8 * (cut.row_warps * TILE + PAD) * 4
+    ring + INPUT_BYTES + 2 * parts * tiles(shape.m) * 8 * (cut.row_warps * TILE + PAD) * 4
 }

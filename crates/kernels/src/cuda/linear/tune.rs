@@ -16,7 +16,7 @@ const MOST_CALLS: usize = 8;
 const FEW_ROWS: usize = 2;
 /// From so many rows on, one product is long enough.
 const MANY_ROWS: usize = 512;
-/// Up to so many rows, weights in four bits may be streamed again for each part of them: in bf16 they would be written and read.
+/// Up to so many rows, weights in few bits may be streamed again for each part of them: in bf16 they would be written and read.
 const MOST_STREAMED_ROWS: usize = 64;
 /// Of a measurement; the least counts.
 const REPEATS: usize = 3;
@@ -42,7 +42,7 @@ pub struct LinearScratch<'a> {
     pub x: GpuSlice<'a, bf16>,
     /// Outputs.
     pub out: GpuSlice<'a, u8>,
-    /// Matrices of four bits as `bf16`.
+    /// Matrices of few bits as `bf16`: as much as [`dequantised_room`](super::dequantised_room) says.
     pub weights: GpuSlice<'a, bf16>,
 }
 
@@ -81,6 +81,7 @@ impl fmt::Display for LinearChoice {
             GpuValues::Fp8(Fp8Scaling::Rows) => " fp8",
             GpuValues::Fp8(Fp8Scaling::Blocks) => " fp8 in blocks",
             GpuValues::Int4(_) => " int4",
+            GpuValues::Gguf(format) => &format!(" {}", format.suffix()),
         };
         write!(f, "[{rows}, {k}]{values} -> {n} {output:?}: {path}, {us:.1} us")
     }
@@ -253,8 +254,8 @@ impl Clock<'_> {
     fn fastest(&self, one: &LinearUse<'_>, key: &Key) -> Result<(Choice, f32), GpuError> {
         let Self { linears, scratch, .. } = self;
         let shape = &key.shape;
-        let is_int4 = matches!(shape.values, GpuValues::Int4(_));
-        let part = match is_int4 && shape.m <= MOST_STREAMED_ROWS && key.output.stacked() == 1 {
+        let is_dequantised = shape.is_dequantised();
+        let part = match is_dequantised && shape.m <= MOST_STREAMED_ROWS && key.output.stacked() == 1 {
             true => shape.m.min(stream::most_rows(shape.values)),
             false => shape.m,
         };
@@ -264,9 +265,10 @@ impl Clock<'_> {
         // With a row or two, what quantises the inputs of a library's e4m3 products costs more than they win, and ours can have the
         // norm in them.
         let is_lone_fp8 = shape.scaling().is_some() && shape.m <= FEW_ROWS && !candidates.is_empty();
-        let has_room = !is_int4 || shape.n * shape.k <= scratch.weights.len();
+        let slice = shape.first_slice();
+        let has_room = !is_dequantised || slice.n * slice.k <= scratch.weights.len();
         if key.output.stacked() == 1 && has_room && !is_lone_fp8 {
-            let algorithms = linears.lt.algorithms(&key.shape, MOST_ALGORITHMS)?;
+            let algorithms = linears.lt.algorithms(&slice, MOST_ALGORITHMS)?;
             candidates.extend(algorithms.into_iter().map(Choice::Lt));
         }
         if candidates.is_empty() {
@@ -290,10 +292,9 @@ impl Clock<'_> {
 
     /// Microseconds of one product, among others like it in a graph.
     fn time(&self, one: &LinearUse<'_>, key: &Key, choice: Choice) -> Result<f32, GpuError> {
-        let Shape { m, n, k, .. } = key.shape;
-        let bytes = 2 * n * k / key.shape.weights_in(2);
+        let m = key.shape.m;
         let calls = match m < MANY_ROWS {
-            true => (BYTES / bytes).clamp(2, MOST_CALLS),
+            true => (BYTES / key.shape.weight_bytes()).clamp(2, MOST_CALLS),
             false => 1,
         };
         let quantised = choice.input_scaling(key);

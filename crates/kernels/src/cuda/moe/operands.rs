@@ -40,7 +40,9 @@ impl Addresses {
                 scaling.stride(linear.inputs()),
             ),
             GpuMatrix::Mxfp4(rows) => (rows.slice().ptr(), 0, 0),
-            GpuMatrix::Int4 { .. } => panic!("there are no products of experts in integers"),
+            GpuMatrix::Int4 { .. } | GpuMatrix::Gguf { .. } | GpuMatrix::Parts(_) => {
+                panic!("there are no products of experts in integers")
+            }
         };
         Self {
             weight,

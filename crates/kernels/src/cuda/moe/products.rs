@@ -34,7 +34,9 @@ impl Format {
                 ..
             } => Self::Fp8Blocks,
             GpuMatrix::Mxfp4(_) => Self::Mxfp4,
-            GpuMatrix::Int4 { .. } => panic!("there are no products of experts in integers"),
+            GpuMatrix::Int4 { .. } | GpuMatrix::Gguf { .. } | GpuMatrix::Parts(_) => {
+                panic!("there are no products of experts in integers")
+            }
         }
     }
 

@@ -375,6 +375,7 @@ impl Reader<'_> {
             ],
             ignored: self.names("modules_to_not_convert", ModuleNames::containing(&parts))?,
             kv_scales: false,
+            ..Quantization::default()
         })
     }
 

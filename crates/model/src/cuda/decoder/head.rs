@@ -2,7 +2,7 @@
 
 use half::bf16;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
-use plimsoll_kernels::cuda::{GpuLinear, RankArgs, SampleArgs, SampleKernels};
+use plimsoll_kernels::cuda::{GpuLinear, LinearRoom, RankArgs, SampleArgs, SampleKernels};
 
 use super::{Decoder, DeviceError, StepState};
 use crate::cuda::input::StepInput;
@@ -13,6 +13,13 @@ use crate::cuda::scores::{SCORE_ROWS, ScoreSlices};
 pub(super) struct Head {
     pub(super) linear: GpuLinear,
     pub(super) sampler: SampleKernels,
+}
+
+/// Where logits go, and room for the product with the head.
+#[derive(Clone, Copy)]
+pub(super) struct Logits<'a> {
+    pub(super) out: GpuSlice<'a, f32>,
+    pub(super) room: LinearRoom<'a>,
 }
 
 impl Decoder {
@@ -37,9 +44,10 @@ impl Decoder {
         &self,
         head: &Head,
         normed: GpuSlice<'_, bf16>,
-        logits: GpuSlice<'_, f32>,
+        logits: Logits<'_>,
     ) -> Result<(), GpuError> {
-        self.linears.forward_f32(normed, &head.linear, logits)?;
+        let Logits { out: logits, room } = logits;
+        self.linears.forward_f32_in(room, normed, &head.linear, logits)?;
         match self.weights.spec.logit_soft_cap {
             None => Ok(()),
             Some(cap) => self.fused.soft_cap(logits, cap),
@@ -90,19 +98,19 @@ impl Decoder {
         state: &StepState,
         normed: GpuSlice<'_, bf16>,
         scores: &ScoreSlices<'_>,
-        logits: GpuSlice<'_, f32>,
+        Logits { out, room }: Logits<'_>,
     ) -> Result<(), GpuError> {
         let (width, vocab) = (self.weights.spec.hidden_size, self.weights.spec.vocab_size);
         let inputs = &state.inputs;
         for first in (0..input.scored).step_by(SCORE_ROWS) {
             let rows = first..(first + SCORE_ROWS).min(input.scored);
-            let logits = logits.range(0..rows.len() * vocab);
+            let logits = out.range(0..rows.len() * vocab);
             let (best, likeliest) = (
                 scores.best.range(rows.clone()),
                 scores.likeliest.range(rows.clone()),
             );
             let normed = normed.range(rows.start * width..rows.end * width);
-            self.logits(head, normed, logits)?;
+            self.logits(head, normed, Logits { out: logits, room })?;
             head.sampler.sample(&SampleArgs {
                 logits,
                 rows: scores.sample_rows.range(0..rows.len()),

@@ -41,6 +41,18 @@ impl<'a> Job<'a> {
             (Stored::Matrix(_), Beside::Exponents(_) | Beside::Int4(_)) => {}
             (Stored::Matrix(_), Beside::Nothing | Beside::Scales(_)) => drop(tensor.matrix()?),
         }
+        if let Element::Gguf(format) = part.element
+            && tensor.dtype != format.dtype()
+        {
+            return Err(ModelError::Weights {
+                name: tensor.name,
+                message: format!(
+                    "it is in {}, and was in {} when the file was opened: load it again",
+                    tensor.dtype.name(),
+                    format.dtype().name()
+                ),
+            });
+        }
         let order = match &beside {
             Beside::Int4(int4) => input_order(int4, part, &tensor.name)?,
             _ => None,
@@ -67,6 +79,13 @@ impl<'a> Job<'a> {
         self.order.as_deref()
     }
 
+    /// The type in which a matrix is stored that becomes `bf16`.
+    pub(super) fn narrowed_from(&self) -> Option<WeightType> {
+        let is_matrix = matches!(self.part.stored, Stored::Matrix(_));
+        let dtype = self.tensor.dtype;
+        (is_matrix && self.part.element == Element::Bf16 && dtype != WeightType::Bf16).then_some(dtype)
+    }
+
     /// Where the stored bytes lie, for going through them in order.
     pub(super) fn address(&self) -> usize {
         self.tensor.data.as_ptr().addr()
@@ -89,7 +108,9 @@ impl<'a> Job<'a> {
             match self.part.element {
                 Element::F32 => cast_slice_mut(out).copy_from_slice(values),
                 Element::Bf16 => narrow(values, out),
-                Element::Fp8 | Element::Mxfp4 | Element::Int4 => unreachable!("vectors have no scales"),
+                Element::Fp8 | Element::Mxfp4 | Element::Int4 | Element::Gguf(_) => {
+                    unreachable!("vectors have no scales")
+                }
             }
             return Ok(());
         };
@@ -124,6 +145,9 @@ impl<'a> Job<'a> {
                     })?;
                     scales.push(scale);
                 }
+            }
+            (Element::Gguf(format), ..) => {
+                pairs.for_each(|(row, out)| format.pack_row(matrix.row(row), out));
             }
             _ if matrix.dtype() == WeightType::Bf16 => {
                 pairs.for_each(|(row, out)| out.copy_from_slice(matrix.row(row)));

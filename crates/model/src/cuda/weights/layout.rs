@@ -5,6 +5,7 @@ mod scales;
 use std::ops::Range;
 
 use half::bf16;
+use plimsoll_kernels::GgufFormat;
 use plimsoll_kernels::cuda::{int4_pitch, mxfp4_pitch};
 
 use crate::DecoderSpec;
@@ -27,9 +28,21 @@ pub(super) enum Element {
     Mxfp4,
     /// Of matrices: integers of four bits.
     Int4,
+    /// Of matrices: a block type of GGUF's.
+    Gguf(GgufFormat),
 }
 
 impl Element {
+    /// What those of a matrix become.
+    fn of(matrix: &Matrix) -> Self {
+        match (KeptScales::of(matrix.format), matrix.gguf()) {
+            (Some(kept), _) => kept.element(),
+            (None, Some(format)) => Self::Gguf(format),
+            (None, None) if matrix.format == MatrixFormat::Mxfp4 => Self::Mxfp4,
+            (None, None) => Self::Bf16,
+        }
+    }
+
     /// Bytes of a row of so many; `None` if no memory could hold it.
     pub(super) fn row_bytes(self, elements: usize) -> Option<usize> {
         match self {
@@ -38,6 +51,7 @@ impl Element {
             Self::Fp8 => Some(elements),
             Self::Mxfp4 => Some(mxfp4_pitch(elements)),
             Self::Int4 => Some(int4_pitch(elements)),
+            Self::Gguf(format) => Some(format.pitch(elements)),
         }
     }
 }
@@ -56,8 +70,17 @@ impl Span {
 }
 
 /// Where a linear layer lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct LinearSpan {
+    /// Its outputs, some after the others: as many pieces as there are types of elements in a row.
+    pub(super) pieces: Vec<MatrixSpan>,
+    /// Of all outputs.
+    pub(super) bias: Option<Span>,
+}
+
+/// Where matrices of one type of elements lie that are one product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct MatrixSpan {
     pub(super) weight: Span,
     /// Of the weight.
     pub(super) element: Element,
@@ -65,7 +88,6 @@ pub(super) struct LinearSpan {
     pub(super) scales: Option<ScaleSpan>,
     /// Of the order of inputs, where a weight in four bits has one of its own: `u32`.
     pub(super) order: Option<Span>,
-    pub(super) bias: Option<Span>,
     pub(super) outputs: usize,
     pub(super) inputs: usize,
 }
@@ -236,16 +258,12 @@ impl Places {
         Ok(span)
     }
 
-    /// Matrices of the same inputs and format one after another, and then their scales.
-    fn put_matrices(&mut self, matrices: &[Matrix]) -> Result<LinearSpan, Boundless> {
+    /// Matrices of the same inputs and type of elements one after another, and then their scales.
+    fn put_matrices(&mut self, matrices: &[Matrix]) -> Result<MatrixSpan, Boundless> {
         let Matrix { inputs, format, .. } = matrices[0];
         let outputs = matrices.iter().map(|matrix| matrix.outputs).sum();
         let kept = KeptScales::of(format);
-        let element = match kept {
-            None if format == MatrixFormat::Mxfp4 => Element::Mxfp4,
-            None => Element::Bf16,
-            Some(kept) => kept.element(),
-        };
+        let element = Element::of(&matrices[0]);
         let weight = self.take(outputs, inputs, element)?;
         let scales = match kept {
             None => None,
@@ -275,12 +293,11 @@ impl Places {
             scale_start += part.scale_span().map_or(0, |span| span.len);
             self.parts.push(part);
         }
-        Ok(LinearSpan {
+        Ok(MatrixSpan {
             weight,
             element,
             scales,
             order,
-            bias: None,
             outputs,
             inputs,
         })
@@ -304,21 +321,27 @@ impl Visitor for Places {
 
     fn linear(&mut self, stack: &Stack) -> Result<LinearSpan, Boundless> {
         self.kv_scales.extend_from_slice(&stack.kv_scales);
-        let matrices = self.put_matrices(&stack.parts)?;
+        let alike = stack.parts.chunk_by(|a, b| Element::of(a) == Element::of(b));
+        let pieces = alike.map(|matrices| self.put_matrices(matrices));
+        let pieces = pieces.collect::<Result<_, _>>()?;
         let bias = match stack.bias {
             true => Some(self.put_vectors(stack.biases(), Element::Bf16)?),
             false => None,
         };
-        Ok(LinearSpan { bias, ..matrices })
+        Ok(LinearSpan { pieces, bias })
     }
 
     fn embedding(&mut self, table: &Matrix) -> Result<LinearSpan, Boundless> {
-        self.put_matrices(std::slice::from_ref(table))
+        let table = self.put_matrices(std::slice::from_ref(table))?;
+        Ok(LinearSpan {
+            pieces: vec![table],
+            bias: None,
+        })
     }
 
     /// In the same place.
     fn tied(&mut self, embedding: &LinearSpan) -> LinearSpan {
-        *embedding
+        embedding.clone()
     }
 }
 
@@ -418,6 +441,7 @@ pub(super) mod tests {
             }],
             ignored: ModuleNames::named(&ignored).unwrap(),
             kv_scales: rng.random(),
+            ..Quantization::default()
         }
     }
 
@@ -466,10 +490,12 @@ pub(super) mod tests {
                 let name = |part: &str| format!("model.layers.{index}.{part}");
                 let (attention, hidden) = (layer.attention().unwrap(), spec.hidden_size);
                 let (q, kv) = (attention.q_size(), attention.kv_size());
-                let (qkv, gate_up) = (found.mixer.attention().unwrap().qkv, found.mlp.dense().gate_up);
+                let bias = found.mixer.attention().unwrap().qkv.bias;
+                let qkv = found.mixer.attention().unwrap().qkv.pieces[0];
+                let gate_up = found.mlp.dense().gate_up.pieces[0];
                 let row_bytes = qkv.element.row_bytes(hidden).unwrap();
                 assert_eq!(qkv.weight.len, (q + 2 * kv) * row_bytes, "seed {seed}");
-                assert_eq!(qkv.bias.is_some(), attention.qkv_bias, "seed {seed}");
+                assert_eq!(bias.is_some(), attention.qkv_bias, "seed {seed}");
                 match attention.projections {
                     Projections::Fused => {
                         assert_eq!(start(name("self_attn.qkv_proj.weight")), qkv.weight.start);
@@ -479,7 +505,7 @@ pub(super) mod tests {
                         for (part, row) in rows {
                             let at = start(name(&format!("self_attn.{part}_proj.weight")));
                             assert_eq!(at, qkv.weight.start + row * row_bytes, "seed {seed}");
-                            if let Some(bias) = qkv.bias {
+                            if let Some(bias) = bias {
                                 let at = start(name(&format!("self_attn.{part}_proj.bias")));
                                 assert_eq!(at, bias.start + row * 2, "seed {seed}");
                             }

@@ -1,20 +1,23 @@
-//! What becomes of stored experts, and of integers of four bits, without a GPU.
+//! What becomes of stored experts, of integers of four bits and of GGUF's block types, without a GPU.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use half::bf16;
 use plimsoll_device::cast_slice_mut;
+use plimsoll_kernels::{GgufFormat, WeightType};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::convert::{Job, widen_int4, widen_mxfp4};
-use super::layout::{Element, KeptScales, Layout, Part, Span, Stored};
-use crate::blocks::RowOrder;
+use super::layout::tests::random_spec;
+use super::layout::{Element, KeptScales, Layout, LinearSpan, Part, Places, Span, Stored};
+use crate::blocks::{Decoder, Layer, RowOrder};
 use crate::model::Description;
-use crate::quantization::Fp8Scales;
+use crate::quantization::{Fp8Scales, GgufTypes, Quantization};
 use crate::weights::int4_tests::{self, Plain};
-use crate::weights::{Checked, Scales};
-use crate::{LoadFormat, ServeAs};
+use crate::weights::{Checked, Scales, Source, Tensor};
+use crate::{DecoderSpec, LoadFormat, ModelError, ServeAs, Shape};
 
 /// Into host memory, some rows at a time.
 fn fill(part: &Part, tensors: &mut Checked<'_>, memory: &mut [u8]) {
@@ -140,4 +143,194 @@ fn integers_of_four_bits_keep_their_values() {
             }
         }
     }
+}
+
+/// A file whose matrices are in these types by turns, of random blocks, and whose heads' rows are interleaved.
+struct Blocks(Vec<WeightType>);
+
+impl Blocks {
+    fn dtype(&self, module: &str) -> WeightType {
+        let sum: usize = module.bytes().map(usize::from).sum();
+        self.0[sum % self.0.len()]
+    }
+
+    /// For each matrix of the decoder.
+    fn types(&self, layout: &Layout) -> GgufTypes {
+        let matrices = layout.parts.iter().filter_map(|part| match &part.stored {
+            Stored::Matrix(matrix) => Some(matrix.module.clone()),
+            Stored::Vector(_) => None,
+        });
+        let types = matrices.map(|module| (self.dtype(&module), module));
+        let of_blocks = types.filter(|(dtype, _)| dtype.block_len() > 1);
+        GgufTypes::new(of_blocks.map(|(dtype, module)| (module, dtype)).collect())
+    }
+}
+
+impl Source for Blocks {
+    fn has(&self, _: &str) -> bool {
+        true
+    }
+
+    fn tensor(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
+        let mut rng = StdRng::seed_from_u64(name.bytes().map(u64::from).sum());
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        let (dtype, order) = match expected {
+            [_] => (WeightType::F32, RowOrder::Plain),
+            [rows, _] if module.ends_with("q_proj") => {
+                (self.dtype(module), RowOrder::Interleaved { head_dim: rows / 4 })
+            }
+            _ => (self.dtype(module), RowOrder::Plain),
+        };
+        let blocks = expected.iter().product::<usize>() / dtype.block_len();
+        let mut data: Vec<u8> = (0..blocks * dtype.block_bytes()).map(|_| rng.random()).collect();
+        // Where blocks have floats, of small numbers.
+        let floats: &[usize] = match dtype {
+            WeightType::Q4_0 | WeightType::Q5_0 | WeightType::Q8_0 | WeightType::F16 | WeightType::Bf16 => {
+                &[0]
+            }
+            WeightType::Q6K => &[208],
+            WeightType::Q2K => &[80, 82],
+            WeightType::F32 => &[2],
+            _ => &[0, 2],
+        };
+        for block in data.chunks_exact_mut(dtype.block_bytes()) {
+            floats
+                .iter()
+                .for_each(|&at| block[at + 1] = block[at + 1] & 0x83 | 0x20);
+        }
+        Ok(Some(Tensor {
+            name: name.to_owned(),
+            dtype,
+            shape: Shape(expected.to_vec()),
+            order,
+            unit_offset: false,
+            data: data.into(),
+        }))
+    }
+
+    fn names(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn total_bytes(&self) -> u64 {
+        0
+    }
+}
+
+/// Of heads and sizes of which rows are whole blocks.
+fn spec_of_blocks(seed: u64) -> DecoderSpec {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut spec = random_spec(&mut rng);
+    spec.hidden_size = 256 * rng.random_range(1..4);
+    for layer in &mut spec.layers {
+        let layer = Arc::make_mut(layer);
+        layer.dense_mlp_mut().intermediate_size = 256 * rng.random_range(1..4);
+        let attention = layer.attention_mut();
+        (attention.heads, attention.kv_heads, attention.head_dim) = (4, 2, 64);
+    }
+    spec.quantization = Quantization::default();
+    spec
+}
+
+/// Each type by itself, and several in a file, which the matrices of a stack may have too: to the bit what the file says, or that
+/// rounded to `bf16`.
+#[test]
+fn block_types_keep_their_values() {
+    let kept = GgufFormat::ALL.map(GgufFormat::dtype);
+    let others = [
+        WeightType::Q2K,
+        WeightType::F32,
+        WeightType::F16,
+        WeightType::Bf16,
+    ];
+    let mut files: Vec<Vec<WeightType>> = kept.iter().chain(&others).map(|&dtype| vec![dtype]).collect();
+    files.push(vec![WeightType::Q4K, WeightType::Q6K]);
+    files.push(vec![WeightType::Q5_0, WeightType::Q8_0, WeightType::Q2K]);
+    for (seed, types) in (0..).zip(files) {
+        let source = Blocks(types.clone());
+        let mut spec = spec_of_blocks(seed);
+        spec.quantization = Quantization::of_gguf(source.types(&Layout::new(&spec).unwrap()));
+        let layout = Layout::new(&spec).unwrap();
+        let mut aligned = vec![u64::MAX; layout.bytes / 8];
+        let memory: &mut [u8] = cast_slice_mut(&mut aligned);
+        let mut tensors = Checked::new(&source);
+        for part in &layout.parts {
+            fill(part, &mut tensors, memory);
+        }
+        for part in &layout.parts {
+            let Stored::Matrix(matrix) = &part.stored else {
+                continue;
+            };
+            let dtype = source.dtype(&matrix.module);
+            let format = GgufFormat::of(dtype);
+            assert_eq!(
+                part.element,
+                format.map_or(Element::Bf16, Element::Gguf),
+                "{types:?}"
+            );
+            let stored = Checked::new(&source).matrix(matrix).unwrap().tensor.in_order();
+            let stored = stored.matrix().unwrap();
+            let mut want = vec![0.0; matrix.inputs];
+            let rows = memory[part.span().range()].chunks_exact_mut(part.row_bytes());
+            for (row, bytes) in rows.enumerate() {
+                stored.widen_row(row, &mut want);
+                let mut found = vec![f32::NAN; matrix.inputs];
+                match format {
+                    Some(format) => format.unpack_row(bytes, &mut found),
+                    None => {
+                        want.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+                        let narrow = cast_slice_mut::<_, bf16>(bytes);
+                        found.iter_mut().zip(narrow).for_each(|(to, x)| *to = x.to_f32());
+                    }
+                }
+                assert_eq!(found, want, "{types:?}: {} row {row}", part.name());
+            }
+        }
+    }
+}
+
+/// One after the other: as many pieces as neighbours differ.
+#[test]
+fn parts_in_different_types_are_pieces() {
+    let source = Blocks(vec![WeightType::Q4K, WeightType::Q6K, WeightType::Q2K]);
+    let mut spec = spec_of_blocks(3);
+    spec.quantization = Quantization::of_gguf(source.types(&Layout::new(&spec).unwrap()));
+    let mut places = Places::default();
+    let decoder = Decoder::visit(&spec, &mut places).ok().unwrap();
+    let mut counts = Vec::new();
+    for layer in &decoder.layers {
+        let qkv = &layer.mixer.attention().unwrap().qkv;
+        let outputs: usize = qkv.pieces.iter().map(|piece| piece.outputs).sum();
+        assert_eq!(outputs, (4 + 2 * 2) * 64);
+        let neighbours = qkv.pieces.windows(2);
+        assert!(
+            neighbours
+                .into_iter()
+                .all(|pair| pair[0].element != pair[1].element)
+        );
+        counts.push(qkv.pieces.len());
+    }
+    assert!(counts.iter().any(|&count| count > 1), "{counts:?}");
+    // Of a stack of one type there is one.
+    spec.quantization = Quantization::default();
+    let decoder = Decoder::visit(&spec, &mut Places::default()).ok().unwrap();
+    let qkv = |layer: &Layer<LinearSpan, Span>| layer.mixer.attention().unwrap().qkv.pieces.len();
+    assert!(decoder.layers.iter().all(|layer| qkv(layer) == 1));
+}
+
+/// A matrix that the file's header does not call by its type any more is an error that names it.
+#[test]
+fn types_that_changed_are_errors() {
+    let mut spec = spec_of_blocks(5);
+    let before = Blocks(vec![WeightType::Q4K]);
+    spec.quantization = Quantization::of_gguf(before.types(&Layout::new(&spec).unwrap()));
+    let layout = Layout::new(&spec).unwrap();
+    let is_matrix = |part: &&Part| matches!(part.stored, Stored::Matrix(_));
+    let part = layout.parts.iter().find(is_matrix).unwrap();
+    let after = Blocks(vec![WeightType::Q5K]);
+    let error = Job::new(&mut Checked::new(&after), part).unwrap_err().to_string();
+    assert!(
+        error.contains(&part.name()) && error.contains("Q4_K") && error.contains("Q5_K"),
+        "{error}"
+    );
 }
