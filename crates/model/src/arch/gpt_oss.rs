@@ -8,7 +8,7 @@ pub(super) const FAMILY: Family = Family {
     hf_name: "GptOssForCausalLM",
     headless_name: "GptOssModel",
     model_type: "gpt_oss",
-    gguf_name: None,
+    gguf_name: Some("gpt-oss"),
     fields: moe::gpt_oss_fields,
     spec: |config| {
         moe::check_gpt_oss(config)?;

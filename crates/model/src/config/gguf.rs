@@ -180,7 +180,7 @@ impl<'a> GgufFields<'a> {
             "rms_norm_eps": self.required(eps, self.float(eps)?)?,
             "max_position_embeddings": context,
             "rope_theta": self.float("rope.freq_base")?,
-            "rope_parameters": self.rope(original.unwrap_or(context), tensors.rope_factors)?,
+            "rope_parameters": self.rope(&own, original.unwrap_or(context), tensors.rope_factors)?,
             "tie_word_embeddings": tensors.tied_embeddings,
             "sliding_window": window,
             "eos_token_id": self.end_of_generation(),
@@ -261,9 +261,10 @@ impl<'a> GgufFields<'a> {
         }
     }
 
-    /// `original` is the context of the training, in tokens.
+    /// `original` is the context of the training, in tokens. What files do not say is the family's `own`.
     fn rope(
         &self,
+        own: &Map<String, Value>,
         original: usize,
         factors: Option<(Vec<f32>, Vec<f32>)>,
     ) -> Result<Option<Value>, ModelError> {
@@ -300,6 +301,7 @@ impl<'a> GgufFields<'a> {
                     // What llama.cpp assumes beside the other.
                     "mscale": all_dim.map(|_| 1.0),
                     "mscale_all_dim": all_dim,
+                    "truncate": own.get("rope_parameters").and_then(|rope| rope.get("truncate")),
                 })
             }
             (Some(other), None) => {
@@ -324,44 +326,15 @@ impl<'a> GgufFields<'a> {
             .then_some(rope))
     }
 
-    /// The tokenizer's own end tokens, and like llama.cpp those of well-known text, since many files name only one of a
-    /// chat model's two.
+    /// Those that are named. `text` knows what else ends the turns of a chat, by the tokens' texts.
     fn end_of_generation(&self) -> Vec<TokenId> {
-        const TEXTS: [&str; 7] = [
-            "<|eot_id|>",
-            "<|eom_id|>",
-            "<|im_end|>",
-            "<|end_of_text|>",
-            "<|endoftext|>",
-            "<|end|>",
-            "<end_of_turn>",
-        ];
-        const CONTROL: u64 = 3;
         let id = |field: &str| {
-            self.metadata
-                .get(&format!("tokenizer.ggml.{field}"))
-                .and_then(MetaValue::as_u64)
+            let value = self.metadata.get(&format!("tokenizer.ggml.{field}"))?;
+            TokenId::try_from(value.as_u64()?).ok()
         };
-        let list = |field: &str| {
-            self.metadata
-                .get(&format!("tokenizer.ggml.{field}"))
-                .and_then(MetaValue::as_list)
-                .unwrap_or_default()
-        };
-        let named = ["eos_token_id", "eot_token_id", "eom_token_id"]
+        let mut ids: Vec<TokenId> = ["eos_token_id", "eot_token_id", "eom_token_id"]
             .into_iter()
-            .filter_map(id);
-        let by_text = list("tokens")
-            .iter()
-            .zip(list("token_type"))
-            .zip(0_u64..)
-            .filter_map(|((text, kind), id)| {
-                let known = text.as_str().is_some_and(|text| TEXTS.contains(&text));
-                (known && kind.as_u64() == Some(CONTROL)).then_some(id)
-            });
-        let mut ids: Vec<TokenId> = named
-            .chain(by_text)
-            .filter_map(|id| TokenId::try_from(id).ok())
+            .filter_map(id)
             .collect();
         ids.sort_unstable();
         ids.dedup();

@@ -18,8 +18,8 @@ pub(crate) struct GgufWeights<'a> {
     file: &'a GgufFile,
     /// Sizes of the heads whose rows the converter interleaved, for q and k.
     interleaved: Option<Heads>,
-    /// Layers have norms behind attention and MLP too.
-    post_norms: bool,
+    /// What `post_attention_layernorm` is called: it names the norm before the MLP, or one behind attention.
+    post_attention: &'static str,
     /// Experts of a layer that has any.
     experts: usize,
 }
@@ -45,7 +45,9 @@ impl<'a> GgufWeights<'a> {
             }),
             _ => None,
         };
-        let post_norms = spec.layers.iter().any(|layer| layer.post_norms);
+        let has_post_norms = spec.layers.iter().any(|layer| layer.post_norms);
+        // llama.cpp's gpt-oss calls the norm before the MLP so.
+        let is_named_so = has_post_norms || architecture == Architecture::GptOss;
         let experts = spec.layers.iter().map(|layer| match &layer.mlp {
             Mlp::Dense(_) => 0,
             Mlp::Moe(moe) => moe.experts,
@@ -53,7 +55,11 @@ impl<'a> GgufWeights<'a> {
         Self {
             file,
             interleaved,
-            post_norms,
+            post_attention: if is_named_so {
+                "post_attention_norm"
+            } else {
+                "ffn_norm"
+            },
             experts: experts.max().unwrap_or(0),
         }
     }
@@ -139,7 +145,7 @@ impl Source for GgufWeights<'_> {
     }
 
     fn stored_name(&self, name: &str) -> String {
-        gguf_name(name, self.post_norms)
+        gguf_name(name, self.post_attention)
     }
 }
 
@@ -184,9 +190,8 @@ impl Visitor for Types<'_> {
     fn tied(&mut self, (): &()) {}
 }
 
-/// GGUF's name of a tensor, in layers with or without norms behind attention and MLP; a name without a counterpart stays as
-/// it is.
-fn gguf_name(name: &str, post_norms: bool) -> String {
+/// GGUF's name of a tensor, where `post_attention_layernorm` is called so; a name without a counterpart stays as it is.
+fn gguf_name(name: &str, post_attention: &str) -> String {
     const PARTS: [(&str, &str); 27] = [
         ("input_layernorm", "attn_norm"),
         ("self_attn.q_proj", "attn_q"),
@@ -196,12 +201,12 @@ fn gguf_name(name: &str, post_norms: bool) -> String {
         ("self_attn.q_norm", "attn_q_norm"),
         ("self_attn.k_norm", "attn_k_norm"),
         ("self_attn.o_proj", "attn_output"),
-        ("post_attention_layernorm", "ffn_norm"),
         ("mlp.gate_proj", "ffn_gate"),
         ("mlp.up_proj", "ffn_up"),
         ("mlp.gate_up_proj", "ffn_up"),
         ("mlp.down_proj", "ffn_down"),
         ("mlp.gate", "ffn_gate_inp"),
+        ("mlp.router", "ffn_gate_inp"),
         ("mlp.experts.gate_proj", "ffn_gate_exps"),
         ("mlp.experts.up_proj", "ffn_up_exps"),
         ("mlp.experts.down_proj", "ffn_down_exps"),
@@ -223,9 +228,10 @@ fn gguf_name(name: &str, post_norms: bool) -> String {
         let expert = expert_of(name).map(|expert| format!("experts.{expert}."));
         let of_all = expert.map(|expert| part.replace(&expert, "experts."));
         let part = of_all.as_deref().unwrap_or(part);
-        let gguf = match PARTS.iter().find(|(hf, _)| *hf == part)?.1 {
-            _ if post_norms && part == "post_attention_layernorm" => "post_attention_norm",
-            gguf => gguf,
+        let gguf = match (part, kind) {
+            ("post_attention_layernorm", _) => post_attention,
+            ("self_attn", "sinks") => return Some(format!("blk.{layer}.attn_sinks.weight")),
+            _ => PARTS.iter().find(|(hf, _)| *hf == part)?.1,
         };
         Some(format!("blk.{layer}.{gguf}.{kind}"))
     };
@@ -249,27 +255,39 @@ mod tests {
 
     #[test]
     fn names_follow_llama_cpp() {
-        assert_eq!(
-            gguf_name("model.layers.12.self_attn.q_proj.bias", false),
-            "blk.12.attn_q.bias"
-        );
-        assert_eq!(
-            gguf_name("model.layers.0.post_attention_layernorm.weight", false),
-            "blk.0.ffn_norm.weight"
-        );
-        assert_eq!(
-            gguf_name("model.layers.0.post_attention_layernorm.weight", true),
-            "blk.0.post_attention_norm.weight"
-        );
-        for expert in ["mlp.experts.17.up_proj", "block_sparse_moe.experts.7.w3"] {
-            let name = format!("model.layers.1.{expert}.weight");
-            assert_eq!(gguf_name(&name, false), "blk.1.ffn_up_exps.weight");
+        let cases = [
+            ("model.layers.12.self_attn.q_proj.bias", "blk.12.attn_q.bias"),
+            (
+                "model.layers.0.post_attention_layernorm.weight",
+                "blk.0.ffn_norm.weight",
+            ),
+            (
+                "model.layers.1.mlp.experts.17.up_proj.weight",
+                "blk.1.ffn_up_exps.weight",
+            ),
+            (
+                "model.layers.1.mlp.experts.17.up_proj.bias",
+                "blk.1.ffn_up_exps.bias",
+            ),
+            (
+                "model.layers.1.block_sparse_moe.experts.7.w3.weight",
+                "blk.1.ffn_up_exps.weight",
+            ),
+            ("model.layers.3.mlp.gate.weight", "blk.3.ffn_gate_inp.weight"),
+            ("model.layers.3.mlp.router.bias", "blk.3.ffn_gate_inp.bias"),
+            ("model.layers.4.self_attn.sinks", "blk.4.attn_sinks.weight"),
+            ("lm_head.weight", "output.weight"),
+            ("rope_freqs.weight", "rope_freqs.weight"),
+        ];
+        for (name, expected) in cases {
+            assert_eq!(gguf_name(name, "ffn_norm"), expected);
         }
         assert_eq!(
-            gguf_name("model.layers.3.mlp.gate.weight", false),
-            "blk.3.ffn_gate_inp.weight"
+            gguf_name(
+                "model.layers.0.post_attention_layernorm.weight",
+                "post_attention_norm"
+            ),
+            "blk.0.post_attention_norm.weight"
         );
-        assert_eq!(gguf_name("lm_head.weight", false), "output.weight");
-        assert_eq!(gguf_name("rope_freqs.weight", false), "rope_freqs.weight");
     }
 }

@@ -154,7 +154,11 @@ pub fn gguf_name(architecture: &str, name: &str) -> String {
         ("pre_feedforward_layernorm", "ffn_norm"),
         ("post_feedforward_layernorm", "post_ffw_norm"),
     ];
-    const ALL: [(&str, &str); 29] = [
+    const GPT_OSS: [(&str, &str); 2] = [
+        ("post_attention_layernorm", "post_attention_norm"),
+        ("self_attn.sinks", "attn_sinks.weight"),
+    ];
+    const ALL: [(&str, &str); 30] = [
         ("model.layers.", "blk."),
         ("model.embed_tokens", "token_embd"),
         ("model.norm", "output_norm"),
@@ -180,6 +184,7 @@ pub fn gguf_name(architecture: &str, name: &str) -> String {
         ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
         ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
         ("mlp.gate.", "ffn_gate_inp."),
+        ("mlp.router.", "ffn_gate_inp."),
         ("mlp.gate_proj", "ffn_gate"),
         ("mlp.up_proj", "ffn_up"),
         ("mlp.gate_up_proj", "ffn_up"),
@@ -187,6 +192,7 @@ pub fn gguf_name(architecture: &str, name: &str) -> String {
     ];
     let own: &[_] = match architecture {
         "gemma2" | "gemma3" => &GEMMA,
+        "gpt-oss" => &GPT_OSS,
         _ => &[],
     };
     let parts = own.iter().chain(&ALL);
@@ -235,7 +241,8 @@ pub fn converted(
             tensor
         };
         // Routers stay as they are.
-        let is_router = name.ends_with("mlp.gate.weight") || name.ends_with("moe.gate.weight");
+        let routers = ["mlp.gate.weight", "moe.gate.weight", "router.weight"];
+        let is_router = routers.iter().any(|router| name.ends_with(router));
         let dtype = match tensor.rank() >= 2 && !is_router {
             true => dtype,
             false => GgmlDType::F32,
@@ -245,7 +252,11 @@ pub fn converted(
             QTensor::quantize(&tensor, dtype).unwrap(),
         )
     };
-    merged(tensors).iter().map(convert).collect()
+    let tensors = match architecture {
+        "gpt-oss" => parted(tensors),
+        _ => merged(tensors),
+    };
+    tensors.iter().map(convert).collect()
 }
 
 /// The matrices of all experts as one tensor (`modify_tensors` of the families with experts).
@@ -267,6 +278,64 @@ fn merged(tensors: &Tensors) -> Tensors {
         }
     }
     out
+}
+
+/// gpt-oss's experts, whose gate and up take turns, each by itself and outputs first (`GptOssModel.modify_tensors`). MXFP4, which
+/// the converter keeps, becomes what it stands for.
+fn parted(tensors: &Tensors) -> Tensors {
+    let mut out = Tensors::new();
+    for (name, tensor) in tensors {
+        let (name, tensor) = match name.strip_suffix("_blocks") {
+            Some(matrix) => (matrix, of_mxfp4(tensor, &tensors[&format!("{matrix}_scales")])),
+            None if name.ends_with("_scales") => continue,
+            None => match name.ends_with("gate_up_proj") || name.ends_with("down_proj") {
+                true => (&name[..], tensor.transpose(1, 2).unwrap().contiguous().unwrap()),
+                false => (&name[..], tensor.clone()),
+            },
+        };
+        let (name, kind) = match name.strip_suffix("_bias") {
+            Some(name) => (name, "bias"),
+            None if name.contains(".experts.") => (name, "weight"),
+            None => {
+                out.insert(name.to_owned(), tensor);
+                continue;
+            }
+        };
+        match name.strip_suffix("gate_up_proj") {
+            None => {
+                out.insert(format!("{name}.{kind}"), tensor);
+            }
+            Some(module) => {
+                for (part, first) in [("gate_proj", 0), ("up_proj", 1)] {
+                    let rows: Vec<u32> = (first..tensor.dims()[1] as u32).step_by(2).collect();
+                    let rows = Tensor::new(rows, &Device::Cpu).unwrap();
+                    out.insert(
+                        format!("{module}{part}.{kind}"),
+                        tensor.index_select(&rows, 1).unwrap(),
+                    );
+                }
+            }
+        }
+    }
+    out
+}
+
+/// `[.., blocks, 16]` bytes with two elements each, the first in the lower bits, times 2^(scale - 127).
+fn of_mxfp4(blocks: &Tensor, scales: &Tensor) -> Tensor {
+    const LEVELS: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let shape = blocks.dims().to_vec();
+    let bytes: Vec<u8> = blocks.flatten_all().unwrap().to_vec1().unwrap();
+    let scales: Vec<u8> = scales.flatten_all().unwrap().to_vec1().unwrap();
+    let level = |code: u8| LEVELS[usize::from(code & 7)] * if code & 8 == 0 { 1.0 } else { -1.0 };
+    let values: Vec<f32> = bytes
+        .iter()
+        .enumerate()
+        .flat_map(|(at, byte)| {
+            let scale = 2_f32.powi(i32::from(scales[at / 16]) - 127);
+            [level(byte & 15) * scale, level(byte >> 4) * scale]
+        })
+        .collect();
+    Tensor::from_vec(values, (shape[0], shape[1], shape[2] * 32), &Device::Cpu).unwrap()
 }
 
 /// Those of the decoder, without the prefix that they have beside a vision tower.

@@ -70,9 +70,11 @@ pub const MODELS: [&str; 40] = [
 ];
 
 /// Those that GGUF files can hold, which tell of no window that begins at a layer and of no scale of Gemma's attention.
-pub const GGUF_MODELS: [&str; 16] = [
+pub const GGUF_MODELS: [&str; 18] = [
     "gemma2",
     "gemma3",
+    "gpt-oss",
+    "gpt-oss-mxfp4",
     "llama",
     "llama-linear-rope",
     "llama3-tied-bf16",
