@@ -167,7 +167,7 @@ struct Source {
         left = run.len;
         has_keys = chunk < layout.key_dim;
         has_values = column < layout.value_dim;
-        const int key_head = head / (layout.value_heads / layout.key_heads);
+        const int key_head = head / layout.adjacent % layout.key_heads;
         q = rule.mixed + (first + thread / kChunks) * channels + key_head * layout.key_dim + chunk;
         v = rule.mixed + (first + thread / kValueChunks) * channels + 2 * keys + head * layout.value_dim + column;
         gates = rule.gates + (first + thread) * value_heads + head;
@@ -331,7 +331,7 @@ constexpr int kNormWarps = 8;
                          const float* a_log, const float* dt_bias, float2* gates, const StateRun* runs,                 \
                          const StateTile* tiles, int key_heads, int value_heads, int key_dim, int value_dim,            \
                          int taps) {                                                                                    \
-        mix<PARTS>({x, weight, states, mixed, {key_heads, value_heads, key_dim, value_dim, taps}},                      \
+        mix<PARTS>({x, weight, states, mixed, {key_heads, value_heads, key_dim, value_dim, taps, 1}},                   \
                    {ba, a_log, dt_bias, gates}, runs, tiles);                                                           \
     }
 
@@ -342,8 +342,8 @@ CONV_KERNEL(256, 2)
 #define RULE_KERNEL(KEY, BLOCKS)                                                                                        \
     extern "C" __global__ void __launch_bounds__(kRuleThreads, BLOCKS)                                                  \
         delta_rule_##KEY(float* mixed, const float2* gates, float* states, const StateRun* runs, int key_heads,         \
-                         int value_heads, int key_dim, int value_dim) {                                                 \
-        recur<KEY>({mixed, gates, states, {key_heads, value_heads, key_dim, value_dim, 0}}, runs);                      \
+                         int value_heads, int key_dim, int value_dim, int adjacent) {                                   \
+        recur<KEY>({mixed, gates, states, {key_heads, value_heads, key_dim, value_dim, 0, adjacent}}, runs);            \
     }
 
 // For key heads of up to so many elements. gridDim.x is runs times value_heads times ceil(value_dim / 32); the longest runs come

@@ -23,6 +23,7 @@ struct Layout {
     int key_dim;
     int value_dim;
     int taps;
+    int adjacent;  // value heads in a row that share a key head
 
     __device__ __forceinline__ int keys() const { return key_heads * key_dim; }
     __device__ __forceinline__ int values() const { return value_heads * value_dim; }

@@ -17,8 +17,10 @@ use norm::{GatedNorm, Gates, normalise};
 pub struct DeltaLayout {
     /// Heads of q and of k.
     pub key_heads: usize,
-    /// Heads of v and of the state, a multiple of `key_heads`: each head of q and k serves as many in a row.
+    /// Heads of v and of the state, a multiple of `key_heads`.
     pub value_heads: usize,
+    /// Heads of v in a row that share a head of q and k: all that do, or 1 where the heads of q and k take turns, as in GGUF files.
+    pub adjacent: usize,
     /// Elements of a head of q and of k, at most [`DeltaLayout::MAX_HEAD_DIM`].
     pub key_dim: usize,
     /// Elements of a head of v, at most [`DeltaLayout::MAX_HEAD_DIM`].
@@ -32,6 +34,11 @@ impl DeltaLayout {
     pub const MAX_HEAD_DIM: usize = 256;
     /// Tokens that the longest convolution sees.
     pub const MAX_TAPS: usize = 8;
+
+    /// The head of q and k of a head of v.
+    pub fn key_head(&self, value_head: usize) -> usize {
+        value_head / self.adjacent % self.key_heads
+    }
 
     /// Elements of q, and of k.
     pub fn keys(&self) -> usize {
@@ -341,7 +348,7 @@ impl Kernel for Recurrence<'_> {
             out,
         } = self;
         let (keys, dim, width) = (layout.keys(), layout.value_dim, layout.width());
-        let key_head = head / (layout.value_heads / layout.key_heads);
+        let key_head = layout.key_head(head);
         let mut delta = [0f32; DeltaLayout::MAX_HEAD_DIM];
         let delta = &mut delta[..dim];
         for row in run.first_row..run.first_row + run.len {

@@ -18,7 +18,7 @@ use crate::blocks::check_formats;
 use crate::embedding::{self, EmbeddingConfig, ServeAs};
 use crate::generation::check_token_ids;
 use crate::quantization::{OnlineQuantization, Quantization};
-use crate::spec::{AttentionSpec, DeltaNetSpec, Mixer, Mlp, NormSpec, OutputHead};
+use crate::spec::{AttentionSpec, DeltaNetSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, shared};
 use crate::{DecoderSpec, ModelError};
 use gguf::GgufFields;
 pub use gguf::GgufTensors;
@@ -139,7 +139,16 @@ impl ModelConfig {
             Some(code) => embedding::from_gguf(fields.key("pooling_type"), code)?,
             None => None,
         };
-        Self::new(path, architecture, values, embedding)
+        let mut config = Self::new(path, architecture, values, embedding)?;
+        config.spec.layers = shared(config.spec.layers.iter().map(|layer| {
+            let mut layer = LayerSpec::clone(layer);
+            if let Mixer::DeltaNet(delta_net) = &mut layer.mixer {
+                // The converter orders heads of v so that those of q and k take turns.
+                delta_net.layout.adjacent = 1;
+            }
+            layer
+        }));
+        Ok(config)
     }
 
     fn new(
@@ -283,6 +292,7 @@ fn check_delta_net(path: &Path, layout: &DeltaLayout) -> Result<(), ModelError> 
     let DeltaLayout {
         key_heads,
         value_heads,
+        adjacent: _,
         key_dim,
         value_dim,
         taps,

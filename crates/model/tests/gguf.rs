@@ -1,12 +1,13 @@
 //! GGUF files: the tiny golden models converted as llama.cpp converts them, every quantised type, broken files.
 
+use std::collections::HashMap;
 use std::path::Path;
 
 use crate::common::convert::*;
 use crate::common::*;
-use candle_core::Device;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Tensor};
 use plimsoll_core::{MetaValue, Metadata};
 use plimsoll_model::{
     Architecture, GgufFile, GgufTensors, HfOverrides, KvCacheDtype, LoadOptions, Model, ModelConfig,
@@ -14,6 +15,7 @@ use plimsoll_model::{
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use serde_json::json;
 use tempfile::TempDir;
 
 fn load_gguf(path: &Path) -> Result<std::sync::Arc<Model>, ModelError> {
@@ -36,10 +38,89 @@ fn converted_models_equal_transformers() {
                 .logits(&plan(vec![run(1, 0, &case.prompt, &blocks(0..8))]), &rows)
                 .unwrap();
             let error = relative_error(&found, &case.last_logits.concat());
-            assert!(error < 1e-5, "{name}: relative error {error:e}");
+            assert!(error < tolerance(name), "{name}: relative error {error:e}");
             let found = greedy_alone(&mut runner, &case.prompt, &blocks(0..8), case.greedy.len());
             assert_eq!(found, case.greedy, "{name}");
         }
+    }
+}
+
+/// Heads of v are stored in another order than in safetensors, which no quantised type minds: those of q and k take turns.
+#[test]
+fn heads_of_states_are_found_in_the_converters_order() {
+    let config = json!({"architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 64, "hidden_size": 256,
+        "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1,
+        "head_dim": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 256, "full_attention_interval": 2,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 128, "tie_word_embeddings": true});
+    let directory = TempDir::new().unwrap();
+    std::fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
+    let config = ModelConfig::from_json(
+        Path::new("config.json"),
+        &config.to_string(),
+        &HfOverrides::default(),
+    );
+    let spec = config.unwrap().spec;
+    let mut tensors = Tensors::new();
+    let mut add = |name: &str, shape: &[usize], mean: f32| {
+        let deviation = (*shape.last().unwrap() as f32).sqrt().recip();
+        let tensor = Tensor::randn(mean, deviation, shape, &Device::Cpu).unwrap();
+        tensors.insert(format!("model.{name}"), tensor);
+    };
+    add("embed_tokens.weight", &[64, 256], 0.0);
+    add("norm.weight", &[256], 0.0);
+    for layer in 0..2 {
+        let mut add = |name: &str, shape: &[usize]| add(&format!("layers.{layer}.{name}"), shape, 0.0);
+        add("input_layernorm.weight", &[256]);
+        add("post_attention_layernorm.weight", &[256]);
+        add("mlp.gate_proj.weight", &[256, 256]);
+        add("mlp.up_proj.weight", &[256, 256]);
+        add("mlp.down_proj.weight", &[256, 256]);
+    }
+    add("layers.0.linear_attn.in_proj_qkv.weight", &[64 + 768, 256], 0.0);
+    add("layers.0.linear_attn.in_proj_z.weight", &[768, 256], 0.0);
+    add("layers.0.linear_attn.in_proj_a.weight", &[6, 256], 0.0);
+    add("layers.0.linear_attn.in_proj_b.weight", &[6, 256], 0.0);
+    add("layers.0.linear_attn.conv1d.weight", &[64 + 768, 1, 4], 0.0);
+    add("layers.0.linear_attn.A_log", &[6], 0.0);
+    add("layers.0.linear_attn.dt_bias", &[6], 0.0);
+    add("layers.0.linear_attn.norm.weight", &[128], 1.0);
+    add("layers.0.linear_attn.out_proj.weight", &[256, 768], 0.0);
+    add("layers.1.self_attn.q_proj.weight", &[512, 256], 0.0);
+    add("layers.1.self_attn.k_proj.weight", &[32, 256], 0.0);
+    add("layers.1.self_attn.v_proj.weight", &[32, 256], 0.0);
+    add("layers.1.self_attn.o_proj.weight", &[256, 256], 0.0);
+    add("layers.1.self_attn.q_norm.weight", &[32], 0.0);
+    add("layers.1.self_attn.k_norm.weight", &[32], 0.0);
+    let all: HashMap<String, Tensor> = tensors.clone().into_iter().collect();
+    candle_core::safetensors::save(&all, directory.path().join("model.safetensors")).unwrap();
+    let logits = |path: &Path| {
+        let step = plan(vec![run(1, 0, &[5, 7, 11, 13, 2, 60], &blocks(0..1))]);
+        runner(&load_gguf(path).unwrap(), 16, 8)
+            .logits(&step, &[0, 3, 5])
+            .unwrap()
+    };
+    let expected = logits(directory.path());
+    let path = directory.path().join("model.gguf");
+    // A block of a k-quant has elements of two heads.
+    for (dtype, tolerance) in [
+        (GgmlDType::F32, 1e-5),
+        (GgmlDType::Q8_0, 0.1),
+        (GgmlDType::Q6K, 0.3),
+    ] {
+        let mut tensors = converted(&spec, "qwen35", &tensors, dtype);
+        write(&path, &metadata("qwen35", &spec), &tensors);
+        let error = relative_error(&logits(&path), &expected);
+        assert!(error < tolerance, "{dtype:?}: {error:e}");
+        let rates = tensors
+            .iter_mut()
+            .find(|(name, _)| name == "blk.0.ssm_a")
+            .unwrap();
+        let zeros = Tensor::zeros(6, DType::F32, &Device::Cpu).unwrap();
+        rates.1 = QTensor::quantize(&zeros, GgmlDType::F32).unwrap();
+        write(&path, &metadata("qwen35", &spec), &tensors);
+        let error = load_gguf(&path).unwrap_err().to_string();
+        assert!(error.contains("`blk.0.ssm_a`"), "{error}");
     }
 }
 

@@ -23,14 +23,7 @@ fn logits_error(name: &str, kv_cache_dtype: KvCacheDtype) -> f64 {
 fn logits_equal_transformers() {
     for name in MODELS {
         let error = logits_error(name, KvCacheDtype::F32);
-        let tolerance = match name {
-            // Inputs of products in four bits have 15.
-            "gpt-oss-mxfp4" => 2e-4,
-            // States, experts and gates round in each layer.
-            "qwen3-next-moe" | "qwen3_5-moe" => 2e-5,
-            _ => 1e-5,
-        };
-        assert!(error < tolerance, "{name}: relative error {error:e}");
+        assert!(error < tolerance(name), "{name}: relative error {error:e}");
     }
 }
 

@@ -14,6 +14,7 @@ use crate::common::{READ_BANDWIDTH, time_us};
 const LAYOUT: DeltaLayout = DeltaLayout {
     key_heads: 16,
     value_heads: 32,
+    adjacent: 2,
     key_dim: 128,
     value_dim: 128,
     taps: 4,

@@ -265,7 +265,7 @@ impl DeltaKernels {
         self.launch(
             &self.rule[rule],
             Launch::new([grid as u32, 1, 1], RULE_THREADS as u32).shared(shared_bytes(KEY_DIMS[rule])),
-            &[&sources[..], &shape].concat(),
+            &[&sources[..], &shape, &[int(layout.adjacent)]].concat(),
         )?;
 
         let all_heads = rows * heads;
@@ -414,6 +414,7 @@ mod tests {
         let layout = DeltaLayout {
             key_heads: 1,
             value_heads: 2,
+            adjacent: 2,
             key_dim: 16,
             value_dim: 24,
             taps: 4,

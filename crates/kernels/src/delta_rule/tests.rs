@@ -19,10 +19,11 @@ const EPS: f32 = 1e-6;
 
 impl Case {
     fn new(rng: &mut StdRng, rows: usize) -> Self {
-        let key_heads = rng.random_range(1..4);
+        let (key_heads, sharing) = (rng.random_range(1..4), rng.random_range(1..4));
         let layout = DeltaLayout {
             key_heads,
-            value_heads: key_heads * rng.random_range(1..4),
+            value_heads: key_heads * sharing,
+            adjacent: if rng.random() { sharing } else { 1 },
             key_dim: rng.random_range(1..40),
             value_dim: rng.random_range(1..40),
             taps: rng.random_range(2..=DeltaLayout::MAX_TAPS),
@@ -81,6 +82,7 @@ impl Case {
         let DeltaLayout {
             key_heads,
             value_heads,
+            adjacent,
             key_dim,
             value_dim,
             taps,
@@ -106,7 +108,11 @@ impl Case {
         for (mixed, row) in mixed.iter().zip(rows) {
             for (head, state) in states.iter_mut().enumerate() {
                 let unit = |start: usize| {
-                    let start = start + head * key_heads / value_heads * key_dim;
+                    let key_head = match adjacent {
+                        1 => head % key_heads,
+                        _ => head * key_heads / value_heads,
+                    };
+                    let start = start + key_head * key_dim;
                     let of = &mixed[start..start + key_dim];
                     let length = (of.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
                     of.iter().map(|x| x / length).collect::<Vec<f64>>()

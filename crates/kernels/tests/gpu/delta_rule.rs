@@ -105,6 +105,7 @@ impl Case {
         let DeltaLayout {
             value_heads,
             key_heads,
+            adjacent,
             key_dim,
             value_dim,
             taps,
@@ -121,7 +122,11 @@ impl Case {
             };
             for head in 0..value_heads {
                 let unit = |first: usize| {
-                    let first = first + head / (value_heads / key_heads) * key_dim;
+                    let key_head = match adjacent {
+                        1 => head % key_heads,
+                        _ => head / (value_heads / key_heads),
+                    };
+                    let first = first + key_head * key_dim;
                     let x: Vec<f64> = (first..first + key_dim).map(mixed).collect();
                     let length = (x.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
                     x.into_iter().map(|x| x / length).collect::<Vec<f64>>()
@@ -403,6 +408,7 @@ fn layout([key_heads, value_heads, key_dim, value_dim, taps]: [usize; 5]) -> Del
     DeltaLayout {
         key_heads,
         value_heads,
+        adjacent: value_heads / key_heads,
         key_dim,
         value_dim,
         taps,

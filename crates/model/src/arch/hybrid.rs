@@ -51,10 +51,13 @@ pub(super) fn hybrid(
         ));
     }
     let linear = layers_of_kind(config, LINEAR, interval)?;
+    let key_heads = config.linear_num_key_heads.unwrap_or(16);
+    let value_heads = config.linear_num_value_heads.unwrap_or(32);
     let delta_net = DeltaNetSpec {
         layout: DeltaLayout {
-            key_heads: config.linear_num_key_heads.unwrap_or(16),
-            value_heads: config.linear_num_value_heads.unwrap_or(32),
+            key_heads,
+            value_heads,
+            adjacent: value_heads / key_heads.max(1),
             key_dim: config.linear_key_head_dim.unwrap_or(128),
             value_dim: config.linear_value_head_dim.unwrap_or(128),
             taps: config.linear_conv_kernel_dim.unwrap_or(4),

@@ -9,7 +9,7 @@ pub(super) const FAMILY: Family = Family {
     hf_name: "Qwen3_5ForCausalLM",
     headless_name: "Qwen3_5TextModel",
     model_type: "qwen3_5_text",
-    gguf_name: None,
+    gguf_name: Some("qwen35"),
     fields,
     spec: |config| hybrid::hybrid(&config.of_text_positions(), Projections::Separate, |_| None),
 };

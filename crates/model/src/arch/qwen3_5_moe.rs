@@ -7,7 +7,7 @@ pub(super) const FAMILY: Family = Family {
     hf_name: "Qwen3_5MoeForCausalLM",
     headless_name: "Qwen3_5MoeTextModel",
     model_type: "qwen3_5_moe_text",
-    gguf_name: None,
+    gguf_name: Some("qwen35moe"),
     fields: || {
         let mut fields = hybrid::expert_fields(qwen3_5::fields());
         // No layer is dense, so its width is not given.

@@ -102,16 +102,39 @@ impl<'a> GgufFields<'a> {
         for field in ["expert_group_count", "leading_dense_block_count"] {
             self.only(field, &[0.0])?;
         }
-        let inner = self.required_size("feed_forward_length")?;
         let used = self.required_size("expert_used_count")?;
-        let expert = self.size("expert_feed_forward_length")?;
-        let shared = self.size("expert_shared_feed_forward_length")?;
+        let inner = match self.size("expert_feed_forward_length")? {
+            Some(inner) => inner,
+            None => self.required_size("feed_forward_length")? / used.max(1),
+        };
+        let shared = match self.size("expert_shared_feed_forward_length")? {
+            Some(shared) => Some(shared),
+            None => self.size("feed_forward_length")?,
+        };
+        let count = self.required_size("expert_count")?;
         let Value::Object(values) = json!({
-            "num_local_experts": self.required_size("expert_count")?,
+            "num_experts": count,
+            "num_local_experts": count,
             "num_experts_per_tok": used,
-            "moe_intermediate_size": expert.unwrap_or(inner / used.max(1)),
-            "shared_expert_intermediate_size": shared.unwrap_or(inner),
-            "norm_topk_prob": architecture == Architecture::Qwen3Moe,
+            "moe_intermediate_size": inner,
+            "shared_expert_intermediate_size": shared,
+            "norm_topk_prob": architecture != Architecture::Qwen2Moe,
+        }) else {
+            unreachable!("it is written as an object")
+        };
+        Ok(values)
+    }
+
+    /// Fields of a family with states.
+    fn states(&self) -> Result<Map<String, Value>, ModelError> {
+        let value_heads = self.required_size("ssm.time_step_rank")?;
+        let Value::Object(values) = json!({
+            "linear_num_key_heads": self.required_size("ssm.group_count")?,
+            "linear_num_value_heads": value_heads,
+            "linear_key_head_dim": self.required_size("ssm.state_size")?,
+            "linear_value_head_dim": self.required_size("ssm.inner_size")? / value_heads.max(1),
+            "linear_conv_kernel_dim": self.required_size("ssm.conv_kernel")?,
+            "full_attention_interval": self.size("full_attention_interval")?,
         }) else {
             unreachable!("it is written as an object")
         };
@@ -131,6 +154,10 @@ impl<'a> GgufFields<'a> {
                 self.only("expert_count", &[0.0])?;
                 Map::new()
             }
+        };
+        let states = match own.contains_key("linear_num_key_heads") {
+            true => self.states()?,
+            false => Map::new(),
         };
         for field in ["nextn_predict_layers", "attention.kv_lora_rank"] {
             self.only(field, &[0.0])?;
@@ -172,7 +199,11 @@ impl<'a> GgufFields<'a> {
         let Value::Object(mut values) = json!({
             "vocab_size": self.vocab_size()?,
             "hidden_size": hidden_size,
-            "intermediate_size": self.required_size("feed_forward_length")?,
+            "intermediate_size": match self.size("feed_forward_length")? {
+                Some(size) => size.into(),
+                // Not where all layers have experts.
+                None => self.required("feed_forward_length", own.get("intermediate_size").cloned())?,
+            },
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
             "num_key_value_heads": self.size("attention.head_count_kv")?,
@@ -224,8 +255,9 @@ impl<'a> GgufFields<'a> {
         let caps = caps
             .into_iter()
             .filter_map(|(field, cap)| Some((field, json!(cap?))));
-        let experts = experts.iter().map(|(field, value)| (&field[..], value.clone()));
-        for (field, value) in optional.into_iter().flatten().chain(caps).chain(experts) {
+        let parts = experts.iter().chain(&states);
+        let parts = parts.map(|(field, value)| (&field[..], value.clone()));
+        for (field, value) in optional.into_iter().flatten().chain(caps).chain(parts) {
             if own.contains_key(field) {
                 values.insert(field.to_owned(), value);
             }

@@ -46,8 +46,11 @@ impl<'a> GgufWeights<'a> {
             _ => None,
         };
         let has_post_norms = spec.layers.iter().any(|layer| layer.post_norms);
-        // llama.cpp's gpt-oss calls the norm before the MLP so.
-        let is_named_so = has_post_norms || architecture == Architecture::GptOss;
+        // So llama.cpp calls the norm before the MLP in these.
+        let is_named_so = matches!(
+            architecture,
+            Architecture::GptOss | Architecture::Qwen3_5 | Architecture::Qwen3_5Moe
+        );
         let experts = spec.layers.iter().map(|layer| match &layer.mlp {
             Mlp::Dense(_) => 0,
             Mlp::Moe(moe) => moe.experts,
@@ -55,7 +58,7 @@ impl<'a> GgufWeights<'a> {
         Self {
             file,
             interleaved,
-            post_attention: if is_named_so {
+            post_attention: if has_post_norms || is_named_so {
                 "post_attention_norm"
             } else {
                 "ffn_norm"
@@ -105,6 +108,8 @@ impl Source for GgufWeights<'_> {
             }
             // A projection to one number is a vector.
             (_, [_]) if expected.len() == 2 && expected[0] == 1 => (data, expected),
+            // Convolutions have one input for each channel.
+            (_, [channels, taps]) if expected == [*channels, 1, *taps] => (data, expected),
             (_, shape) => (data, shape),
         };
         let rows = shape[0];
@@ -119,13 +124,20 @@ impl Source for GgufWeights<'_> {
             }
         };
         let shape = Shape(shape.to_vec());
+        let data = match hf_name.ends_with(".A_log") && info.dtype == WeightType::F32 {
+            true => Cow::Owned(logarithms(data).map_err(|rate| {
+                let message = format!("`{name}` has an element {rate}, and all are to be negative");
+                ModelError::corrupt(self.file.path(), message)
+            })?),
+            false => Cow::Borrowed(data),
+        };
         Ok(Some(Tensor {
             name,
             dtype: info.dtype,
             shape,
             order,
             unit_offset: false,
-            data: Cow::Borrowed(data),
+            data,
         }))
     }
 
@@ -147,6 +159,22 @@ impl Source for GgufWeights<'_> {
     fn stored_name(&self, name: &str) -> String {
         gguf_name(name, self.post_attention)
     }
+}
+
+/// Of rates of decay, which the converter writes as `-exp(A_log)`.
+///
+/// # Errors
+/// A rate that is not negative.
+fn logarithms(rates: &[u8]) -> Result<Vec<u8>, f32> {
+    let mut out = Vec::with_capacity(rates.len());
+    for rate in rates.as_chunks().0 {
+        let rate = f32::from_le_bytes(*rate);
+        if !(rate < 0.0 && rate.is_finite()) {
+            return Err(rate);
+        }
+        out.extend((-rate).ln().to_le_bytes());
+    }
+    Ok(out)
 }
 
 /// Finds the types of matrices. Those that are missing are left to whoever reads them.
@@ -192,7 +220,7 @@ impl Visitor for Types<'_> {
 
 /// GGUF's name of a tensor, where `post_attention_layernorm` is called so; a name without a counterpart stays as it is.
 fn gguf_name(name: &str, post_attention: &str) -> String {
-    const PARTS: [(&str, &str); 27] = [
+    const PARTS: [(&str, &str); 34] = [
         ("input_layernorm", "attn_norm"),
         ("self_attn.q_proj", "attn_q"),
         ("self_attn.k_proj", "attn_k"),
@@ -201,6 +229,13 @@ fn gguf_name(name: &str, post_attention: &str) -> String {
         ("self_attn.q_norm", "attn_q_norm"),
         ("self_attn.k_norm", "attn_k_norm"),
         ("self_attn.o_proj", "attn_output"),
+        ("linear_attn.in_proj_qkv", "attn_qkv"),
+        ("linear_attn.in_proj_z", "attn_gate"),
+        ("linear_attn.in_proj_b", "ssm_beta"),
+        ("linear_attn.in_proj_a", "ssm_alpha"),
+        ("linear_attn.conv1d", "ssm_conv1d"),
+        ("linear_attn.norm", "ssm_norm"),
+        ("linear_attn.out_proj", "ssm_out"),
         ("mlp.gate_proj", "ffn_gate"),
         ("mlp.up_proj", "ffn_up"),
         ("mlp.gate_up_proj", "ffn_up"),
@@ -231,6 +266,8 @@ fn gguf_name(name: &str, post_attention: &str) -> String {
         let gguf = match (part, kind) {
             ("post_attention_layernorm", _) => post_attention,
             ("self_attn", "sinks") => return Some(format!("blk.{layer}.attn_sinks.weight")),
+            ("linear_attn", "A_log") => return Some(format!("blk.{layer}.ssm_a")),
+            ("linear_attn", "dt_bias") => return Some(format!("blk.{layer}.ssm_dt.bias")),
             _ => PARTS.iter().find(|(hf, _)| *hf == part)?.1,
         };
         Some(format!("blk.{layer}.{gguf}.{kind}"))
@@ -276,6 +313,12 @@ mod tests {
             ("model.layers.3.mlp.gate.weight", "blk.3.ffn_gate_inp.weight"),
             ("model.layers.3.mlp.router.bias", "blk.3.ffn_gate_inp.bias"),
             ("model.layers.4.self_attn.sinks", "blk.4.attn_sinks.weight"),
+            ("model.layers.5.linear_attn.A_log", "blk.5.ssm_a"),
+            ("model.layers.5.linear_attn.dt_bias", "blk.5.ssm_dt.bias"),
+            (
+                "model.layers.5.linear_attn.in_proj_z.weight",
+                "blk.5.attn_gate.weight",
+            ),
             ("lm_head.weight", "output.weight"),
             ("rope_freqs.weight", "rope_freqs.weight"),
         ];

@@ -28,6 +28,7 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
     let size = |value: usize| Value::U32(value as u32);
     let float = |value: f64| Value::F32(value as f32);
     let layer = &spec.layers[0];
+    let is_qwen35 = architecture.starts_with("qwen35");
     let full = spec.attention().find(|attention| attention.window.is_none());
     let attention = full.or(layer.attention()).unwrap();
     let rope = attention.rope.as_ref().unwrap();
@@ -38,8 +39,10 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
     match &layer.mlp {
         Mlp::Dense(mlp) => add("feed_forward_length", size(mlp.intermediate_size)),
         Mlp::Moe(moe) => {
-            // Qwen's is that of dense layers, of which there are none.
-            add("feed_forward_length", size(moe.intermediate_size));
+            // Qwen's is that of dense layers, of which there are none; newer ones do not say.
+            if !is_qwen35 {
+                add("feed_forward_length", size(moe.intermediate_size));
+            }
             add("expert_count", size(moe.experts));
             add("expert_used_count", size(moe.top_k));
             if architecture != "llama" {
@@ -52,6 +55,17 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
                 );
             }
         }
+    }
+    if let Some(delta_net) = spec.delta_nets().next() {
+        let layout = delta_net.layout;
+        let full = spec.layers.iter().position(|layer| layer.attention().is_some());
+        add("full_attention_interval", size(full.unwrap() + 1));
+        add("ssm.conv_kernel", size(layout.taps));
+        add("ssm.state_size", size(layout.key_dim));
+        add("ssm.group_count", size(layout.key_heads));
+        add("ssm.time_step_rank", size(layout.value_heads));
+        add("ssm.inner_size", size(layout.values()));
+        add("rope.dimension_count", size(rope.rotary_dim));
     }
     add("attention.head_count", size(attention.heads));
     add("attention.head_count_kv", size(attention.kv_heads));
@@ -158,6 +172,17 @@ pub fn gguf_name(architecture: &str, name: &str) -> String {
         ("post_attention_layernorm", "post_attention_norm"),
         ("self_attn.sinks", "attn_sinks.weight"),
     ];
+    const QWEN35: [(&str, &str); 9] = [
+        ("post_attention_layernorm", "post_attention_norm"),
+        ("linear_attn.in_proj_qkv", "attn_qkv"),
+        ("linear_attn.in_proj_z", "attn_gate"),
+        ("linear_attn.in_proj_a", "ssm_alpha"),
+        ("linear_attn.in_proj_b", "ssm_beta"),
+        ("linear_attn.A_log", "ssm_a"),
+        ("linear_attn.dt_bias", "ssm_dt.bias"),
+        ("linear_attn.out_proj", "ssm_out"),
+        ("linear_attn.", "ssm_"),
+    ];
     const ALL: [(&str, &str); 30] = [
         ("model.layers.", "blk."),
         ("model.embed_tokens", "token_embd"),
@@ -193,6 +218,7 @@ pub fn gguf_name(architecture: &str, name: &str) -> String {
     let own: &[_] = match architecture {
         "gemma2" | "gemma3" => &GEMMA,
         "gpt-oss" => &GPT_OSS,
+        "qwen35" | "qwen35moe" => &QWEN35,
         _ => &[],
     };
     let parts = own.iter().chain(&ALL);
@@ -221,16 +247,18 @@ pub fn converted(
 ) -> Vec<(String, QTensor)> {
     let convert = |(name, tensor): (&String, &Tensor)| {
         let tensor = tensor.to_dtype(DType::F32).unwrap();
+        let attention = spec.attention().next().unwrap();
         let heads = if name.contains("q_proj.weight") {
-            spec.layers[0].attention().unwrap().heads
+            attention.heads
         } else {
-            spec.layers[0].attention().unwrap().kv_heads
+            attention.kv_heads
         };
         let rotated = name.contains("q_proj.weight") || name.contains("k_proj.weight");
         let tensor = match architecture {
             "llama" | "mistral3" | "smollm3" if rotated => permute(&tensor, heads),
             // `norm_shift`: Gemma's norms are stored less 1.
             "gemma2" | "gemma3" if name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
+            "qwen35" | "qwen35moe" => of_states(spec, name, tensor),
             _ => tensor,
         };
         // `shared_expert_gate`.
@@ -240,10 +268,15 @@ pub fn converted(
         } else {
             tensor
         };
-        // Routers stay as they are.
-        let routers = ["mlp.gate.weight", "moe.gate.weight", "router.weight"];
-        let is_router = routers.iter().any(|router| name.ends_with(router));
-        let dtype = match tensor.rank() >= 2 && !is_router {
+        // Routers stay as they are, and convolutions.
+        let kept = [
+            "mlp.gate.weight",
+            "moe.gate.weight",
+            "router.weight",
+            "conv1d.weight",
+        ];
+        let is_kept = kept.iter().any(|kept| name.ends_with(kept));
+        let dtype = match tensor.rank() >= 2 && !is_kept {
             true => dtype,
             false => GgmlDType::F32,
         };
@@ -278,6 +311,39 @@ fn merged(tensors: &Tensors) -> Tensors {
         }
     }
     out
+}
+
+/// `Qwen3NextModel.modify_tensors`, and heads of v so that those of q and k take turns (`_LinearAttentionVReorderBase`).
+fn of_states(spec: &DecoderSpec, name: &str, tensor: Tensor) -> Tensor {
+    let layout = spec.delta_nets().next().unwrap().layout;
+    let (groups, heads) = (layout.key_heads, layout.value_heads);
+    // The elements of heads of v, from `first` on, along a dimension.
+    let tiled = |tensor: Tensor, dim: usize, first: usize, of_head: usize| {
+        let order: Vec<u32> = (0..tensor.dims()[dim])
+            .map(|at| {
+                let Some(at_v) = at.checked_sub(first) else {
+                    return at as u32;
+                };
+                let (head, within) = (at_v / of_head, at_v % of_head);
+                let stored = head % groups * (heads / groups) + head / groups;
+                (first + stored * of_head + within) as u32
+            })
+            .collect();
+        let order = Tensor::new(order, &Device::Cpu).unwrap();
+        tensor.contiguous().unwrap().index_select(&order, dim).unwrap()
+    };
+    let part = name.rsplit_once("linear_attn.").map(|(_, part)| part);
+    match part {
+        Some("in_proj_qkv.weight") => tiled(tensor, 0, 2 * layout.keys(), layout.value_dim),
+        Some("conv1d.weight") => tiled(tensor.squeeze(1).unwrap(), 0, 2 * layout.keys(), layout.value_dim),
+        Some("in_proj_z.weight") => tiled(tensor, 0, 0, layout.value_dim),
+        Some("in_proj_a.weight" | "in_proj_b.weight" | "dt_bias") => tiled(tensor, 0, 0, 1),
+        Some("A_log") => tiled(tensor.exp().unwrap().neg().unwrap(), 0, 0, 1),
+        Some("out_proj.weight") => tiled(tensor, 1, 0, layout.value_dim),
+        Some(_) => tensor,
+        None if name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
+        None => tensor,
+    }
 }
 
 /// gpt-oss's experts, whose gate and up take turns, each by itself and outputs first (`GptOssModel.modify_tensors`). MXFP4, which

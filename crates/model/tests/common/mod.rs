@@ -70,7 +70,7 @@ pub const MODELS: [&str; 40] = [
 ];
 
 /// Those that GGUF files can hold, which tell of no window that begins at a layer and of no scale of Gemma's attention.
-pub const GGUF_MODELS: [&str; 18] = [
+pub const GGUF_MODELS: [&str; 20] = [
     "gemma2",
     "gemma3",
     "gpt-oss",
@@ -88,8 +88,21 @@ pub const GGUF_MODELS: [&str; 18] = [
     "qwen2-moe",
     "qwen3-f16",
     "qwen3-sharded",
+    "qwen3_5-moe",
+    "qwen3_5-vision",
     "smollm3",
 ];
+
+/// How far logits may be from transformers', relative.
+pub fn tolerance(name: &str) -> f64 {
+    match name {
+        // Inputs of products in four bits have 15.
+        "gpt-oss-mxfp4" => 2e-4,
+        // States, experts and gates round in each layer.
+        "qwen3-next-moe" | "qwen3_5-moe" => 2e-5,
+        _ => 1e-5,
+    }
+}
 
 /// Those with windows, which all but the shortest prompts leave.
 pub const WINDOW_MODELS: [&str; 8] = [

@@ -25,10 +25,12 @@ fn delta_net_summary(delta_net: &DeltaNetSpec) -> String {
     let DeltaLayout {
         key_heads,
         value_heads,
+        adjacent,
         key_dim,
         value_dim,
         taps,
     } = layout;
+    assert_eq!(*adjacent, value_heads / key_heads);
     format!("delta net {key_heads} x {key_dim}, {value_heads} x {value_dim}, {taps} taps, {projections:?}")
 }
 
