@@ -25,6 +25,7 @@ pub mod models;
 mod patience;
 pub mod plan;
 pub mod plan_cache;
+mod program;
 mod progress;
 mod report_file;
 mod request_log;
@@ -45,3 +46,4 @@ mod watch;
 
 pub use bytes::Bytes;
 pub use error::Error;
+pub use program::main;

@@ -1,12 +1,6 @@
 //! The `plimsoll` binary.
 
-use std::io::Write;
 use std::process::ExitCode;
-
-use plimsoll_cli::args::{BenchCommand, Cli, Command};
-use plimsoll_cli::command_line::CommandLine;
-use plimsoll_cli::logging::{self, Kind};
-use plimsoll_cli::{Error, bench, chat, config, exit, hub, layers, models, plan, selftest, serve, templates};
 
 /// Gives back to the system what a burst of large requests leaves free, by threads of its own and within seconds. glibc's keeps
 /// the most that each of many arenas ever held, and a leak could not be told from that.
@@ -14,88 +8,5 @@ use plimsoll_cli::{Error, bench, chat, config, exit, hub, layers, models, plan, 
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
-    match templates::render_if_asked().unwrap_or_else(start) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            report(&error);
-            ExitCode::from(error.exit_code())
-        }
-    }
-}
-
-fn start() -> Result<(), Error> {
-    let cli = layers::from_process()?;
-    if cli.command.may_download() {
-        hub::disable_telemetry()?;
-    }
-    let runtime = tokio::runtime::Runtime::new()?;
-    let result = runtime.block_on(run(cli));
-    // Work that goes on has a bar of its own.
-    logging::end_bars();
-    // What still works is not waited for: it may wait for a device that hangs.
-    runtime.shutdown_background();
-    if let Err(error) = &result
-        && error.leaves_work_behind()
-    {
-        exit::at_the_latest();
-    }
-    result
-}
-
-async fn run(cli: Cli) -> Result<(), Error> {
-    match cli.command {
-        Command::Serve(args) => {
-            logging::init(&args.engine.log, Kind::Server)?;
-            serve::serve(*args).await
-        }
-        Command::Chat(args) => chat::run(*args).await,
-        Command::Pull(args) => {
-            logging::init(&args.log, Kind::Command)?;
-            models::pull(*args).await
-        }
-        Command::List(args) => {
-            logging::init(&args.engine.log, Kind::Command)?;
-            models::list(*args).await
-        }
-        Command::Rm(args) => models::rm(args).await,
-        Command::Profile(args) => {
-            logging::init(&args.engine.log, Kind::Command)?;
-            plan::profile(*args).await
-        }
-        Command::Plan(args) => {
-            logging::init(&args.engine.log, Kind::Command)?;
-            plan::plan(*args, std::env::args()).await
-        }
-        Command::Config(args) => config::print(&args, &layers::settings_of_process()?),
-        Command::Bench(BenchCommand::Serve(args)) => bench::serve(*args).await,
-        Command::Bench(BenchCommand::Latency(args)) => bench::latency(*args).await,
-        Command::Bench(BenchCommand::Throughput(args)) => bench::throughput(*args).await,
-        Command::Selftest(args) => selftest::run(*args).await,
-    }
-}
-
-/// The last word of the process, whatever the log level.
-fn report(error: &Error) {
-    match error {
-        Error::Clap(inner) if logging::is_json() && inner.use_stderr() => {
-            let text = inner.render().to_string();
-            let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
-            logging::last_word(text, error.exit_code());
-        }
-        // It knows its colours, and that help goes to stdout.
-        Error::Clap(error) => {
-            let _ = error.print();
-        }
-        error if logging::is_json() => {
-            logging::last_word(&CommandLine::of_process().explain(error), error.exit_code());
-        }
-        // It may be that there is nobody to read it.
-        error => {
-            let _ = writeln!(
-                std::io::stderr(),
-                "error: {}",
-                CommandLine::of_process().explain(error)
-            );
-        }
-    }
+    plimsoll_cli::main()
 }

@@ -415,6 +415,22 @@ fn layout([key_heads, value_heads, key_dim, value_dim, taps]: [usize; 5]) -> Del
     }
 }
 
+/// Heads of v beside those with the same head of q and k, and so that these take turns.
+fn orders(shape: [usize; 5]) -> impl Iterator<Item = DeltaLayout> {
+    let grouped = layout(shape);
+    let in_turn = DeltaLayout {
+        adjacent: 1,
+        ..grouped
+    };
+    [grouped, in_turn]
+        .into_iter()
+        .take(if grouped.key_heads.min(grouped.adjacent) > 1 {
+            2
+        } else {
+            1
+        })
+}
+
 /// Tokens of requests: some shorter than the convolution, some around the lengths in which kernels go through them.
 fn lens(rng: &mut StdRng, layout: &DeltaLayout) -> Vec<usize> {
     let mut lens = vec![1, 2, 3, 16, 17, 33];
@@ -426,8 +442,7 @@ fn lens(rng: &mut StdRng, layout: &DeltaLayout) -> Vec<usize> {
 #[test]
 fn the_delta_rule_on_the_cpu() {
     let mut rng = rng("delta_rule on the CPU");
-    for shape in SHAPES.into_iter().take(6) {
-        let layout = layout(shape);
+    for layout in SHAPES.into_iter().take(6).flat_map(orders) {
         let lens = lens(&mut rng, &layout);
         let case = Case::new(&mut rng, layout, &lens);
         let served = case.serve(&mut rng, &mut OnCpu::new(&case), 100);
@@ -440,8 +455,7 @@ fn the_delta_rule_on_the_cpu() {
 fn the_delta_rule() {
     let (gpu, mut rng) = (gpu(), rng("delta_rule"));
     let kernels = DeltaKernels::load(&gpu).unwrap();
-    for shape in SHAPES {
-        let layout = layout(shape);
+    for layout in SHAPES.into_iter().flat_map(orders) {
         let lens = lens(&mut rng, &layout);
         let case = Case::new(&mut rng, layout, &lens);
         let mut serve = |most: usize| {
