@@ -266,6 +266,7 @@ impl Job {
                 prompt_logprobs: choices.prompt_logprobs,
                 bans: parameters.bans.clone(),
                 cache_salt: parameters.cache_salt.clone(),
+                images: Vec::new(),
                 pooling: None,
             };
             let first = Request::new(engine.next_id(), options, &limits)
