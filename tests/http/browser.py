@@ -47,7 +47,7 @@ def open_page(browser, request):
         page.on("pageerror", lambda error: heard.append(str(error)))
         foreign = []
         origin = "/".join(url.split("/")[:3])
-        page.on("request", lambda r: None if r.url.startswith(origin) else foreign.append(r.url))
+        page.on("request", lambda r: None if r.url.startswith((origin, "data:")) else foreign.append(r.url))
         contexts.append((context, heard, foreign, complaints))
         page.goto(url)
         return page

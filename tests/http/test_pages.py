@@ -350,3 +350,87 @@ def test_the_chat_is_accessible(sim, open_page, scheme):
 def test_pages_can_be_left_out(start):
     with start("sim", "--disable-ui") as server:
         assert [server.http.get(path).status_code for path in ("/", "/docs", "/openapi.json")] == [404, 404, 200]
+
+
+PNG = (
+    b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\x02\0\0\0\x90wS\xde\0\0\0\x0cIDATx\x9cc\xf8\xcf\xc0\0\0\3\1\1\0"
+    b"\xc9\xfe\x92\xef\0\0\0\0IEND\xaeB`\x82"
+)
+
+# A picture of 3000 x 1500 pixels, dropped as a file.
+DROP = """async () => {
+    const canvas = Object.assign(document.createElement("canvas"), { width: 3000, height: 1500 });
+    canvas.getContext("2d").fillRect(0, 0, 1500, 1500);
+    const blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
+    const data = new DataTransfer();
+    data.items.add(new File([blob], "large.png", { type: "image/png" }));
+    const drop = new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true });
+    document.querySelector("main").dispatchEvent(drop);
+}"""
+
+SIZE = """async (url) => {
+    const image = Object.assign(new Image(), { src: url });
+    await image.decode();
+    return [image.naturalWidth, image.naturalHeight];
+}"""
+
+
+def test_images_are_sent_with_the_question(sim, open_page):
+    chat = open_page(sim.url)
+    expect(chat.locator("#greeting")).to_have_text("Ready.")
+    expect(chat.locator("#attach")).to_be_hidden()
+
+    def sees(route):
+        """The model list of a server whose model takes images."""
+        response = route.fetch()
+        models = response.json()
+        models["data"][0]["input_modalities"] = ["text", "image"]
+        route.fulfill(response=response, json=models)
+
+    chat.route("**/v1/models", sees)
+    asked = []
+
+    def answers(route):
+        """The simulated model takes only text: it gets that of the question."""
+        body = route.request.post_data_json
+        asked.append(json.loads(json.dumps(body)))
+        for message in body["messages"]:
+            if isinstance(message["content"], list):
+                message["content"] = "An image"
+        route.continue_(post_data=body)
+
+    chat.route(CHAT, answers)
+    chat.reload()
+    expect(chat.locator("#greeting")).to_have_text("Ready.")
+    expect(chat.locator("#attach")).to_be_visible()
+    chat.locator("#files").set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": PNG})
+    expect(chat.locator("#pictures img")).to_have_count(1)
+    chat.evaluate(DROP)
+    expect(chat.locator("#pictures img")).to_have_count(2)
+    chat.locator("#files").set_input_files({"name": "b.png", "mimeType": "image/png", "buffer": PNG})
+    expect(chat.locator("#pictures img")).to_have_count(3)
+    chat.get_by_role("button", name="Remove image 3").click()
+    expect(chat.locator("#pictures img")).to_have_count(2)
+    send(chat, "What is this?")
+    answered(chat, 1)
+    small, large, text = asked[0]["messages"][-1]["content"]
+    assert text == {"type": "text", "text": "What is this?"}
+    assert small["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+    assert large["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    assert chat.evaluate(SIZE, large["image_url"]["url"]) == [1568, 784]
+    expect(chat.locator("#pictures")).to_be_hidden()
+    expect(chat.locator(".turn.user img")).to_have_count(2)
+    accessible(chat)
+    # Kept with the chat, and sent again with the next question.
+    chat.reload()
+    expect(chat.locator(".turn.user img")).to_have_count(2)
+    expect(chat.locator("#greeting")).to_have_text("Ready.")
+    send(chat, "And?")
+    answered(chat, 2)
+    assert asked[1]["messages"][0]["content"] == [small, large, text]
+
+
+def test_models_of_text_offer_no_images(chat):
+    expect(chat.locator("#attach")).to_be_hidden()
+    chat.evaluate(DROP)
+    expect(chat.locator("#pictures")).to_be_hidden()

@@ -158,6 +158,7 @@ fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Resu
         eos_token_ids,
         defaults: settings.generation_defaults(&generation),
         embedding,
+        images: None,
         quantization: report.quantization.clone(),
         bits_per_weight: report.bits_per_weight,
         num_parameters,

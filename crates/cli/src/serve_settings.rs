@@ -55,6 +55,7 @@ impl ServeSettings {
             server,
             api,
             chat,
+            media,
             responses,
             files,
             pages,
@@ -106,6 +107,7 @@ impl ServeSettings {
             return_tokens_as_token_ids: api.return_tokens_as_token_ids(),
             force_include_usage: api.force_include_usage(),
             files: file_store(&files)?,
+            media: media.limits(),
             response_store: responses.limits(),
             ..ServerOptions::default()
         };

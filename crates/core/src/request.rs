@@ -1,8 +1,8 @@
 use std::sync::Arc;
 
 use crate::{
-    Bans, Constraint, Constraints, ParamError, Pooling, RequestId, SamplingOptions, SamplingParams, TenantId,
-    TokenId,
+    Bans, Constraint, Constraints, ImageSpan, ParamError, Pooling, RequestId, SamplingOptions,
+    SamplingParams, TenantId, TokenId,
 };
 
 /// Limits of a request, known once the size of the KV cache is proved.
@@ -28,6 +28,8 @@ impl Limits {
 pub struct RequestOptions {
     /// The prompt's tokens.
     pub prompt: Vec<TokenId>,
+    /// The images of the prompt, in order, without overlap.
+    pub images: Vec<ImageSpan>,
     /// Maximum number of tokens to generate; as many as fit if absent.
     pub max_tokens: Option<usize>,
     /// Sampling parameters.
@@ -116,6 +118,7 @@ impl Request {
     pub fn new(id: RequestId, options: RequestOptions, limits: &Limits) -> Result<Self, RequestError> {
         let RequestOptions {
             prompt,
+            images: _,
             max_tokens,
             sampling,
             seed,

@@ -273,6 +273,10 @@ fn card<'a>(state: &'a AppState, name: &'a str) -> ModelCard<'a> {
         root: &state.model().id,
         parent: None,
         max_model_len: state.engine().limits().max_model_len,
+        input_modalities: match state.model().images.is_some() && state.options().media.max_images > 0 {
+            true => &["text", "image"],
+            false => &["text"],
+        },
         quantization: state.model().quantization.as_deref(),
         bits_per_weight: state.model().bits_per_weight,
         num_parameters: state.model().num_parameters,

@@ -15,6 +15,7 @@ use crate::context::Context;
 use crate::error::ApiError;
 use crate::job::{Job, Stopping};
 use crate::metrics::Timer;
+use crate::request_memory::Reservation;
 use crate::state::AppState;
 use crate::wire::common::{StopReason, Usage};
 
@@ -26,6 +27,10 @@ pub(crate) fn submit(state: &AppState, context: &Context, mut job: Job) -> Resul
         .enumerate()
         .map(|(i, request)| Choice::submit(state, context, &job, i, request))
         .collect::<Result<_, _>>()?;
+    let mut choices: Vec<Choice> = choices;
+    if let Some(first) = choices.first_mut() {
+        first.image_memory = job.image_memory.take();
+    }
     // After admission, as for the choices.
     state.metrics().per_request.submitted(job.n);
     context.generates(job.generation);
@@ -53,6 +58,8 @@ pub(crate) struct Choice {
     cached_tokens: Option<usize>,
     /// Tokens whose text was not emitted yet.
     held: Vec<TokenLogprobs>,
+    /// Memory for the prompt's images, which are encoded when the first token comes.
+    image_memory: Option<Reservation>,
 }
 
 /// A token with the requested log-probabilities.
@@ -119,6 +126,7 @@ impl Choice {
             generated: 0,
             cached_tokens: None,
             held: Vec::new(),
+            image_memory: None,
         })
     }
 
@@ -219,6 +227,7 @@ impl Choice {
 
     fn take(&mut self, token: TokenEvent, output: &mut Output) {
         self.generated += 1;
+        self.image_memory = None;
         let at = self.sent();
         self.timer.token(at);
         self.context.token(at);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use plimsoll_core::{Bans, Request, RequestOptions, SamplingOptions, TokenId};
+use plimsoll_core::{Bans, ImageSpan, Request, RequestOptions, SamplingOptions, TokenId};
 use plimsoll_text::grammar::{CompiledGrammar, ReasoningBudget};
 use plimsoll_text::{StopMatcher, Tokenizer};
 
@@ -11,6 +11,7 @@ use crate::context::Context;
 use crate::error::ApiError;
 use crate::model::GenerationDefaults;
 use crate::record::Generation;
+use crate::request_memory::Reservation;
 use crate::state::AppState;
 use crate::wire::common::{Common, MaxTokens};
 use crate::wire::extra::{Extra, TruncationSide};
@@ -43,6 +44,8 @@ pub(crate) struct Parameters {
     truncate_prompt_tokens: Option<i64>,
     truncation_side: TruncationSide,
     reasoning: Option<ReasoningBudget>,
+    images: Vec<ImageSpan>,
+    image_memory: Option<Reservation>,
 }
 
 /// How a choice's text ends.
@@ -123,7 +126,14 @@ impl Parameters {
             truncate_prompt_tokens: extra.truncate_prompt_tokens,
             truncation_side: extra.truncation_side.unwrap_or(TruncationSide::Left),
             reasoning: None,
+            images: Vec::new(),
+            image_memory: None,
         })
+    }
+
+    /// The images of the only prompt, and the memory that they take.
+    pub(crate) fn show(&mut self, images: Vec<ImageSpan>, memory: Option<Reservation>) {
+        (self.images, self.image_memory) = (images, memory);
     }
 
     /// Limits the tokens of reasoning.
@@ -222,6 +232,8 @@ pub(crate) struct Job {
     pub(crate) shown: Arc<[TokenId]>,
     /// For its record.
     pub(crate) generation: Generation,
+    /// Memory for its images until they are encoded.
+    pub(crate) image_memory: Option<Reservation>,
 }
 
 impl Job {
@@ -266,6 +278,7 @@ impl Job {
                 prompt_logprobs: choices.prompt_logprobs,
                 bans: parameters.bans.clone(),
                 cache_salt: parameters.cache_salt.clone(),
+                images: parameters.images.clone(),
                 pooling: None,
             };
             let first = Request::new(engine.next_id(), options, &limits)
@@ -283,6 +296,7 @@ impl Job {
             deadline: parameters.deadline,
             shown,
             generation,
+            image_memory: parameters.image_memory,
         })
     }
 

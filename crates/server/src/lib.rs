@@ -3,7 +3,7 @@
 //! `server` listens from the start on: until there is an engine `starting` answers, then the routes of `app`.
 //!
 //! Every request passes `observe` (id, API key, limits, record). One that generates is parsed by `body` into a type of `wire`,
-//! becomes a checked `job` in its endpoint (`completions`) or in `conversation` (chat template, tools), is submitted by
+//! becomes a checked `job` in its endpoint (`completions`) or in `conversation` (chat template, tools, `images`), is submitted by
 //! `generate`, which turns tokens into text, and is answered by `respond` or as one JSON object.
 //!
 //! Only `error` maps errors to HTTP statuses; only `metrics` has metric names.
@@ -26,6 +26,8 @@ mod embeddings;
 mod error;
 mod file_store;
 mod generate;
+mod image_input;
+mod images;
 mod job;
 mod keys;
 mod load;
@@ -70,11 +72,12 @@ pub use app::router;
 pub use connect::Listener;
 pub use error::{ApiError, Counted};
 pub use file_store::{FileLimits, FileStore};
+pub use image_input::ImageInput;
 pub use keys::{ApiKey, ApiKeys, KeyError};
 pub use memory::{Memory, StartNumbers};
 pub use metrics::names as metric_names;
 pub use model::{AnswerStyle, EmbeddingInfo, GenerationDefaults, ModelInfo};
-pub use options::{ServerOptions, StoreLimits};
+pub use options::{MediaLimits, ServerOptions, StoreLimits};
 pub use quota::KeyLimits;
 pub use record::{Generation, RequestRecord, RequestSink};
 pub use server::{ServeError, Server};

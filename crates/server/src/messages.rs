@@ -36,6 +36,7 @@ impl ChatPrompt {
             continue_final_message: self.continue_final_message,
             template: self.chat_template,
             template_kwargs: template_kwargs(self.chat_template_kwargs, self.enable_thinking)?,
+            image_overrides: self.mm_processor_kwargs.unwrap_or_default().into(),
             documents: documents.into_iter().map(Value::Object).collect(),
             effort: self.reasoning_effort.map(|level| Effort {
                 level,
@@ -109,14 +110,21 @@ impl Reader {
         let mut rendered = Map::new();
         rendered.insert("role".into(), json!(role));
         let content = match (message.content, is_answer) {
-            (Some(content), _) => content.text(&self.field("content"))?,
-            (None, true) => message.refusal.unwrap_or_default(),
+            (Some(content), _) => content.pieces(&self.field("content"))?,
+            (None, true) => message.refusal.unwrap_or_default().into(),
             (None, false) => {
                 let text = format!("a {role} message needs content");
                 return Err(ApiError::invalid(self.field("content"), text));
             }
         };
-        rendered.insert("content".into(), json!(content));
+        if let Some(image) = content.image().filter(|_| !matches!(role, "user" | "tool")) {
+            let text = format!(
+                "`{}`: images belong to user and tool messages, not to a {role} message",
+                image.field
+            );
+            return Err(ApiError::invalid(image.field.clone(), text));
+        }
+        rendered.insert("content".into(), content.into_value());
         let mut name = message.name.as_ref();
         if is_result {
             let missing = "a tool message needs the id of the call it answers";

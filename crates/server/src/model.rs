@@ -6,6 +6,8 @@ use plimsoll_core::{Matryoshka, Pooling, TokenId};
 use plimsoll_text::{ChatTemplate, ReasoningFormat, Renderer, Tokenizer, ToolFormat};
 use serde_json::{Map, Value};
 
+use crate::image_input::ImageInput;
+
 /// The served model: names, tokenizer, chat template, defaults.
 #[derive(Debug)]
 pub struct ModelInfo {
@@ -29,6 +31,8 @@ pub struct ModelInfo {
     pub defaults: GenerationDefaults,
     /// Set where it is served for embeddings instead of text generation.
     pub embedding: Option<EmbeddingInfo>,
+    /// Set where it takes images.
+    pub images: Option<ImageInput>,
     /// How its linear layers are stored, if not in floats.
     pub quantization: Option<String>,
     /// Bits of device memory for each of its weights, if it has any.

@@ -30,6 +30,30 @@ impl Default for StoreLimits {
     }
 }
 
+/// Limits of the images of requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MediaLimits {
+    /// Maximum number of images of one request; 0 turns images off.
+    pub max_images: usize,
+    /// Maximum bytes of an image's file.
+    pub max_bytes: usize,
+    /// Hosts from which images are fetched, in lower case; none are if empty.
+    pub allowed_domains: Vec<String>,
+    /// Maximum time to fetch one image.
+    pub fetch_timeout: Duration,
+}
+
+impl Default for MediaLimits {
+    fn default() -> Self {
+        Self {
+            max_images: 16,
+            max_bytes: 20 << 20,
+            allowed_domains: Vec::new(),
+            fetch_timeout: Duration::from_secs(5),
+        }
+    }
+}
+
 /// Options of the HTTP server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
@@ -95,6 +119,8 @@ pub struct ServerOptions {
     pub force_include_usage: bool,
     /// Where files and batches are kept; without it there are none.
     pub files: Option<Arc<FileStore>>,
+    /// Limits of the images of requests.
+    pub media: MediaLimits,
     /// Limits of the responses kept for `/v1/responses`.
     pub response_store: StoreLimits,
 }
@@ -133,6 +159,7 @@ impl Default for ServerOptions {
             return_tokens_as_token_ids: false,
             force_include_usage: false,
             files: None,
+            media: MediaLimits::default(),
             response_store: StoreLimits::default(),
         }
     }

@@ -49,6 +49,7 @@ struct Inner {
     large_bodies: Arc<Semaphore>,
     grammars: Arc<GrammarCompiler>,
     compiling: Arc<Semaphore>,
+    processing: Arc<Semaphore>,
     load: Load,
     background: Arc<Semaphore>,
     drain_asked: Notify,
@@ -113,6 +114,7 @@ impl AppState {
             large_bodies: Arc::new(Semaphore::new(1)),
             grammars: Arc::new(grammars),
             compiling: Arc::new(Semaphore::new((cores / 2).max(1))),
+            processing: Arc::new(Semaphore::new(cores)),
             load: Load::default(),
             background: Arc::new(Semaphore::new(background)),
             drain_asked: Notify::new(),
@@ -156,6 +158,12 @@ impl AppState {
     /// Limits concurrent grammar compilations, so that they do not take all cores.
     pub(crate) fn compiling(&self) -> &Arc<Semaphore> {
         &self.0.compiling
+    }
+
+    /// Permit to decode and resize images: as many at once as there are cores.
+    pub(crate) async fn processing_turn(&self) -> Option<OwnedSemaphorePermit> {
+        // The semaphore is never closed.
+        Arc::clone(&self.0.processing).acquire_owned().await.ok()
     }
 
     pub(crate) fn quotas(&self) -> &Quotas {

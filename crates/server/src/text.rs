@@ -9,6 +9,7 @@ use crate::blocking::blocking;
 use crate::body::Body;
 use crate::context::Context;
 use crate::error::ApiError;
+use crate::images::Depth;
 use crate::openapi::Errors;
 use crate::state::AppState;
 use crate::tools;
@@ -32,19 +33,24 @@ pub(crate) async fn tokenize(
 ) -> Result<Json<Tokenized>, ApiError> {
     let TokenizeRequest { own, input } = request;
     state.check_model(own.model.as_deref())?;
+    let input = match input {
+        TokenizeInput::Prompt(text) => Ok(text),
+        TokenizeInput::Chat(mut chat) => {
+            let tools = tools::read(chat.tools.take(), None, true)?;
+            let mut prompt = chat.into_prompt(&context)?;
+            prompt.tools = tools;
+            prompt.add_special_tokens = own.add_special_tokens.unwrap_or(false);
+            prompt.load_images(&state, Depth::Sizes).await?;
+            Err(prompt)
+        }
+    };
     blocking(move || {
         let model = state.model();
         let tokens = match input {
-            TokenizeInput::Prompt(text) => model
+            Ok(text) => model
                 .tokenizer
                 .encode(&text, own.add_special_tokens.unwrap_or(true))?,
-            TokenizeInput::Chat(mut chat) => {
-                let tools = tools::read(chat.tools.take(), None, true)?;
-                let mut prompt = chat.into_prompt(&context)?;
-                prompt.tools = tools;
-                prompt.add_special_tokens = own.add_special_tokens.unwrap_or(false);
-                prompt.tokens(model)?
-            }
+            Err(prompt) => prompt.tokens(model)?,
         };
         let strs = tokens.iter().map(|&token| model.tokenizer.token_str(token));
         let token_strs = own.return_token_strs.then(|| strs.collect());

@@ -4,6 +4,8 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};
 
+use crate::wire::content::{ImagePart, Piece, Pieces};
+
 /// Collects the turns. Items of one assistant turn become one message.
 #[derive(Debug, Default)]
 pub(crate) struct Transcript {
@@ -15,12 +17,12 @@ pub(crate) struct Transcript {
 #[derive(Debug)]
 enum Turn {
     System(String),
-    User(String),
+    User(Pieces),
     Assistant(Answer),
     Tool {
         call: String,
         name: String,
-        content: String,
+        content: Pieces,
     },
 }
 
@@ -60,18 +62,25 @@ impl Transcript {
     }
 
     /// A user message.
-    pub(crate) fn user(&mut self, text: String) {
-        self.turns.push(Turn::User(text));
+    pub(crate) fn user(&mut self, content: Pieces) {
+        self.turns.push(Turn::User(content));
     }
 
     /// Appends to the last message if it is the user's.
     pub(crate) fn user_goes_on(&mut self, text: String) {
         match self.turns.last_mut() {
-            Some(Turn::User(said)) => {
-                said.push('\n');
-                said.push_str(&text);
-            }
-            _ => self.user(text),
+            Some(Turn::User(said)) => said.push_text(text),
+            _ => self.user(text.into()),
+        }
+    }
+
+    /// Adds an image to the last message if it is the user's, else to a new one.
+    pub(crate) fn user_shows(&mut self, image: ImagePart) {
+        if !matches!(self.turns.last(), Some(Turn::User(_))) {
+            self.user(Pieces::default());
+        }
+        if let Some(Turn::User(said)) = self.turns.last_mut() {
+            said.0.push(Piece::Image(image));
         }
     }
 
@@ -123,7 +132,7 @@ impl Transcript {
     }
 
     /// The result of a call; false if there was no such call.
-    pub(crate) fn result(&mut self, call: &str, content: String) -> bool {
+    pub(crate) fn result(&mut self, call: &str, content: Pieces) -> bool {
         let Some(name) = self.calls.get(call).cloned() else {
             return false;
         };
@@ -150,9 +159,9 @@ impl Turn {
     fn into_message(self) -> Value {
         match self {
             Self::System(text) => json!({ "role": "system", "content": text }),
-            Self::User(text) => json!({ "role": "user", "content": text }),
+            Self::User(content) => json!({ "role": "user", "content": content.into_value() }),
             Self::Tool { call, name, content } => {
-                json!({ "role": "tool", "tool_call_id": call, "name": name, "content": content })
+                json!({ "role": "tool", "tool_call_id": call, "name": name, "content": content.into_value() })
             }
             Self::Assistant(Answer {
                 reasoning,

@@ -256,6 +256,7 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
         };
         let options = RequestOptions {
             prompt,
+            images: Vec::new(),
             max_tokens,
             sampling: sampling(rng),
             seed: rng.random(),

@@ -8,6 +8,7 @@ mod engine;
 mod events;
 mod files;
 mod logs;
+mod media;
 mod models;
 mod pages;
 mod pooling;
@@ -33,6 +34,7 @@ pub use engine::{
 pub use events::EventArgs;
 pub use files::FileArgs;
 pub use logs::{LogArgs, LogFormat, LogLevels};
+pub use media::MediaArgs;
 pub use models::{ListArgs, PullArgs, RmArgs};
 pub use pages::PagesArgs;
 pub use pooling::{PoolerConfig, PoolingArgs, RunnerKind};
@@ -133,6 +135,9 @@ pub struct ServeArgs {
     /// What chats are made of.
     #[command(flatten)]
     pub chat: ChatArgs,
+    /// Images of requests.
+    #[command(flatten)]
+    pub media: MediaArgs,
     /// What is kept of responses.
     #[command(flatten)]
     pub responses: ResponseArgs,

@@ -20,8 +20,12 @@ const MAY_USE: [(&str, &[&str]); 13] = [
     ("kernels", &["core", "device"]),
     ("model", &["core", "device", "kernels"]),
     ("text", &["core"]),
+    ("images", &["core"]),
     ("engine", &["core", "kv", "scheduler", "profiler"]),
-    ("server", &["core", "profiler", "scheduler", "engine", "text"]),
+    (
+        "server",
+        &["core", "profiler", "scheduler", "engine", "text", "images"],
+    ),
     (
         "cli",
         &[
@@ -34,6 +38,7 @@ const MAY_USE: [(&str, &[&str]); 13] = [
             "kernels",
             "model",
             "text",
+            "images",
             "engine",
             "kv-events",
             "server",

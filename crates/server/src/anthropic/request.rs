@@ -13,10 +13,11 @@ use crate::state::AppState;
 use crate::structured::Requested;
 use crate::transcript::Transcript;
 use crate::wire::anthropic::{
-    Blocks, Content, ContextManagement, Display, InputBlock, InputMessage, MessagesPrompt, MessagesRequest,
-    OutputFormat, Role, Thinking, ToolChoice as Wanted, ToolDefinition,
+    Blocks, Content, ContextManagement, Display, ImageBlock, ImageSource, InputBlock, InputMessage,
+    MessagesPrompt, MessagesRequest, OutputFormat, Role, Thinking, ToolChoice as Wanted, ToolDefinition,
 };
 use crate::wire::common::{MaxTokens, OneOrMany};
+use crate::wire::content::{ImagePart, Piece, Pieces};
 use crate::wire::request::typed;
 
 /// The request field that holds the conversation.
@@ -194,15 +195,14 @@ fn read(transcript: &mut Transcript, role: Role, block: Value, field: &str) -> R
     match (parsed(block, field)?, role) {
         (InputBlock::Text(block), role) => say(transcript, role, block.text),
         (InputBlock::ToolResult(result), Role::User) => {
-            let text = match result.content {
-                Some(content) => texts(content, &format!("{field}.content"))?.join("\n"),
-                None => String::new(),
+            let mut content = match result.content {
+                Some(content) => pieces(content, &format!("{field}.content"))?,
+                None => Pieces::from(String::new()),
             };
-            let text = match result.is_error {
-                Some(true) => format!("Error: {text}"),
-                _ => text,
-            };
-            if !transcript.result(&result.tool_use_id, text) {
+            if result.is_error == Some(true) {
+                content.put_before("Error: ");
+            }
+            if !transcript.result(&result.tool_use_id, content) {
                 let message = format!(
                     "`{field}.tool_use_id`: no tool_use block before it has the id `{}`",
                     result.tool_use_id
@@ -210,6 +210,7 @@ fn read(transcript: &mut Transcript, role: Role, block: Value, field: &str) -> R
                 return Err(ApiError::invalid(format!("{field}.tool_use_id"), message));
             }
         }
+        (InputBlock::Image(block), Role::User) => transcript.user_shows(image(block, field)),
         (InputBlock::ToolUse(call), Role::Assistant) => transcript.call(call.id, call.name, call.input),
         (InputBlock::Thinking(block), Role::Assistant) => {
             let sealed = block.signature.as_deref().and_then(sealed::open);
@@ -252,10 +253,44 @@ fn texts(content: Content, field: &str) -> Result<Vec<String>, ApiError> {
     blocks.into_iter().enumerate().map(text).collect()
 }
 
+/// Content that may be text and images; `field` is its path.
+fn pieces(content: Content, field: &str) -> Result<Pieces, ApiError> {
+    let blocks = match content {
+        Content::Text(text) => return Ok(text.into()),
+        Content::Blocks(Blocks(blocks)) => blocks,
+    };
+    let mut pieces = Pieces::default();
+    for (i, block) in blocks.into_iter().enumerate() {
+        let field = format!("{field}[{i}]");
+        match parsed(block, &field)? {
+            InputBlock::Text(block) => pieces.push_text(block.text),
+            InputBlock::Image(block) => pieces.0.push(Piece::Image(image(block, &field))),
+            _ => {
+                let message = format!("`{field}` must be a text block or an image");
+                return Err(ApiError::invalid(&field, message));
+            }
+        }
+    }
+    Ok(pieces)
+}
+
+fn image(block: ImageBlock, field: &str) -> ImagePart {
+    let url = match block.source {
+        ImageSource::Base64 { media_type, data } => format!("data:{media_type};base64,{data}"),
+        ImageSource::Url { url } => url,
+    };
+    ImagePart {
+        url,
+        field: field.to_owned(),
+        kind: "image",
+    }
+}
+
 fn parsed(block: Value, field: &str) -> Result<InputBlock, ApiError> {
     let kind = block.get("type").and_then(Value::as_str).unwrap_or_default();
     Ok(match kind {
         "text" => InputBlock::Text(typed(block, field)?),
+        "image" => InputBlock::Image(typed(block, field)?),
         "tool_use" => InputBlock::ToolUse(typed(block, field)?),
         "tool_result" => InputBlock::ToolResult(typed(block, field)?),
         "thinking" => InputBlock::Thinking(typed(block, field)?),
@@ -267,7 +302,7 @@ fn parsed(block: Value, field: &str) -> Result<InputBlock, ApiError> {
         other => {
             return Err(ApiError::unsupported(
                 format!("{field}.type = {other}"),
-                "this model takes only text",
+                "blocks of users are `text`, `image` and `tool_result`",
             ));
         }
     })

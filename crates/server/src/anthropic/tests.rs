@@ -71,7 +71,9 @@ fn a_line_for_the_books_is_not_for_the_model() {
 #[test]
 fn errors_name_the_block() {
     let cases = json!([
-        ["user", { "type": "image" }, ".type = image` is not supported"],
+        ["user", { "type": "document" }, ".type = document` is not supported"],
+        ["user", { "type": "image" }, ".source`: missing field"],
+        ["user", { "type": "image", "source": { "type": "file", "file_id": "x" } }, ".source.type`: unknown variant `file`"],
         ["user", { "type": "text" }, ".text`: missing field"],
         ["user", { "text": "x" }, ".type` must be a string"],
         ["user", { "type": "text", "text": "x", "colour": 1 }, ".colour`: unknown field"],

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::Prompt;
-use super::prompt::Rendered;
+use super::prompt::{Encoded, Rendered};
 use crate::error::ApiError;
 use crate::model::ModelInfo;
 
@@ -34,14 +34,16 @@ impl Prompt {
             let text = self.text(model)?;
             let may_fit = model.tokenizer.count_at_least(&text) <= wanted;
             let tokens = may_fit.then(|| self.encode(model, &text, None)).transpose()?;
-            let fits = tokens.as_ref().is_some_and(|tokens| tokens.len() <= wanted);
+            let fits = tokens
+                .as_ref()
+                .is_some_and(|encoded: &Encoded| encoded.tokens.len() <= wanted);
             Ok(((text, tokens), fits))
         })?;
-        let tokens = match tokens {
-            Some(tokens) => tokens,
+        let Encoded { tokens, images } = match tokens {
+            Some(encoded) => encoded,
             None => self.encode(model, &text, Some(most))?,
         };
-        Ok(Rendered { text, tokens })
+        Ok(Rendered { text, tokens, images })
     }
 }
 

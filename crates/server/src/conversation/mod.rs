@@ -20,6 +20,7 @@ use crate::blocking::blocking;
 use crate::context::Context;
 use crate::error::ApiError;
 use crate::generate::submit;
+use crate::images::Depth;
 use crate::job::{AnswerLength, Choices, Job, Parameters};
 use crate::model::AnswerStyle;
 use crate::state::AppState;
@@ -63,7 +64,7 @@ pub(crate) async fn open(
     conversation: Conversation,
 ) -> Result<Answers, ApiError> {
     let Conversation {
-        prompt,
+        mut prompt,
         common,
         max_tokens,
         length_field,
@@ -90,9 +91,15 @@ pub(crate) async fn open(
         functions: prompt.tools.functions().into(),
         max_calls: prompt.tools.max_calls(),
     };
+    let memory = prompt.load_images(state, Depth::Patches).await?;
+    if prompt.has_images() && parameters.truncates_prompts() {
+        let message = "truncate_prompt_tokens cannot be used with images, which would be cut";
+        return Err(ApiError::invalid("truncate_prompt_tokens", message));
+    }
     let is_bounded = !parameters.truncates_prompts();
     let reserved = max_tokens.and_then(MaxTokens::limit).unwrap_or(1);
     let (rendered, prompt) = render(state, prompt, fit, reserved, is_bounded).await?;
+    parameters.show(rendered.images, memory);
     format.position = format.reasoning.map_or_else(Position::default, |reasoning| {
         reasoning.position_after(&rendered.text)
     });
@@ -139,10 +146,11 @@ pub(crate) async fn open(
 /// Number of prompt tokens, with `max_tokens` reserved for the answer.
 pub(crate) async fn count(
     state: &AppState,
-    prompt: Prompt,
+    mut prompt: Prompt,
     fit: Fit,
     max_tokens: Option<MaxTokens>,
 ) -> Result<usize, ApiError> {
+    prompt.load_images(state, Depth::Sizes).await?;
     let reserved = max_tokens.and_then(MaxTokens::limit).unwrap_or(1);
     let (rendered, _) = render(state, prompt, fit, reserved, false).await?;
     Ok(rendered.tokens.len())

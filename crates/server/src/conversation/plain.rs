@@ -39,8 +39,7 @@ pub(super) fn for_template<'a>(
         match described.last_mut() {
             // One message for all results of an answer: many templates want roles to alternate.
             Some(last) if index > 0 && is_result(&messages[index - 1]) => {
-                let before = last["content"].as_str().unwrap_or_default();
-                last["content"] = json!(format!("{before}\n{result}"));
+                last["content"] = joined(last["content"].take(), result);
             }
             _ => described.push(json!({ "role": "user", "content": result })),
         }
@@ -79,14 +78,29 @@ fn put_before(content: &mut Value, text: &str) {
     }
 }
 
-/// A result as text of the user.
-fn result(message: &Value) -> String {
+/// Two contents, which are texts or lists of parts, one after the other.
+fn joined(first: Value, second: Value) -> Value {
+    if let (Some(first), Some(second)) = (first.as_str(), second.as_str()) {
+        return json!(format!("{first}\n{second}"));
+    }
+    let parts = |content: Value| match content {
+        Value::Array(parts) => parts,
+        text => vec![json!({ "type": "text", "text": text })],
+    };
+    [parts(first), parts(second)].concat().into()
+}
+
+/// A result as content of the user.
+fn result(message: &Value) -> Value {
     let text = |field: &str| message[field].as_str().unwrap_or_default();
     let of = match text("name") {
         "" => text("tool_call_id"),
         name => name,
     };
-    format!("Result of {of}: {}", text("content"))
+    match &message["content"] {
+        Value::Array(parts) => joined(json!(format!("Result of {of}: ")), json!(parts)),
+        _ => json!(format!("Result of {of}: {}", text("content"))),
+    }
 }
 
 /// A message whose calls are text, as the model would write them.

@@ -2,7 +2,8 @@
 
 use std::borrow::Cow;
 
-use plimsoll_core::TokenId;
+use plimsoll_core::{ImageSpan, TokenId};
+use plimsoll_images::Overrides;
 use plimsoll_text::{ChatInput, ChatTemplate, ReasoningFormat, TextError, ToolFormat};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -10,8 +11,12 @@ use serde_json::{Map, Value, json};
 use super::{Tools, plain};
 use crate::context::Context;
 use crate::error::ApiError;
+use crate::image_input::Prepared;
+use crate::images::{self, Depth};
 use crate::model::ModelInfo;
 use crate::prompt;
+use crate::request_memory::Reservation;
+use crate::state::AppState;
 use crate::wire::chat::ReasoningEffort;
 
 /// Maximum number of messages: templates iterate over them, some more than once.
@@ -30,9 +35,13 @@ const EFFORT: &str = "reasoning_effort";
 /// Everything that determines the prompt of a conversation.
 #[derive(Debug)]
 pub(crate) struct Prompt {
-    /// As chat templates read them: `role` (system, user, assistant, tool), `content` (text), `name`, `tool_calls`,
-    /// `tool_call_id`. Already checked; only the template may still reject them.
+    /// As chat templates read them: `role` (system, user, assistant, tool), `content` (text, or parts that are text or images),
+    /// `name`, `tool_calls`, `tool_call_id`. Already checked; only the template may still reject them.
     pub(crate) messages: Vec<Value>,
+    /// Images of the messages, once [`Self::load_images`] loaded them.
+    pub(crate) images: Vec<Prepared>,
+    /// How images are resized, where not as the model's files say.
+    pub(crate) image_overrides: Overrides,
     /// Tools and tool choice.
     pub(crate) tools: Tools,
     /// End with the start of an assistant message.
@@ -58,6 +67,8 @@ impl Prompt {
     pub(crate) fn new(messages: Vec<Value>, field: &'static str) -> Self {
         Self {
             messages,
+            images: Vec::new(),
+            image_overrides: Overrides::default(),
             tools: Tools::default(),
             add_generation_prompt: true,
             continue_final_message: false,
@@ -70,6 +81,22 @@ impl Prompt {
         }
     }
 
+    /// Loads the images of the messages: needed before anything is rendered. Returns the memory that they take.
+    pub(crate) async fn load_images(
+        &mut self,
+        state: &AppState,
+        depth: Depth,
+    ) -> Result<Option<Reservation>, ApiError> {
+        let loaded = images::load(state, &mut self.messages, self.image_overrides, depth, self.field).await?;
+        self.images = loaded.images;
+        Ok(loaded.memory)
+    }
+
+    /// Whether there are images.
+    pub(crate) fn has_images(&self) -> bool {
+        !self.images.is_empty()
+    }
+
     /// Renders the conversation and tokenizes it. May take long: for the blocking pool.
     pub(crate) fn tokens(&self, model: &ModelInfo) -> Result<Vec<TokenId>, ApiError> {
         self.rendered(model, None).map(|rendered| rendered.tokens)
@@ -78,8 +105,8 @@ impl Prompt {
     /// [`Self::tokens`] and the text. More than `most` tokens may be refused before everything is tokenized.
     pub(super) fn rendered(&self, model: &ModelInfo, most: Option<usize>) -> Result<Rendered, ApiError> {
         let text = self.text(model)?;
-        let tokens = self.encode(model, &text, most)?;
-        Ok(Rendered { text, tokens })
+        let Encoded { tokens, images } = self.encode(model, &text, most)?;
+        Ok(Rendered { text, tokens, images })
     }
 
     /// Tokens of the rendered text.
@@ -88,8 +115,39 @@ impl Prompt {
         model: &ModelInfo,
         text: &str,
         most: Option<usize>,
-    ) -> Result<Vec<TokenId>, ApiError> {
-        prompt::rendered(model, text, self.add_special_tokens, most, self.field)
+    ) -> Result<Encoded, ApiError> {
+        let is_image = |part: &&Value| part["type"] == "image";
+        let parts = self
+            .messages
+            .iter()
+            .filter_map(|message| message["content"].as_array());
+        let count = parts.flatten().filter(is_image).count();
+        let encode = |text: &str| prompt::rendered(model, text, self.add_special_tokens, most, self.field);
+        if count == 0 {
+            return Ok(Encoded {
+                tokens: encode(text)?,
+                images: Vec::new(),
+            });
+        }
+        // Dropped turns are the oldest.
+        let images = self
+            .images
+            .len()
+            .checked_sub(count)
+            .map(|first| &self.images[first..]);
+        let (Some(images), Some(input)) = (images, &model.images) else {
+            return Err(ApiError::unsupported(self.field, "images have no meaning here"));
+        };
+        let tokens = encode(&input.with_placeholders(text))?;
+        let expanded = input.expand(&tokens, images);
+        let (tokens, images) = expanded.map_err(|found| {
+            let message = format!(
+                "the chat template has {found} places for images, but the messages have {count}: images belong to user \
+                 messages, and some templates take them also in tool messages"
+            );
+            ApiError::invalid(self.field, message)
+        })?;
+        Ok(Encoded { tokens, images })
     }
 
     /// Renders the conversation.
@@ -244,4 +302,12 @@ pub(crate) fn switch_reasoning(template: &ChatTemplate, on: bool, kwargs: &mut M
 pub(super) struct Rendered {
     pub(super) text: String,
     pub(super) tokens: Vec<TokenId>,
+    pub(super) images: Vec<ImageSpan>,
+}
+
+/// A tokenized prompt: tokens, and which of them are images.
+#[derive(Debug)]
+pub(super) struct Encoded {
+    pub(super) tokens: Vec<TokenId>,
+    pub(super) images: Vec<ImageSpan>,
 }

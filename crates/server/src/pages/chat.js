@@ -5,6 +5,7 @@ import { Conversation, newChat } from "./conversation.js";
 import { $ } from "./dom.js";
 import { Drawer, closeDrawers } from "./drawer.js";
 import { drawMemory } from "./memory.js";
+import { Pictures } from "./pictures.js";
 import { Settings, hideError, showError } from "./settings.js";
 import { started } from "./start.js";
 
@@ -15,6 +16,7 @@ const client = new Client();
 const settings = new Settings();
 const panel = new Drawer($("panel"), $("toggle"), "(min-width: 60.01rem)");
 const list = new Drawer($("chats"), $("chats-toggle"), "(min-width: 75.01rem)");
+const pictures = new Pictures(() => ($("message").placeholder = pictures.urls.length > 0 ? "Message about the images" : "Message"));
 let model = null;
 
 // --- the server
@@ -35,6 +37,7 @@ async function loadModel() {
   hideError($("key"));
   settings.load(model.id);
   $("send").disabled = false;
+  pictures.allow(model.input_modalities?.includes("image") ?? false);
 }
 
 async function loadMemory() {
@@ -131,7 +134,9 @@ function grow() {
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("message").value.trim();
-  if (conversation.running || !model || text === "" || !conversation.ask(text)) return;
+  const nothing = text === "" && pictures.urls.length === 0;
+  if (conversation.running || !model || nothing || !conversation.ask(text, pictures.urls)) return;
+  pictures.clear();
   $("message").value = "";
   grow();
 });

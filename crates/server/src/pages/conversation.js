@@ -1,8 +1,11 @@
 // The open chat: its messages and their views, questions that can be changed, and the answer being streamed.
 import { AnswerView, Stream } from "./answer.js";
 import { $, button, copyButton, element } from "./dom.js";
+import { picture } from "./pictures.js";
 
 const SAVE_EVERY_MS = 3000;
+// Most images that are sent with one request, the latest: earlier answers speak of the others.
+const MOST_IMAGES = 16;
 const UNFINISHED = "The page was closed before the answer ended.";
 
 // A chat without messages.
@@ -13,7 +16,16 @@ export function newChat() {
 // What is sent of a chat's messages: a question without an answer is left out.
 function sent(messages) {
   const keeps = ({ role, content }, i) => (role === "user" ? messages[i + 1]?.content !== "" : content !== "");
-  return messages.filter(keeps).map(({ role, content }) => ({ role, content }));
+  let left = MOST_IMAGES;
+  const one = ({ role, content, images = [] }) => {
+    const kept = images.slice(0, left);
+    left -= kept.length;
+    if (kept.length === 0) return { role, content: content || "(an image)" };
+    const parts = kept.map((url) => ({ type: "image_url", image_url: { url } }));
+    return { role, content: content ? [...parts, { type: "text", text: content }] : parts };
+  };
+  const latestFirst = messages.filter(keeps).reverse().map(one);
+  return latestFirst.reverse();
 }
 
 function titleOf(text) {
@@ -54,12 +66,12 @@ export class Conversation {
     $("scroll").scrollTop = $("scroll").scrollHeight;
   }
 
-  // Asks a question and streams the answer.
-  ask(content) {
+  // Asks a question, with images as data URLs, and streams the answer.
+  ask(content, images = []) {
     const fields = this.on.settings();
     if (!fields) return false;
-    const message = { role: "user", content };
-    this.chat.title ||= titleOf(content);
+    const message = { role: "user", content, ...(images.length > 0 && { images }) };
+    this.chat.title ||= titleOf(content || "Image");
     this.chat.messages.push(message);
     $("welcome").hidden = true;
     this.#question(message);
@@ -76,6 +88,8 @@ export class Conversation {
   #question(message) {
     const text = element("div", { className: "text" }, message.content);
     const node = element("article", { className: "turn user", ariaLabel: "You" }, text);
+    if (message.images) node.prepend(element("div", { className: "pictures" }, ...message.images.map(picture)));
+    text.hidden = message.content === "";
     const edit = button("Edit", () => this.#edit(node, message), { className: "quiet edit" });
     node.append(element("div", { className: "after" }, copyButton(() => message.content), edit));
     $("log").append(node);
@@ -103,9 +117,9 @@ export class Conversation {
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       const text = field.value.trim();
-      if (!text || this.running) return;
+      if ((!text && !message.images) || this.running) return;
       this.#cut(node);
-      this.ask(text);
+      this.ask(text, message.images);
     });
     field.addEventListener("keydown", (event) => {
       if (event.key === "Escape") {

@@ -9,9 +9,10 @@ function fileName({ title, created }, end) {
 // As JSON, whose messages are those of the API.
 export function exportJson(chat) {
   const { title, model, created, changed } = chat;
-  const messages = chat.messages.map(({ role, content, reasoning, error }) => ({
+  const messages = chat.messages.map(({ role, content, images, reasoning, error }) => ({
     role,
     content,
+    ...(images && { images }),
     ...(reasoning && { reasoning_content: reasoning }),
     ...(error && { error }),
   }));
@@ -22,9 +23,10 @@ export function exportJson(chat) {
 
 export function exportMarkdown(chat) {
   const parts = [`# ${chat.title}`, `${chat.model}, ${new Date(chat.created).toISOString().slice(0, 16).replace("T", " ")} UTC`];
-  for (const { role, content, reasoning, error } of chat.messages) {
+  for (const { role, content, images, reasoning, error } of chat.messages) {
     parts.push(role === "user" ? "## You" : `## ${chat.model}`);
     if (reasoning) parts.push(reasoning.trim().replace(/^/gm, "> "));
+    images?.forEach((url, i) => parts.push(`![Image ${i + 1}](${url})`));
     if (content) parts.push(content.trim());
     if (error) parts.push(`Error: ${error}`);
   }

@@ -11,7 +11,9 @@ use plimsoll_core::TenantId;
 use serde_json::{Map, Value};
 
 use crate::options::StoreLimits;
-use crate::wire::responses::{Item, Part, ResponseObject, Role, TextFormat, TokenLogprob, ToolChoice};
+use crate::wire::responses::{
+    Item, Output, Part, ResponseObject, Role, TextFormat, TokenLogprob, ToolChoice,
+};
 
 /// One response with its new input items. It keeps the turns before it alive, so that a conversation can continue after its
 /// beginning was evicted.
@@ -259,7 +261,7 @@ fn text_of<'a>(items: impl IntoIterator<Item = &'a Item>) -> usize {
         let text: usize = match item {
             Item::Message(message) => message.content.iter().map(|part| part.text().len()).sum(),
             Item::FunctionCall(call) => call.name.len() + call.arguments.len(),
-            Item::FunctionCallOutput(output) => output.output.len(),
+            Item::FunctionCallOutput(output) => output.output.text_len(),
             Item::Reasoning(reasoning) => reasoning.content.iter().map(|part| part.text.len()).sum(),
         };
         text + AROUND
@@ -278,7 +280,11 @@ fn items_cost(items: &[Item]) -> usize {
         let parts = match item {
             Item::Message(message) => message.content.iter().map(part_cost).sum(),
             Item::Reasoning(reasoning) => reasoning.content.len() * size_of::<String>(),
-            Item::FunctionCall(_) | Item::FunctionCallOutput(_) => 0,
+            Item::FunctionCallOutput(output) => match &output.output {
+                Output::Text(_) => 0,
+                Output::Parts(parts) => parts.iter().map(part_cost).sum(),
+            },
+            Item::FunctionCall(_) => 0,
         };
         size_of::<Item>() + INDEX_ENTRY + item.id().len() + parts
     });
@@ -290,7 +296,7 @@ fn part_cost(part: &Part) -> usize {
     const TOKEN: usize = size_of::<TokenLogprob>() + 2 * ALLOCATION;
     let logprobs: usize = match part {
         Part::OutputText { logprobs, .. } => logprobs.iter().map(|token| 1 + token.top_logprobs.len()).sum(),
-        Part::InputText { .. } | Part::ReasoningText { .. } => 0,
+        Part::InputText { .. } | Part::InputImage { .. } | Part::ReasoningText { .. } => 0,
     };
     size_of::<Part>() + ALLOCATION + TOKEN * logprobs
 }

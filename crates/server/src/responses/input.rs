@@ -7,11 +7,12 @@ use crate::error::ApiError;
 use crate::respond::fresh_id;
 use crate::sealed;
 use crate::transcript::{Transcript, arguments};
+use crate::wire::content::{ImagePart, Piece, Pieces};
 use crate::wire::request::typed;
 use crate::wire::responses::{
     FunctionCall, FunctionCallOutput, Input, InputFunctionCall, InputFunctionCallOutput, InputItem,
-    InputItems, InputMessage, InputReasoning, Item, ItemReference, ItemStatus, MessageItem, Part, Reasoning,
-    ReasoningText, Role,
+    InputItems, InputMessage, InputReasoning, Item, ItemReference, ItemStatus, MessageItem, Output, Part,
+    Reasoning, ReasoningText, Role,
 };
 
 /// The request field.
@@ -35,9 +36,13 @@ pub(crate) fn items(input: Input, find: impl Fn(&str) -> Option<Item>) -> Result
 fn item(value: Value, field: &str, find: impl Fn(&str) -> Option<Item>) -> Result<Item, ApiError> {
     Ok(match parsed(value, field)? {
         InputItem::Message(message) => {
-            let texts = message.content.texts(&format!("{field}.content"))?;
-            let parts = texts.into_iter().map(|text| part(message.role, text)).collect();
-            said(message.id, message.role, parts)
+            let pieces = message.content.pieces(&format!("{field}.content"))?;
+            if let Some(image) = pieces.image().filter(|_| message.role != Role::User) {
+                let message = format!("`{}`: images belong to messages of the role `user`", image.field);
+                return Err(ApiError::invalid(image.field.clone(), message));
+            }
+            let parts = pieces.0.into_iter().map(|piece| part(message.role, piece));
+            said(message.id, message.role, parts.collect())
         }
         InputItem::FunctionCall(call) => Item::FunctionCall(FunctionCall {
             id: call.id.unwrap_or_else(|| fresh_id("fc")),
@@ -50,7 +55,7 @@ fn item(value: Value, field: &str, find: impl Fn(&str) -> Option<Item>) -> Resul
         InputItem::FunctionCallOutput(output) => Item::FunctionCallOutput(FunctionCallOutput {
             id: output.id.unwrap_or_else(|| fresh_id("fco")),
             call_id: output.call_id,
-            output: output.output.text(&format!("{field}.output"))?,
+            output: result(output.output.pieces(&format!("{field}.output"))?),
             status: ItemStatus::Completed,
         }),
         InputItem::Reasoning(reasoning) => {
@@ -115,7 +120,49 @@ fn said(id: Option<String>, role: Role, content: Vec<Part>) -> Item {
     })
 }
 
-fn part(role: Role, text: String) -> Part {
+/// What a tool returned.
+fn result(pieces: Pieces) -> Output {
+    match pieces.image() {
+        Some(_) => Output::Parts(
+            pieces
+                .0
+                .into_iter()
+                .map(|piece| part(Role::User, piece))
+                .collect(),
+        ),
+        None => {
+            let texts = pieces.0.into_iter().filter_map(|piece| match piece {
+                Piece::Text(text) => Some(text),
+                Piece::Image(_) => None,
+            });
+            Output::Text(texts.collect::<Vec<_>>().join("\n"))
+        }
+    }
+}
+
+/// Parts as the chat template gets them.
+fn pieces(parts: &[Part]) -> Pieces {
+    let piece = |part: &Part| match part {
+        Part::InputImage { image_url, field } => Piece::Image(ImagePart {
+            url: image_url.clone(),
+            field: field.clone(),
+            kind: "input_image",
+        }),
+        part => Piece::Text(part.text().to_owned()),
+    };
+    Pieces(parts.iter().map(piece).collect())
+}
+
+fn part(role: Role, piece: Piece) -> Part {
+    let text = match piece {
+        Piece::Text(text) => text,
+        Piece::Image(ImagePart { url, field, .. }) => {
+            return Part::InputImage {
+                image_url: url,
+                field,
+            };
+        }
+    };
     match role {
         Role::Assistant => Part::OutputText {
             text,
@@ -138,7 +185,7 @@ pub(crate) fn read<'a>(
                 let text = text.join("\n");
                 match message.role {
                     Role::System | Role::Developer => transcript.system(&text),
-                    Role::User => transcript.user(text),
+                    Role::User => transcript.user(pieces(&message.content)),
                     Role::Assistant => transcript.answer(text),
                 }
             }
@@ -147,7 +194,11 @@ pub(crate) fn read<'a>(
                 transcript.call(call.call_id.clone(), name, arguments(&call.arguments));
             }
             Item::FunctionCallOutput(output) => {
-                if !transcript.result(&output.call_id, output.output.clone()) {
+                let content = match &output.output {
+                    Output::Text(text) => text.clone().into(),
+                    Output::Parts(parts) => pieces(parts),
+                };
+                if !transcript.result(&output.call_id, content) {
                     let message = format!(
                         "a function_call_output has the call_id `{}`, but no function_call before it has",
                         output.call_id
@@ -223,7 +274,8 @@ mod tests {
 
     #[test]
     fn errors_name_the_item() {
-        let image = json!([{ "type": "input_image", "image_url": "x" }]);
+        let image = json!([{ "type": "input_image", "image_url": "x", "detail": "close" }]);
+        let video = json!([{ "type": "input_video", "video_url": "x" }]);
         let call = json!({ "type": "function_call_output", "call_id": "call_x", "output": "" });
         let cases = json!([
             [{ "type": "computer_call" }, "`input[0].type = computer_call` is not supported"],
@@ -231,7 +283,10 @@ mod tests {
             [{ "role": "tool", "content": "x" }, "`input[0].role`: unknown variant `tool`"],
             [{ "role": "user", "content": 1 }, "`input[0].content`: expected a string or a list of parts"],
             [{ "role": "user", "content": "x", "colour": 1 }, "`input[0].colour`: unknown field"],
-            [{ "role": "user", "content": image }, "`input[0].content[0].type = input_image` is not supported"],
+            [{ "role": "user", "content": image }, "`input[0].content[0].detail`: unknown variant `close`"],
+            [{ "role": "user", "content": video }, "`input[0].content[0].type = input_video` is not supported"],
+            [{ "role": "assistant", "content": [{ "type": "input_image", "image_url": "x" }] },
+             "`input[0].content[0]`: images belong to messages of the role `user`"],
             [{ "role": "user", "content": [{ "type": "input_text" }] }, "`input[0].content[0].text` is missing"],
             [{ "type": "item_reference", "id": "msg_x" }, "input[0].id: no item `msg_x`"],
             [call, "a function_call_output has the call_id `call_x`"],

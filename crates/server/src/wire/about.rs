@@ -28,6 +28,8 @@ pub(crate) struct ModelCard<'a> {
     pub(crate) parent: Option<&'a str>,
     /// Maximum tokens of prompt and answer together.
     pub(crate) max_model_len: usize,
+    /// What prompts may hold: `text`, and `image` where the model takes images.
+    pub(crate) input_modalities: &'a [&'static str],
     /// How its linear layers are stored; `null` in floats.
     pub(crate) quantization: Option<&'a str>,
     /// Bits of device memory for each weight; `null` for a simulated model.

@@ -140,6 +140,7 @@ pub(crate) struct Blocks(pub(crate) Vec<Value>);
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(crate) enum InputBlock {
     Text(TextBlock),
+    Image(ImageBlock),
     ToolUse(ToolUse),
     ToolResult(ToolResult),
     Thinking(ThinkingBlock),
@@ -164,6 +165,38 @@ pub(crate) struct TextBlock {
     /// Only in answers sent back; ignored.
     #[serde(rename = "citations")]
     _citations: Option<Value>,
+}
+
+/// An image.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = messages::ImageBlock)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ImageBlock {
+    #[serde(rename = "type")]
+    _type: Option<String>,
+    pub(crate) source: ImageSource,
+    /// No effect: all prefixes are cached.
+    #[serde(rename = "cache_control")]
+    _cache_control: Option<Value>,
+}
+
+/// Where an image is.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = messages::ImageSource)]
+#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+pub(crate) enum ImageSource {
+    /// In the request.
+    Base64 {
+        /// Such as `image/png`; the data itself says what it is.
+        media_type: String,
+        /// The file in base64.
+        data: String,
+    },
+    /// Elsewhere.
+    Url {
+        /// An address that the server may fetch, or a data URL.
+        url: String,
+    },
 }
 
 /// A tool call.

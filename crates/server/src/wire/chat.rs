@@ -1,6 +1,7 @@
 use std::borrow::Cow;
 
 use plimsoll_core::TokenId;
+use plimsoll_images::Overrides;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::openapi::schema::{AnyOfBuilder, Type};
@@ -46,10 +47,36 @@ pub(crate) struct ChatPrompt {
     pub(crate) enable_thinking: Option<bool>,
     /// A Jinja template that replaces the model's. Needs a server with `--trust-request-chat-template`.
     pub(crate) chat_template: Option<String>,
+    /// vLLM's: how images are resized, within what the model's files allow.
+    pub(crate) mm_processor_kwargs: Option<ProcessorKwargs>,
     /// Documents, for templates that use them.
     pub(crate) documents: Option<Vec<Map<String, Value>>>,
     /// Reasoning effort, for models that reason: a level if the chat template has them, or a switch.
     pub(crate) reasoning_effort: Option<ReasoningEffort>,
+}
+
+/// Bounds on the pixels of each image after resizing, for models that resize to an area (Qwen).
+#[derive(Clone, Copy, Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ProcessorKwargs {
+    /// Fewest pixels.
+    min_pixels: Option<usize>,
+    /// Most pixels.
+    max_pixels: Option<usize>,
+}
+
+impl From<ProcessorKwargs> for Overrides {
+    fn from(
+        ProcessorKwargs {
+            min_pixels,
+            max_pixels,
+        }: ProcessorKwargs,
+    ) -> Self {
+        Self {
+            min_pixels,
+            max_pixels,
+        }
+    }
 }
 
 /// Reasoning effort.

@@ -130,7 +130,6 @@ pub(crate) const CHAT_UNSUPPORTED: &[Unsupported] = &[
     ("moderation", Harmless::Never),
     ("prompt_cache_options", Harmless::Never),
     ("add_special_tokens", Harmless::False),
-    ("mm_processor_kwargs", Harmless::Empty),
     ("media_io_kwargs", Harmless::Empty),
 ];
 
@@ -181,7 +180,7 @@ pub(crate) const NO_REPORTS: &[Unsupported] = &[
 pub(crate) const THREAD: &str = "thread";
 
 /// Refused in `/tokenize`.
-pub(crate) const TOKENIZE_UNSUPPORTED: &[Unsupported] = &[("mm_processor_kwargs", Harmless::Empty)];
+pub(crate) const TOKENIZE_UNSUPPORTED: &[Unsupported] = &[("media_io_kwargs", Harmless::Empty)];
 
 /// Refused in scores and rankings.
 pub(crate) const SCORING_UNSUPPORTED: &[Unsupported] = &[

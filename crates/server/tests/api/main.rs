@@ -5,6 +5,7 @@ mod answers;
 mod bodies;
 mod embeddings;
 pub mod fuzz;
+mod images;
 mod life;
 mod lifecycle;
 mod limits;

@@ -259,6 +259,10 @@ pub struct Setup {
     pub defaults: GenerationDefaults,
     /// Set if the model is served for embeddings.
     pub embedding: Option<EmbeddingInfo>,
+    /// Ids are those of bytes, but for special tokens.
+    pub tokenizer: Tokenizer,
+    /// Set if the model takes images.
+    pub images: Option<plimsoll_server::ImageInput>,
     /// How long requests wait for a rebuild.
     pub outage_patience: Duration,
     /// HTTP options.
@@ -280,6 +284,8 @@ impl Default for Setup {
             answers: None,
             defaults: GenerationDefaults::default(),
             embedding: None,
+            tokenizer: Tokenizer::bytes(),
+            images: None,
             outage_patience: PATIENCE,
             options: ServerOptions {
                 max_body_bytes: 1 << 20,
@@ -393,7 +399,7 @@ impl Rig {
             cache_listener: None,
         };
         let engine = EngineHandle::spawn(proved, device, &config).unwrap();
-        let tokenizer = Tokenizer::bytes();
+        let tokenizer = setup.tokenizer;
         let renderer = Renderer::in_process();
         let template = setup
             .template
@@ -411,6 +417,7 @@ impl Rig {
             tokenizer,
             defaults: setup.defaults,
             embedding: setup.embedding,
+            images: setup.images,
             quantization: None,
             bits_per_weight: None,
             num_parameters: None,

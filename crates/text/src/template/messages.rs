@@ -112,14 +112,15 @@ fn content(content: &Value, format: ContentFormat) -> Result<Value, String> {
         Value::String(text) if format == ContentFormat::Parts => Ok(json!([{"type": "text", "text": text}])),
         Value::String(_) => Ok(content.clone()),
         Value::Array(parts) => {
-            let texts = parts.iter().map(part_text).collect::<Result<Vec<_>, _>>()?;
-            Ok(match format {
-                ContentFormat::Text => texts.join("\n").into(),
-                _ => texts
-                    .iter()
-                    .map(|text| json!({"type": "text", "text": text}))
-                    .collect(),
-            })
+            if format == ContentFormat::Text {
+                let texts = parts.iter().map(part_text).collect::<Result<Vec<_>, _>>()?;
+                return Ok(texts.join("\n").into());
+            }
+            let part = |part: &Value| match part["type"] == "image" {
+                true => Ok(json!({"type": "image"})),
+                false => part_text(part).map(|text| json!({"type": "text", "text": text})),
+            };
+            parts.iter().map(part).collect()
         }
         _ => Err("content must be a string or a list of parts".to_owned()),
     }
@@ -131,6 +132,9 @@ fn part_text(part: &Value) -> Result<&str, String> {
         (_, Some("text")) => part["text"]
             .as_str()
             .ok_or_else(|| "a part of type \"text\" has no text".to_owned()),
+        (_, Some("image")) => {
+            Err("this chat template takes no images: it reads content only as text".to_owned())
+        }
         (_, Some(kind)) => Err(format!(
             "content of type {kind:?} is not supported; supported is \"text\""
         )),

@@ -132,10 +132,16 @@ pub(crate) struct MessageItem {
 #[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 #[schema(as = responses::Part)]
 #[serde(tag = "type", rename_all = "snake_case")]
-#[expect(clippy::enum_variant_names, reason = "they are named as on the wire")]
 pub(crate) enum Part {
     InputText {
         text: String,
+    },
+    InputImage {
+        /// A data URL, or an address that the server may fetch.
+        image_url: String,
+        /// The path of the part in its request.
+        #[serde(skip)]
+        field: String,
     },
     OutputText {
         text: String,
@@ -181,13 +187,32 @@ pub(crate) struct FunctionCall {
     pub(crate) status: ItemStatus,
 }
 
+/// What a tool returned: text, or parts where there are images.
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
+#[schema(as = responses::Output)]
+#[serde(untagged)]
+pub(crate) enum Output {
+    Text(String),
+    Parts(Vec<Part>),
+}
+
+impl Output {
+    /// Bytes of its text.
+    pub(crate) fn text_len(&self) -> usize {
+        match self {
+            Self::Text(text) => text.len(),
+            Self::Parts(parts) => parts.iter().map(|part| part.text().len()).sum(),
+        }
+    }
+}
+
 /// The result of a tool call.
 #[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 #[schema(as = responses::FunctionCallOutput)]
 pub(crate) struct FunctionCallOutput {
     pub(crate) id: String,
     pub(crate) call_id: String,
-    pub(crate) output: String,
+    pub(crate) output: Output,
     pub(crate) status: ItemStatus,
 }
 
@@ -226,10 +251,11 @@ impl Item {
 }
 
 impl Part {
-    /// Its text.
+    /// Its text; none of an image.
     pub(crate) fn text(&self) -> &str {
         match self {
             Self::InputText { text } | Self::OutputText { text, .. } | Self::ReasoningText { text } => text,
+            Self::InputImage { .. } => "",
         }
     }
 }

@@ -23,8 +23,8 @@ pub(crate) use super::chat::ToolMode;
 pub(crate) use event::{Event, Payload};
 pub(crate) use item::{
     FunctionCall, FunctionCallOutput, InputFunctionCall, InputFunctionCallOutput, InputItem, InputMessage,
-    InputReasoning, Item, ItemReference, ItemStatus, Logprob, MessageItem, Part, Reasoning, ReasoningText,
-    Role, TokenLogprob,
+    InputReasoning, Item, ItemReference, ItemStatus, Logprob, MessageItem, Output, Part, Reasoning,
+    ReasoningText, Role, TokenLogprob,
 };
 pub(crate) use tool::{AllowedTools, FunctionTool, NamedTool, Tool};
 
