@@ -323,6 +323,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             window: spec.window,
             soft_cap: spec.soft_cap,
             sinks: sinks.map(Vec::as_slice),
+            bidirectional: false,
         };
         let page = self.page();
         let len = self.rows * spec.q_size();
