@@ -113,7 +113,9 @@ mod tests {
 
     fn defined(form: Gelu, x: f64) -> f64 {
         match form {
-            Gelu::Tanh => 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh()),
+            Gelu::Tanh => {
+                0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
+            }
             // The integral of the density, by Simpson's rule.
             Gelu::Exact => {
                 let steps = 2000;

@@ -256,6 +256,7 @@ impl Job {
             let constraints = constraints.chain(parameters.reasoning.iter().map(ReasoningBudget::constraint));
             let options = RequestOptions {
                 prompt,
+                images: Vec::new(),
                 max_tokens,
                 sampling: sampling.clone(),
                 seed,

@@ -159,7 +159,11 @@ impl Case {
                     self.soft_cap
                         .map_or(score, |cap| f64::from(cap) * f64::tanh(score / f64::from(cap)))
                 };
-                let last = if self.bidirectional { request.len - 1 } else { token };
+                let last = if self.bidirectional {
+                    request.len - 1
+                } else {
+                    token
+                };
                 let weights: Vec<f64> = (first..=last).map(|t| f64::exp(score(t))).collect();
                 let sink = self
                     .sinks
