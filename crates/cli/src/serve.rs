@@ -132,6 +132,7 @@ fn start(
 fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Result<AppState, Error> {
     let embedding = loaded.embedding().cloned();
     let [num_parameters, num_active_parameters] = loaded.num_parameters();
+    let slowest_encode = loaded.slowest_encode();
     let Started {
         engine,
         report,
@@ -164,7 +165,7 @@ fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Resu
         num_parameters,
         num_active_parameters,
     };
-    let options = settings.options(Some(&report));
+    let options = settings.options(Some(report.slowest_step() + slowest_encode));
     Ok(AppState::new(engine, model, memory, options))
 }
 

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use plimsoll_kv_events::Config;
 use plimsoll_model::{GenerationConfig, ModelError};
-use plimsoll_profiler::Report;
 use plimsoll_server::{AnswerStyle, FileStore, GenerationDefaults, RequestSink, ServerOptions};
 use plimsoll_text::{ChatTemplate, SpecialTokens};
 
@@ -182,11 +181,11 @@ impl ServeSettings {
         self.defaults.unwrap_or_else(|| defaults_of(of_model))
     }
 
-    /// Of the API; before there is a proof, of connections alone.
-    pub(crate) fn options(&self, proof: Option<&Report>) -> ServerOptions {
-        let slowest = proof.map(Report::slowest_step).unwrap_or_default();
+    /// Of the API; before there is a proof, of connections alone. `slowest` is how long a step may take by that proof.
+    pub(crate) fn options(&self, proved: Option<Duration>) -> ServerOptions {
+        let slowest = proved.unwrap_or_default();
         let patience = Patience::new(self.step_timeouts, slowest);
-        if proof.is_some() {
+        if proved.is_some() {
             patience.log(slowest);
         }
         ServerOptions {

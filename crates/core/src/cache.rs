@@ -4,8 +4,8 @@ use std::fmt::Debug;
 
 use crate::{CacheKind, TokenId};
 
-/// A change of the prefix cache in one cache group. A block's name is a hash of its tokens, all tokens before them and the salt:
-/// equal on all servers and in all groups of one server, and different for different tokens.
+/// A change of the prefix cache in one cache group. A block's name is a hash of its tokens and images, all before them and the salt:
+/// equal on all servers and in all groups of one server, and different for different ones.
 ///
 /// A request finds the longest prefix of whole blocks of which every group with full attention holds all, every group with
 /// a window those blocks that the next token sees, and the group of states, if there is one, the last. In a model
@@ -24,6 +24,8 @@ pub enum CacheEvent {
         parent: Option<u64>,
         /// Their tokens, the same number for each.
         tokens: Vec<TokenId>,
+        /// The images in them, each with the index of its block.
+        images: Vec<(usize, BlockImage)>,
         /// Salt of the sequence that begins here; only requests with the same salt share it.
         salt: Option<Box<str>>,
     },
@@ -47,6 +49,19 @@ impl CacheEvent {
             Self::Cleared => 1,
         }
     }
+}
+
+/// Rows of an image in a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockImage {
+    /// Identity of the image's content.
+    pub hash: [u8; 32],
+    /// The first of its rows in the block.
+    pub row: usize,
+    /// The token of the block that is this row.
+    pub at: usize,
+    /// Rows.
+    pub len: usize,
 }
 
 /// What a cache group holds of a block.

@@ -1,3 +1,4 @@
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Patches of one image (or of frames of a video): frames, rows and columns of patches.
@@ -38,4 +39,17 @@ pub struct ImageSpan {
     pub len: usize,
     /// Their image.
     pub image: Arc<Image>,
+}
+
+impl ImageSpan {
+    /// Index in the prompt of the token after its last.
+    pub fn end(&self) -> usize {
+        self.start + self.len
+    }
+
+    /// Which of its rows are tokens of `range`.
+    pub fn rows_in(&self, range: &Range<usize>) -> Range<usize> {
+        let clamp = |at: usize| at.clamp(self.start, self.end()) - self.start;
+        clamp(range.start)..clamp(range.end.max(range.start))
+    }
 }

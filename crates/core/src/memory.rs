@@ -13,6 +13,8 @@ pub enum Component {
     Arena,
     /// Block tables, token ids and other per-step inputs and outputs.
     Staging,
+    /// The encoder of images at its largest, and the embeddings it keeps.
+    Encoder,
     /// Captured graphs.
     Graphs,
     /// Held back while a size is proved.
@@ -23,12 +25,13 @@ pub enum Component {
 
 impl Component {
     /// All components, in the order in which reports show them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Weights,
         Self::Kv,
         Self::States,
         Self::Arena,
         Self::Staging,
+        Self::Encoder,
         Self::Graphs,
         Self::Canary,
         Self::Runtime,
@@ -42,6 +45,7 @@ impl Component {
             Self::States => "states",
             Self::Arena => "arena",
             Self::Staging => "staging",
+            Self::Encoder => "encoder",
             Self::Graphs => "graphs",
             Self::Canary => "canary",
             Self::Runtime => "runtime",

@@ -1,7 +1,9 @@
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::{
-    CacheGroup, Logprobs, PageId, Pooling, PromptLogprob, RequestId, SamplingParams, StateSlot, TokenId,
+    CacheGroup, ImageSpan, Logprobs, PageId, Pooling, PromptLogprob, RequestId, SamplingParams, StateSlot,
+    TokenId,
 };
 
 /// One step: a forward pass over a batch. Plain data.
@@ -55,6 +57,8 @@ pub struct Run {
     pub start: usize,
     /// The tokens to compute.
     pub input: RunInput,
+    /// All images of the request's prompt, also those before and behind the run: positions depend on them. `None` without any.
+    pub images: Option<Arc<[ImageSpan]>>,
     /// The request's tables, one for each group of the KV cache, long enough for `start + input.len()` tokens.
     pub tables: Vec<GroupTable>,
     /// Where the request's state is, in a model whose layers have states.
@@ -72,6 +76,15 @@ impl Run {
     /// Tokens of the request in the KV cache after this run.
     pub fn end(&self) -> usize {
         self.start + self.input.len()
+    }
+
+    /// The images of which tokens of the run are rows, and which.
+    pub fn image_rows(&self) -> impl Iterator<Item = (&ImageSpan, Range<usize>)> {
+        // A plan that is not checked yet may say anything.
+        let tokens = self.start..self.start.saturating_add(self.input.len());
+        let spans = self.images.as_deref().unwrap_or_default();
+        let rows = spans.iter().map(move |span| (span, span.rows_in(&tokens)));
+        rows.filter(|(_, rows)| !rows.is_empty())
     }
 }
 

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use crate::{
-    Bans, Constraint, Constraints, ImageSpan, ParamError, Pooling, RequestId, SamplingOptions,
+    Bans, Constraint, Constraints, ImageInput, ImageSpan, ParamError, Pooling, RequestId, SamplingOptions,
     SamplingParams, TenantId, TokenId,
 };
 
@@ -14,6 +14,8 @@ pub struct Limits {
     pub kv_capacity_tokens: usize,
     /// Size of the vocabulary; token ids lie below it.
     pub vocab_size: usize,
+    /// Which images prompts may have; `None` for text alone.
+    pub images: Option<ImageInput>,
 }
 
 impl Limits {
@@ -79,6 +81,12 @@ pub enum RequestError {
         /// Size of the vocabulary.
         vocab_size: usize,
     },
+    /// Images for a model that is served without.
+    #[error("this model is served for text alone: leave images out")]
+    NoImages,
+    /// Images that the model does not take so.
+    #[error("{0}")]
+    Images(String),
     /// A parameter outside its range.
     #[error(transparent)]
     Param(#[from] ParamError),
@@ -96,6 +104,7 @@ fn asked_for(prompt: usize, output: usize) -> String {
 pub struct Request {
     id: RequestId,
     prompt: Arc<[TokenId]>,
+    images: Option<Arc<[ImageSpan]>>,
     max_tokens: usize,
     sampling: Arc<SamplingParams>,
     seed: u64,
@@ -118,7 +127,7 @@ impl Request {
     pub fn new(id: RequestId, options: RequestOptions, limits: &Limits) -> Result<Self, RequestError> {
         let RequestOptions {
             prompt,
-            images: _,
+            images,
             max_tokens,
             sampling,
             seed,
@@ -142,6 +151,11 @@ impl Request {
             .find(|&&t| t as usize >= vocab_size)
         {
             return Err(RequestError::UnknownToken { token, vocab_size });
+        }
+        match &limits.images {
+            _ if images.is_empty() => {}
+            None => return Err(RequestError::NoImages),
+            Some(input) => input.check(&prompt, &images).map_err(RequestError::Images)?,
         }
         if max_tokens == Some(0) && prompt_logprobs.is_none() && pooling.is_none() {
             return Err(ParamError::new("max_tokens", "max_tokens must be at least 1").into());
@@ -176,6 +190,7 @@ impl Request {
         Ok(Self {
             id,
             prompt: prompt.into(),
+            images: (!images.is_empty()).then(|| images.into()),
             max_tokens: output,
             sampling,
             seed,
@@ -210,6 +225,11 @@ impl Request {
     /// The prompt's tokens, never empty.
     pub fn prompt(&self) -> &[TokenId] {
         &self.prompt
+    }
+
+    /// The images of the prompt, in order; `None` without any.
+    pub fn images(&self) -> Option<&Arc<[ImageSpan]>> {
+        self.images.as_ref()
     }
 
     /// Maximum number of tokens to generate; with the prompt they fit the model and the KV cache. 0 only if the prompt is
@@ -306,6 +326,7 @@ mod tests {
         max_model_len: 16,
         kv_capacity_tokens: 12,
         vocab_size: 10,
+        images: None,
     };
 
     fn request(prompt: usize, max_tokens: Option<usize>) -> Result<Request, RequestError> {

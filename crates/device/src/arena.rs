@@ -30,6 +30,7 @@ use crate::{Budget, Slab};
 /// `bf16` and out of range as an index.
 pub struct Arena {
     budget: Budget,
+    component: Component,
     growable: bool,
     chunks: RefCell<Vec<Chunk>>,
     /// Of the same chunks.
@@ -53,14 +54,23 @@ impl Arena {
     /// # Errors
     /// [`Oom`] if a fixed arena does not fit.
     pub fn new(budget: &Budget, scratch: Scratch) -> Result<Self, Oom> {
+        Self::of(Component::Arena, budget, scratch)
+    }
+
+    /// The same, charged to another component.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn of(component: Component, budget: &Budget, scratch: Scratch) -> Result<Self, Oom> {
         let (mut chunks, mut placement) = (Vec::new(), Placement::default());
         if let Scratch::Fixed(bytes) = scratch {
-            let bytes_usize = usize::try_from(bytes).map_err(|_| budget.oom(Component::Arena, bytes))?;
-            chunks.push(Chunk::new(budget, bytes_usize)?);
+            let bytes_usize = usize::try_from(bytes).map_err(|_| budget.oom(component, bytes))?;
+            chunks.push(Chunk::new(budget, component, bytes_usize)?);
             placement = Placement::fixed(bytes_usize);
         }
         Ok(Self {
             budget: budget.clone(),
+            component,
             growable: scratch == Scratch::Growable,
             chunks: RefCell::new(chunks),
             placement: RefCell::new(placement),
@@ -156,7 +166,7 @@ impl Arena {
             if !self.growable {
                 return Err(self.full(bytes as u64));
             }
-            chunks.push(Chunk::new(&self.budget, size)?);
+            chunks.push(Chunk::new(&self.budget, self.component, size)?);
         }
         // SAFETY: the chunk has at least `bytes` bytes from this offset on.
         let start = unsafe { chunks[place.chunk].base.add(place.offset) };
@@ -171,7 +181,7 @@ impl Arena {
                 true => RefusedBy::Device,
                 false => RefusedBy::FixedScratch,
             },
-            ..self.budget.oom(Component::Arena, bytes)
+            ..self.budget.oom(self.component, bytes)
         }
     }
 
@@ -191,8 +201,8 @@ impl Arena {
 }
 
 impl Chunk {
-    fn new(budget: &Budget, bytes: usize) -> Result<Self, Oom> {
-        let mut slab = Slab::new(budget, Component::Arena, bytes)?;
+    fn new(budget: &Budget, component: Component, bytes: usize) -> Result<Self, Oom> {
+        let mut slab = Slab::new(budget, component, bytes)?;
         let base = slab.as_mut_ptr();
         Ok(Self { _slab: slab, base })
     }

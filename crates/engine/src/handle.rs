@@ -3,7 +3,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use plimsoll_core::{CacheListener, DeviceTime, Executor, KvConfig, Limits, Request, RequestId, StepError};
+use plimsoll_core::{
+    CacheListener, DeviceTime, Executor, ImageInput, KvConfig, Limits, Request, RequestId, StepError,
+};
 use plimsoll_profiler::Proved;
 use plimsoll_scheduler::{MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
 use tokio::sync::mpsc::unbounded_channel;
@@ -22,6 +24,8 @@ pub struct EngineConfig {
     pub max_queue: usize,
     /// Size of the model's vocabulary.
     pub vocab_size: usize,
+    /// Which images prompts may have; `None` for text alone.
+    pub images: Option<ImageInput>,
     /// Keep KV of finished requests for later ones with the same beginning.
     pub enable_prefix_caching: bool,
     /// Maximum number of steps in flight, 1 or 2. With 2, scheduling overlaps with an executor that works asynchronously; with
@@ -178,6 +182,7 @@ impl EngineHandle {
                 .kv
                 .longest_request(scheduler.limits.max_num_batched_tokens),
             vocab_size: config.vocab_size,
+            images: config.images,
         };
         let capacity = scheduler.limits.max_num_seqs + config.max_queue;
         let kv = scheduler.kv;
@@ -292,7 +297,7 @@ impl EngineHandle {
             state.enter(id, request.tenant(), sender, Instant::now());
             // Under the lock, so that requests reach the scheduler in the order in which they were admitted. If the thread
             // dies meanwhile, it fails every entered request.
-            self.link.send(Command::Submit(request));
+            self.link.send(Command::Submit(Box::new(request)));
         }
         Ok(RequestStream::new(id, receiver, self.link.clone()))
     }

@@ -77,6 +77,7 @@ mod tests {
             request: RequestId(0),
             start,
             input: RunInput::Known(vec![1; tokens]),
+            images: None,
             tables: Vec::new(),
             state: None,
             sample,

@@ -14,7 +14,7 @@ use crate::{EngineStats, Health, Histogram, OutOfMemory, Phase};
 /// Commands to the engine thread.
 #[derive(Debug)]
 pub(crate) enum Command {
-    Submit(Request),
+    Submit(Box<Request>),
     Cancel(RequestId),
     /// Look at [`State::deadline`].
     Drain,
@@ -411,6 +411,7 @@ mod tests {
             max_model_len: 1,
             kv_capacity_tokens: 16,
             vocab_size: 1,
+            images: None,
         };
         let kv = KvConfig {
             block_size: BlockSize::default(),

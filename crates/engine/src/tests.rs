@@ -54,6 +54,7 @@ fn config(max_queue: usize, steps_in_flight: usize) -> EngineConfig {
     EngineConfig {
         max_queue,
         vocab_size: 100,
+        images: None,
         enable_prefix_caching: true,
         steps_in_flight,
         outage_patience: PATIENCE,

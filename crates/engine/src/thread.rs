@@ -188,7 +188,7 @@ impl<E: Executor> EngineThread<E> {
     pub(crate) fn obey(&mut self, command: Command) {
         let mut cancelled = None;
         match command {
-            Command::Submit(request) => self.submit(request),
+            Command::Submit(request) => self.submit(*request),
             Command::Cancel(id) => {
                 self.scheduler.cancel(id);
                 cancelled = Some(id);

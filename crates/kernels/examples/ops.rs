@@ -132,6 +132,7 @@ impl Bench {
             window: None,
             soft_cap: None,
             sinks: None,
+            bidirectional: false,
         };
         let kv = PagedKv { k: &k, v: &v, layout };
         let time = best(200, || {

@@ -37,6 +37,8 @@ pub struct AttentionOptions<'a> {
     /// `[heads]`: a logit of each query head that takes part in the softmax and has no value
     /// ([gpt-oss](https://arxiv.org/abs/2508.10925)).
     pub sinks: Option<&'a [f32]>,
+    /// A token sees all of its run, what follows it included (encoders of images). There is no window then.
+    pub bidirectional: bool,
 }
 
 impl AttentionOptions<'_> {
@@ -47,7 +49,7 @@ impl AttentionOptions<'_> {
     }
 }
 
-/// Causal grouped-query attention of `runs` over their cached context, which includes their own keys and values.
+/// Grouped-query attention, causal unless `options` say otherwise, of `runs` over their cached context, which includes their own keys and values.
 ///
 /// `q` and `out` are `[tokens, heads × head_dim]`; `heads` is a multiple of the cache's KV heads. Every row must belong to
 /// one of `runs`. Scratch does not depend on the lengths of the contexts.
@@ -91,6 +93,10 @@ fn attention_at<E: KvElement>(
             .sinks
             .is_none_or(|sinks| sinks.len() == group * layout.kv_heads),
         "sinks are not [heads]"
+    );
+    assert!(
+        !options.bidirectional || options.window.is_none(),
+        "a window of what follows"
     );
     for run in runs {
         let lowest = options.first_seen(run.start);
@@ -197,8 +203,11 @@ impl Item<'_> {
     }
 
     /// Keys that the last token sees.
-    fn end(&self) -> usize {
-        self.start() + self.tokens
+    fn end(&self, options: &AttentionOptions<'_>) -> usize {
+        match options.bidirectional {
+            true => self.run.end(),
+            false => self.start() + self.tokens,
+        }
     }
 }
 
@@ -256,7 +265,7 @@ impl<'a, E: KvElement> Job<'a, E> {
     }
 
     fn splits(&self, item: &Item<'_>) -> std::ops::Range<usize> {
-        self.options.first_seen(item.start()) / SPLIT..item.end().div_ceil(SPLIT)
+        self.options.first_seen(item.start()) / SPLIT..item.end(&self.options).div_ceil(SPLIT)
     }
 
     /// Floats of a [`State`].
@@ -309,11 +318,12 @@ impl<'a, E: KvElement> Job<'a, E> {
 
     /// Adds the keys of `split` to `state`.
     fn attend(&self, item: &Item<'_>, split: usize, state: &mut State<'_>, workspace: &mut Workspace<'_>) {
-        let end = item.end().min((split + 1) * SPLIT);
+        let seen = item.end(&self.options);
+        let end = seen.min((split + 1) * SPLIT);
         let lowest = self.options.first_seen(item.start());
         let first = (split * SPLIT).max(lowest) / TILE * TILE;
         for tile in (first..end).step_by(TILE) {
-            let keys = TILE.min(item.end() - tile);
+            let keys = TILE.min(seen - tile);
             dispatch(
                 self.level,
                 Tile {

@@ -8,6 +8,32 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     norm_rows(Level::detect(), Source::Plain(x), weight, eps, out);
 }
 
+/// [LayerNorm](https://arxiv.org/abs/1607.06450): `(x - mean(x)) / sqrt(var(x) + eps) × weight + bias` for each row; `x` and
+/// `out` are `[tokens, n]`, `weight` and `bias` are `[n]`.
+pub fn layer_norm(x: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) {
+    layer_norm_at(Level::detect(), x, weight, bias, eps, out);
+}
+
+fn layer_norm_at(level: Level, x: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) {
+    let n = weight.len();
+    assert!(x.len() == out.len() && bias.len() == n && n > 0 && x.len().is_multiple_of(n));
+    let rows = x.len() / n;
+    let out = Disjoint::new(out);
+    run_ranges(rows, (GRAIN / n).max(1), &|rows| {
+        for row in rows {
+            // SAFETY: rows are disjoint.
+            let out = unsafe { out.part(row * n, n) };
+            let x = &x[row * n..(row + 1) * n];
+            let mean = dispatch(level, Sum(x)) / n as f32;
+            out.iter_mut().zip(x).for_each(|(y, x)| *y = x - mean);
+            let scale = 1.0 / (dispatch(level, SquareSum(out)) / n as f32 + eps).sqrt();
+            for i in 0..n {
+                out[i] = out[i] * scale * weight[i] + bias[i];
+            }
+        }
+    });
+}
+
 /// `residual += x`, then [`rms_norm`] of the new residual into `out`; all three are `[tokens, n]`.
 pub fn add_rms_norm(residual: &mut [f32], x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     assert_eq!((x.len(), residual.len()), (out.len(), out.len()));
@@ -110,22 +136,57 @@ impl Kernel for RmsNorm<'_> {
         let Self { x, weight, eps, out } = self;
         let n = x.len();
         assert!(weight.len() == n && out.len() == n);
+        // SAFETY: the caller's promise.
+        let sum = unsafe { SquareSum(x).run::<S>() };
+        let scale = 1.0 / (sum / n as f32 + eps).sqrt();
+        for i in 0..n {
+            out[i] = x[i] * scale * weight[i];
+        }
+    }
+}
+
+/// Of the elements' squares.
+struct SquareSum<'a>(&'a [f32]);
+
+impl Kernel for SquareSum<'_> {
+    type Out = f32;
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) -> f32 {
         // SAFETY: the features are there by the caller's promise, the array has sixteen elements.
-        let sum = unsafe {
+        unsafe {
             let mut squares = S::splat(0.0);
-            let mut chunks = x.chunks_exact(LANES);
+            let mut chunks = self.0.chunks_exact(LANES);
             for chunk in &mut chunks {
                 let v = S::load(chunk.as_ptr());
                 squares = S::fma(v, v, squares);
             }
             let mut rest = [0f32; LANES];
-            rest[..n % LANES].copy_from_slice(chunks.remainder());
+            rest[..self.0.len() % LANES].copy_from_slice(chunks.remainder());
             let rest = S::load(rest.as_ptr());
             S::sum(S::fma(rest, rest, squares))
-        };
-        let scale = 1.0 / (sum / n as f32 + eps).sqrt();
-        for i in 0..n {
-            out[i] = x[i] * scale * weight[i];
+        }
+    }
+}
+
+/// Of the elements.
+struct Sum<'a>(&'a [f32]);
+
+impl Kernel for Sum<'_> {
+    type Out = f32;
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) -> f32 {
+        // SAFETY: the features are there by the caller's promise, the array has sixteen elements.
+        unsafe {
+            let mut sum = S::splat(0.0);
+            let mut chunks = self.0.chunks_exact(LANES);
+            for chunk in &mut chunks {
+                sum = S::add(sum, S::load(chunk.as_ptr()));
+            }
+            let mut rest = [0f32; LANES];
+            rest[..self.0.len() % LANES].copy_from_slice(chunks.remainder());
+            S::sum(S::add(sum, S::load(rest.as_ptr())))
         }
     }
 }
@@ -135,6 +196,32 @@ mod tests {
     use super::*;
     use crate::testing::{assert_close, assert_same_bits, normal, rng, seeds};
     use rand::Rng;
+
+    #[test]
+    fn layer_norms_match_the_definition_on_every_instruction_set() {
+        for seed in seeds(8) {
+            let mut rng = rng(seed);
+            let (rows, n) = (rng.random_range(1..40), rng.random_range(1..700));
+            let x: Vec<f32> = normal(&mut rng, rows * n).iter().map(|x| x + 3.0).collect();
+            let (weight, bias) = (normal(&mut rng, n), normal(&mut rng, n));
+            let mut want = Vec::new();
+            for x in x.chunks_exact(n) {
+                let mean = x.iter().map(|&x| f64::from(x)).sum::<f64>() / n as f64;
+                let var = x.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / n as f64;
+                let scaled = x.iter().map(|&x| (f64::from(x) - mean) / (var + 1e-2).sqrt());
+                let affine = scaled.zip(&weight).zip(&bias);
+                want.extend(affine.map(|((x, &w), &b)| x * f64::from(w) + f64::from(b)));
+            }
+            let mut out = vec![f32::NAN; rows * n];
+            layer_norm(&x, &weight, &bias, 1e-2, &mut out);
+            assert_close(&out, &want, 2e-6, &format!("seed {seed}"));
+            for level in Level::available() {
+                let mut again = vec![f32::NAN; rows * n];
+                layer_norm_at(level, &x, &weight, &bias, 1e-2, &mut again);
+                assert_same_bits(&again, &out, &format!("seed {seed} {level:?}"));
+            }
+        }
+    }
 
     #[test]
     fn matches_the_definition_on_every_instruction_set() {

@@ -22,6 +22,29 @@ pub fn rope_angles(frequencies: &[f32], factor: f32, runs: &[RunMeta<'_>], out: 
     }
 }
 
+/// The same where positions have several dimensions (mRoPE, [Qwen2-VL](https://arxiv.org/abs/2409.12191), and 2-D rotary
+/// embeddings of encoders): each pair turns with the position in its own, `axes[pair]`. `out` is
+/// `[positions.len(), 2, frequencies.len()]`. Where a position is the same in all dimensions, it has the bits of
+/// [`rope_angles`].
+pub fn rope_angles_of_axes<const N: usize>(
+    frequencies: &[f32],
+    factor: f32,
+    axes: &[usize],
+    positions: &[[u32; N]],
+    out: &mut [f32],
+) {
+    let pairs = frequencies.len();
+    assert_eq!((axes.len(), out.len()), (pairs, positions.len() * 2 * pairs));
+    for (row, position) in out.chunks_exact_mut(2 * pairs).zip(positions) {
+        let (cos, sin) = row.split_at_mut(pairs);
+        for (pair, (&frequency, &axis)) in frequencies.iter().zip(axes).enumerate() {
+            let angle = f64::from(position[axis]) * f64::from(frequency);
+            let scaled = |x: f64| (x * f64::from(factor)) as f32;
+            (sin[pair], cos[pair]) = (scaled(angle.sin()), scaled(angle.cos()));
+        }
+    }
+}
+
 /// What q is multiplied by at a position, so that attention stays sharp in long contexts (Llama 4, Ministral 3):
 /// `1 + beta × ln(1 + floor(position / original))`.
 #[derive(Clone, Copy, Debug, PartialEq)]

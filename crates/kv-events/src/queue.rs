@@ -172,6 +172,7 @@ mod tests {
             blocks: vec![block],
             parent: None,
             tokens: vec![0; tokens],
+            images: Vec::new(),
             salt: None,
         }]
     }

@@ -1,5 +1,7 @@
 //! vLLM's events as MessagePack: a batch is an array, an event is a map with its `type` (`vllm/distributed/kv_events.py`).
 
+use std::borrow::Cow;
+
 use plimsoll_core::{CacheContent, CacheEvent, CacheKind, TokenId};
 use serde::Serialize;
 
@@ -19,9 +21,9 @@ enum Event<'a> {
         lora_id: Option<u32>,
         medium: &'static str,
         lora_name: Option<&'a str>,
-        /// For each block, what identifies it besides its tokens: a salt, at the beginning of a sequence.
+        /// For each block, what identifies it besides its tokens: the images in it, and a salt at the beginning of a sequence.
         #[serde(skip_serializing_if = "Option::is_none")]
-        extra_keys: Option<Vec<Option<[&'a str; 1]>>>,
+        extra_keys: Option<Vec<Option<Vec<Cow<'a, str>>>>>,
         /// Field that Dynamo reads.
         #[serde(skip_serializing_if = "Option::is_none")]
         cache_salt: Option<&'a str>,
@@ -48,6 +50,7 @@ impl<'a> From<&'a CacheEvent> for Event<'a> {
                 blocks,
                 parent,
                 tokens,
+                images,
                 salt,
             } => {
                 let salt = salt.as_deref();
@@ -64,9 +67,14 @@ impl<'a> From<&'a CacheEvent> for Event<'a> {
                     lora_id: None,
                     medium: MEDIUM,
                     lora_name: None,
-                    extra_keys: salt.map(|salt| {
-                        let mut keys = vec![None; blocks.len()];
-                        keys[0] = Some([salt]);
+                    extra_keys: (salt.is_some() || !images.is_empty()).then(|| {
+                        let mut keys: Vec<Option<Vec<_>>> = vec![None; blocks.len()];
+                        for (block, image) in images {
+                            keys[*block].get_or_insert_default().push(hex(&image.hash).into());
+                        }
+                        if let Some(salt) = salt {
+                            keys[0].get_or_insert_default().push(salt.into());
+                        }
                         keys
                     }),
                     cache_salt: salt,
@@ -85,6 +93,11 @@ impl<'a> From<&'a CacheEvent> for Event<'a> {
     }
 }
 
+/// As vLLM writes hashes of content.
+fn hex(hash: &[u8; 32]) -> String {
+    hash.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// A batch of `events` that happened at `time`, in seconds since 1970.
 pub(crate) fn encode(time: f64, events: &[CacheEvent]) -> Vec<u8> {
     let events: Vec<Event<'_>> = events.iter().map(Event::from).collect();
@@ -93,6 +106,8 @@ pub(crate) fn encode(time: f64, events: &[CacheEvent]) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
+    use plimsoll_core::BlockImage;
+
     use super::*;
 
     #[test]
@@ -104,6 +119,7 @@ mod tests {
                 blocks: vec![1, u64::MAX],
                 parent: Some(300),
                 tokens: vec![7, 8, 9, 70_000],
+                images: Vec::new(),
                 salt: None,
             },
             CacheEvent::Removed {
@@ -160,6 +176,33 @@ mod tests {
     }
 
     #[test]
+    fn images_are_told_with_their_blocks() {
+        let image = |hash: u8| BlockImage {
+            hash: [hash; 32],
+            row: 0,
+            at: 0,
+            len: 1,
+        };
+        let event = CacheEvent::Stored {
+            group: 0,
+            content: CacheContent::Kv(CacheKind::Full),
+            blocks: vec![1, 2],
+            parent: None,
+            tokens: vec![5, 6],
+            images: vec![(0, image(0x0F)), (0, image(0xA0))],
+            salt: Some("pepper".into()),
+        };
+        let mut keys = b"\xaaextra_keys\x92\x93".to_vec();
+        for byte in ["0f", "a0"] {
+            keys.extend(b"\xd9\x40");
+            keys.extend(byte.repeat(32).as_bytes());
+        }
+        keys.extend(b"\xa6pepper\xc0");
+        let bytes = encode(0.0, &[event]);
+        assert!(bytes.windows(keys.len()).any(|part| part == keys), "{bytes:?}");
+    }
+
+    #[test]
     fn a_salt_is_told_with_the_first_block() {
         let event = CacheEvent::Stored {
             group: 0,
@@ -167,6 +210,7 @@ mod tests {
             blocks: vec![1, 2],
             parent: None,
             tokens: vec![5, 6],
+            images: Vec::new(),
             salt: Some("pepper".into()),
         };
         let bytes = encode(0.0, &[event]);
@@ -185,6 +229,7 @@ mod tests {
             blocks: vec![2],
             parent: Some(1),
             tokens: vec![5, 6],
+            images: Vec::new(),
             salt: None,
         };
         let bytes = encode(0.0, &[event]);

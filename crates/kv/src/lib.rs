@@ -16,6 +16,7 @@
 //! shared block is never written: [`KvManager::open`] shares only full blocks before the last token, so that at least
 //! this token is computed, into a block of the request's own.
 
+mod content;
 mod free_list;
 mod manager;
 mod no_room;

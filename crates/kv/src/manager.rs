@@ -1,11 +1,15 @@
 mod states;
 
+use std::sync::Arc;
+
 use plimsoll_core::{
-    CacheEvent, CacheGroup, CacheGroups, CacheKind, GroupTable, KvConfig, PageId, StateSlot, TokenId,
+    CacheEvent, CacheGroup, CacheGroups, CacheKind, GroupTable, ImageSpan, KvConfig, PageId, StateSlot,
+    TokenId,
 };
 
 use crate::{
     BlockTable,
+    content::{Content, images_of},
     no_room::{NoRoom, OutOfPages},
     pool::Pool,
     prefix::PrefixIndex,
@@ -49,6 +53,8 @@ pub struct GroupStats {
 pub struct Sharing<'a> {
     /// Share only blocks of tables with the same salt.
     pub salt: Option<&'a str>,
+    /// The images of the prompt: only blocks with the same are shared.
+    pub images: Option<&'a Arc<[ImageSpan]>>,
     /// Share at most this many tokens: later ones must be computed, even if they are cached.
     pub most: usize,
 }
@@ -58,6 +64,7 @@ impl Default for Sharing<'_> {
     fn default() -> Self {
         Self {
             salt: None,
+            images: None,
             most: usize::MAX,
         }
     }
@@ -259,9 +266,12 @@ impl KvManager {
                 for ((block, held), group) in blocks.iter_mut().zip(&table.groups).zip(&groups) {
                     *block = Some(held.block(group, index)[0]);
                 }
-                table.prefix = self
-                    .index
-                    .insert(blocks, before, block_tokens, table.salt.as_deref());
+                let spans = table.images.as_deref().unwrap_or_default();
+                let content = Content {
+                    tokens: block_tokens,
+                    images: &images_of(spans, index * block_size, block_size),
+                };
+                table.prefix = self.index.insert(blocks, before, content, table.salt.as_deref());
             }
         }
         self.commit_state(table);
@@ -394,8 +404,10 @@ impl KvManager {
             // Blocks in a row that each group has, up to the last one found.
             let mut rows = [0; CacheGroups::MAX];
             let mut at = root;
-            for block_tokens in shareable.chunks_exact(block_size.tokens()) {
-                let Some(next) = self.index.find(at, block_tokens) else {
+            let spans = sharing.images.map_or(&[][..], |images| &images[..]);
+            for (index, tokens) in shareable.chunks_exact(block_size.tokens()).enumerate() {
+                let images = &images_of(spans, index * block_size.tokens(), block_size.tokens());
+                let Some(next) = self.index.find(at, Content { tokens, images }) else {
                     break;
                 };
                 let blocks = next.blocks;
@@ -437,6 +449,7 @@ impl KvManager {
             computed,
             prefix: Some(prefix),
             salt: self.index.keep_salt(sharing.salt),
+            images: sharing.images.cloned(),
         };
         (table, hit)
     }

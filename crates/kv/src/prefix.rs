@@ -4,9 +4,12 @@ mod snapshots;
 use std::hash::{BuildHasher, RandomState};
 
 use hashbrown::HashTable;
-use plimsoll_core::{CacheContent, CacheEvent, CacheGroups, CacheKind, KvConfig, PageId, StateSlot, TokenId};
+use plimsoll_core::{
+    BlockImage, CacheContent, CacheEvent, CacheGroups, CacheKind, KvConfig, PageId, StateSlot, TokenId,
+};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use crate::content::Content;
 use journal::Journal;
 
 /// Names one exact sequence of tokens, a whole number of blocks long. Never given to another sequence: after the node
@@ -56,6 +59,8 @@ pub(crate) struct PrefixIndex {
     most: usize,
     /// Tokens of every node: `block_size` for each place.
     tokens: Vec<TokenId>,
+    /// Images of every node's tokens.
+    images: Vec<Box<[BlockImage]>>,
     /// The node of each block, by its first page.
     node_of: Vec<Option<NodeId>>,
     /// The node of each state slot that holds a snapshot.
@@ -119,6 +124,7 @@ impl PrefixIndex {
             vacant: (0..most as u32).rev().map(NodeId).collect(),
             most,
             tokens: vec![0; most * config.block_size.tokens()],
+            images: vec![Box::default(); most],
             node_of: vec![None; config.num_pages],
             node_of_slot: vec![None; config.state_slots],
             snapshots: 0,
@@ -170,8 +176,8 @@ impl PrefixIndex {
         cached.sort_unstable_by_key(|(_, node)| node.name);
         let mut events = Vec::new();
         for (index, node) in cached {
-            let tokens = self.tokens_of(index);
-            let mut tell = |group| journal.tell(&mut events, group, node.before, node.name, tokens);
+            let held = self.content_of(index);
+            let mut tell = |group| journal.tell(&mut events, group, node.before, node.name, held);
             if self.is_told(NodeId(index as u32)) {
                 let kinds = self.kinds().map(CacheContent::Kv).enumerate();
                 kinds
@@ -220,9 +226,9 @@ impl PrefixIndex {
         self.node_of[page.index()].is_some()
     }
 
-    /// What is cached of exactly `tokens` after exactly `before`.
-    pub(crate) fn find(&self, before: Prefix, tokens: &[TokenId]) -> Option<Found> {
-        let prefix = self.find_hashed(self.hash(before, tokens), before, tokens)?;
+    /// What is cached of exactly `content` after exactly `before`.
+    pub(crate) fn find(&self, before: Prefix, content: Content<'_>) -> Option<Found> {
+        let prefix = self.find_hashed(self.hash(before, content), before, content)?;
         let Node { blocks, state, .. } = self.nodes[prefix.node?.index()]?;
         Some(Found {
             prefix,
@@ -231,18 +237,18 @@ impl PrefixIndex {
         })
     }
 
-    /// Caches `blocks` as holding `tokens` after `before`, in a sequence of `salt`. Blocks that are
-    /// already cached for these tokens stay. Returns the prefix that includes `tokens`; `None` if `before` was evicted
+    /// Caches `blocks` as holding `content` after `before`, in a sequence of `salt`. Blocks that are
+    /// already cached for it stay. Returns the prefix that includes it; `None` if `before` was evicted
     /// meanwhile, so that no lookup would reach it, or if the index is full.
     pub(crate) fn insert(
         &mut self,
         blocks: Blocks,
         before: Prefix,
-        tokens: &[TokenId],
+        content: Content<'_>,
         salt: Option<&str>,
     ) -> Option<Prefix> {
-        let hash = self.hash(before, tokens);
-        if let Some(prefix) = self.find_hashed(hash, before, tokens) {
+        let hash = self.hash(before, content);
+        if let Some(prefix) = self.find_hashed(hash, before, content) {
             self.complete(prefix.node?, blocks);
             return Some(prefix);
         }
@@ -252,7 +258,8 @@ impl PrefixIndex {
         let id = self.vacant.pop()?;
         self.last += 1;
         let name = self.last;
-        self.tokens[id.index() * self.block_size..][..self.block_size].copy_from_slice(tokens);
+        self.tokens[id.index() * self.block_size..][..self.block_size].copy_from_slice(content.tokens);
+        self.images[id.index()] = content.images.into();
         self.nodes[id.index()] = Some(Node {
             hash,
             before,
@@ -269,7 +276,7 @@ impl PrefixIndex {
         self.by_hash
             .insert_unique(hash, id, |id| nodes[id.index()].map_or(0, |node| node.hash));
         if let Some(journal) = &mut self.journal {
-            journal.name(before, name, tokens, salt);
+            journal.name(before, name, content, salt);
         }
         self.complete(id, blocks);
         Some(Prefix { name, node: Some(id) })
@@ -294,13 +301,15 @@ impl PrefixIndex {
 
     /// Tells listeners of a node's block of a group, if it has one.
     fn tell(&mut self, id: NodeId, group: usize) {
-        if let (Some(node), Some(journal)) = (self.nodes[id.index()], &mut self.journal)
+        let mut journal = self.journal.take();
+        if let (Some(node), Some(journal)) = (self.nodes[id.index()], &mut journal)
             && node.blocks[group].is_some()
         {
             let content = CacheContent::Kv(self.groups.as_slice()[group].kind);
-            let tokens = &self.tokens[id.index() * self.block_size..][..self.block_size];
-            journal.stored((group, content), node.before, node.name, tokens);
+            let held = self.content_of(id.index());
+            journal.stored((group, content), node.before, node.name, held);
         }
+        self.journal = journal;
     }
 
     /// The block that begins with `page` holds other tokens from here on. Returns how many blocks are cached no more: its
@@ -377,6 +386,7 @@ impl PrefixIndex {
             self.dropped.push(slot);
         }
         (0..CacheGroups::MAX).for_each(|group| self.drop_block(id, group));
+        self.images[id.index()] = Box::default();
         let node = self.nodes[id.index()].take().expect("it is cached");
         self.vacant.push(id);
         match (node.previous, node.before.node) {
@@ -420,22 +430,33 @@ impl PrefixIndex {
         &self.tokens[index * self.block_size..][..self.block_size]
     }
 
-    fn find_hashed(&self, hash: u64, before: Prefix, tokens: &[TokenId]) -> Option<Prefix> {
+    fn content_of(&self, index: usize) -> Content<'_> {
+        Content {
+            tokens: self.tokens_of(index),
+            images: &self.images[index],
+        }
+    }
+
+    fn find_hashed(&self, hash: u64, before: Prefix, content: Content<'_>) -> Option<Prefix> {
         let same = |id: &NodeId| {
             self.nodes[id.index()].is_some_and(|node| node.before == before)
-                && self.tokens[id.index() * self.block_size..].starts_with(tokens)
+                && self.tokens_of(id.index()) == content.tokens
+                && *self.images[id.index()] == *content.images
         };
         let &id = self.by_hash.find(hash, same)?;
         let name = self.nodes[id.index()]?.name;
         Some(Prefix { name, node: Some(id) })
     }
 
-    fn hash(&self, before: Prefix, tokens: &[TokenId]) -> u64 {
+    fn hash(&self, before: Prefix, content: Content<'_>) -> u64 {
+        let tokens = content.tokens;
         let mut bytes = [0; 4 * MAX_BLOCK_SIZE];
         for (to, token) in bytes.chunks_exact_mut(4).zip(tokens) {
             to.copy_from_slice(&token.to_le_bytes());
         }
-        xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.name)
+        let seed =
+            (content.images.iter()).fold(self.seed, |seed, image| xxh3_64_with_seed(&image.hash, seed));
+        xxh3_64_with_seed(&bytes[..4 * tokens.len()], seed ^ before.name)
     }
 
     /// Checks that every node is found under its own identity and no other, that the node before it exists, that its blocks
@@ -445,7 +466,7 @@ impl PrefixIndex {
         for (index, node) in self.nodes.iter().enumerate() {
             let Some(node) = node else { continue };
             cached += 1;
-            let found = self.find(node.before, self.tokens_of(index));
+            let found = self.find(node.before, self.content_of(index));
             if found.map(|found| found.prefix.name) != Some(node.name) {
                 return Err(format!("node {index} is found as {found:?}"));
             }

@@ -1,4 +1,6 @@
-use plimsoll_core::{GroupTable, KvConfig};
+use std::sync::Arc;
+
+use plimsoll_core::{GroupTable, ImageSpan, KvConfig};
 
 use crate::{prefix::Prefix, state::TableState};
 
@@ -16,6 +18,8 @@ pub struct BlockTable {
     pub(crate) prefix: Option<Prefix>,
     /// Only requests with the same salt may share them; kept only while events are recorded.
     pub(crate) salt: Option<Box<str>>,
+    /// The images of its prompt.
+    pub(crate) images: Option<Arc<[ImageSpan]>>,
 }
 
 impl BlockTable {

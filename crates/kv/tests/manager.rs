@@ -1,6 +1,8 @@
 //! What the manager promises, one promise at a time.
 
-use plimsoll_core::{BlockSize, CacheEvent, CacheGroups, KvConfig, TokenId};
+use std::sync::Arc;
+
+use plimsoll_core::{BlockSize, CacheEvent, CacheGroups, Image, ImageGrid, ImageSpan, KvConfig, TokenId};
 use plimsoll_kv::{BlockTable, KvManager, NoRoom, OutOfPages, Sharing};
 
 fn manager(num_blocks: usize) -> KvManager {
@@ -164,6 +166,54 @@ fn equal_prompts_share_nothing_across_salts() {
         assert_eq!(again.computed(), 16, "{salt:?}");
         manager.release(again);
     }
+}
+
+/// Blocks of 8 tokens, all placeholders: what tells them apart is which rows of which images they are.
+#[test]
+fn equal_placeholders_share_only_the_rows_of_equal_images() {
+    let image = |hash: u8| {
+        Arc::new(Image {
+            hash: [hash; 32],
+            grid: ImageGrid {
+                frames: 1,
+                height: 1,
+                width: 12,
+            },
+            patches: Vec::new(),
+        })
+    };
+    let span = |start, len, hash| ImageSpan {
+        start,
+        len,
+        image: image(hash),
+    };
+    let tokens = vec![7; 30];
+    let mut manager = manager(64);
+    let mut hit = |images: Vec<ImageSpan>| {
+        let images: Option<Arc<[ImageSpan]>> = (!images.is_empty()).then(|| images.into());
+        let sharing = Sharing {
+            images: images.as_ref(),
+            ..Sharing::default()
+        };
+        let mut table = manager.open(&tokens, sharing, 0).unwrap();
+        let hit = table.computed();
+        manager.commit(&mut table, &tokens);
+        manager.release(table);
+        manager.check_invariants([]).unwrap();
+        hit
+    };
+    assert_eq!(hit(vec![]), 0);
+    assert_eq!(hit(vec![span(2, 12, 1)]), 0);
+    assert_eq!(hit(vec![span(2, 12, 1)]), 24);
+    assert_eq!(hit(vec![span(2, 12, 2)]), 0, "another picture");
+    assert_eq!(hit(vec![span(3, 12, 1)]), 0, "another place");
+    assert_eq!(hit(vec![span(2, 6, 1), span(8, 6, 1)]), 8, "its first rows again");
+    assert_eq!(
+        hit(vec![span(2, 12, 1), span(16, 4, 2)]),
+        16,
+        "two blocks of it, then another"
+    );
+    assert_eq!(hit(vec![]), 24);
 }
 
 #[test]

@@ -445,9 +445,9 @@ proptest! {
                     let salt = salted.then_some("pepper");
                     let slots = manager.stats().slots;
                     let has_slot = slots.used < slots.total || !naive.has_states();
-                    let opened = manager.open(&tokens, Sharing { salt, most }, headroom);
+                    let opened = manager.open(&tokens, Sharing { salt, most, images: None }, headroom);
                     let shareable = &tokens[..most.min(tokens.len() - 1)];
-                    let snapshot = naive.has_states().then(|| router.longest(salt, shareable, &kv));
+                    let snapshot = naive.has_states().then(|| router.longest(salt, shareable, &[], &kv));
                     let opens = has_slot && naive.open(&tokens, salted, most, headroom, snapshot);
                     prop_assert_eq!(opened.is_ok(), opens);
                     open.extend(opened.map(|table| Open { table, tokens, salt }));
@@ -514,7 +514,7 @@ proptest! {
                 }
                 // Events promise neither more nor less than a request finds.
                 let found = naive.hit(open.salt.is_some(), &open.tokens) * BLOCK_SIZE;
-                let foretold = router.longest(open.salt, &open.tokens, &kv);
+                let foretold = router.longest(open.salt, &open.tokens, &[], &kv);
                 prop_assert!(foretold == found || naive.has_states() && foretold < found);
             }
         }

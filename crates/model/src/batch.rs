@@ -4,10 +4,12 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use plimsoll_core::{
-    KvConfig, PageId, Pooling, RequestId, Run, RunInput, SampleSpec, StateSlot, StepLimits, StepPlan, TokenId,
+    ImageInput, KvConfig, PageId, Pooling, RequestId, Run, RunInput, SampleSpec, StateSlot, StepLimits,
+    StepPlan, TokenId,
 };
 use plimsoll_kernels::{RunMeta, StateRun};
 
+use crate::encoder::{Embeddings, EncodedImage};
 use crate::tables::{self, PageTable};
 
 /// What one step computes: rows of tokens, and which of them belong together.
@@ -19,6 +21,22 @@ pub(crate) struct Batch<'a> {
     pub(crate) tables: Vec<Vec<RunMeta<'a>>>,
     /// The runs and their states, in a model whose layers have such.
     pub(crate) states: Vec<StateRun>,
+    /// Of each run its positions in three dimensions, where it is of a prompt with images.
+    pub(crate) positions: Vec<Option<Vec<[u32; 3]>>>,
+    /// Rows of the batch that are rows of an image.
+    pub(crate) image: Option<BatchImage<'a>>,
+}
+
+/// Rows of the one image that a step may have.
+#[derive(Debug)]
+pub(crate) struct BatchImage<'a> {
+    /// Rows of the batch, and which of the image's each is.
+    pub(crate) rows: Vec<(usize, usize)>,
+    /// Where the image's are.
+    pub(crate) encoded: EncodedImage,
+    pub(crate) embeddings: &'a Embeddings,
+    /// Layers of the decoder to whose output rows of images are added.
+    pub(crate) features: usize,
 }
 
 /// The bounds inside which a plan is legal.
@@ -29,6 +47,8 @@ pub(crate) struct Bounds {
     pub(crate) vocab_size: usize,
     /// What runs may ask of their rows; `None` where they are sampled from.
     pub(crate) pooling: Option<Pooling>,
+    /// The images that runs may have.
+    pub(crate) images: Option<ImageInput>,
 }
 
 impl Bounds {
@@ -48,6 +68,7 @@ impl Bounds {
                 limits.max_num_batched_tokens
             ));
         }
+        self.check_images(plan)?;
         let mut requests = HashSet::new();
         let writes: HashMap<StateSlot, RequestId> = plan
             .runs
@@ -73,6 +94,28 @@ impl Bounds {
                 .map_err(|message| format!("{}: {message}", run.request))?;
         }
         Ok(())
+    }
+
+    /// One image at most, so that the memory of one encode is enough.
+    fn check_images(&self, plan: &StepPlan) -> Result<(), String> {
+        let mut rows = plan.runs.iter().flat_map(Run::image_rows);
+        let Some((first, _)) = rows.next() else {
+            return Ok(());
+        };
+        let Some(input) = &self.images else {
+            return Err("the model is served without images".to_owned());
+        };
+        if rows.any(|(span, _)| span.image.hash != first.image.hash) {
+            return Err("rows of two images in a step that has those of one".to_owned());
+        }
+        let (image, patches) = (&first.image, first.image.grid.patches());
+        let fits = patches <= input.limits.max_patches
+            && image.patches.len() == patches * input.patch_values
+            && input.rows(image.grid) == Some(first.len);
+        match fits {
+            true => Ok(()),
+            false => Err(format!("an image of {:?} for {} tokens", image.grid, first.len)),
+        }
     }
 
     fn check_input(&self, run: &Run, last: &HashMap<RequestId, TokenId>) -> Result<(), String> {
@@ -236,6 +279,8 @@ impl<'a> Batch<'a> {
             })
         });
         Self {
+            positions: Vec::new(),
+            image: None,
             states: states.collect(),
             tables: pages.places.iter().map(table).collect(),
             tokens,

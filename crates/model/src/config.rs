@@ -5,11 +5,12 @@ mod known;
 mod overrides;
 mod quantization;
 mod raw;
+mod vision;
 
 use std::path::Path;
 
 use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
-use plimsoll_core::{Matryoshka, MetaValue, Metadata, Pooling, TokenId};
+use plimsoll_core::{ImageInput, Matryoshka, MetaValue, Metadata, Pooling, TokenId};
 use plimsoll_kernels::{DeltaLayout, WeightType};
 use serde_json::{Map, Value};
 
@@ -19,20 +20,23 @@ use crate::embedding::{self, EmbeddingConfig, ServeAs};
 use crate::generation::check_token_ids;
 use crate::quantization::{OnlineQuantization, Quantization};
 use crate::spec::{AttentionSpec, DeltaNetSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, shared};
-use crate::{DecoderSpec, ModelError};
+use crate::{DecoderSpec, EncoderSpec, ModelError};
 use gguf::GgufFields;
 pub use gguf::GgufTensors;
 pub use overrides::HfOverrides;
 use raw::Fields;
 pub(crate) use raw::{RawConfig, RawRope};
+pub use vision::Around;
 
 /// What a model says about itself.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// The family.
     pub architecture: Architecture,
-    /// The model of images and text of which it is the text part, as `architectures` names it.
-    pub text_part_of: Option<&'static str>,
+    /// The model of images and text of which the network is the text part.
+    pub text_part_of: Option<Around>,
+    /// What makes rows of images, where they are served.
+    pub encoder: Option<EncoderSpec>,
     /// The network.
     pub spec: DecoderSpec,
     /// Tokens that end a text, as far as the configuration knows.
@@ -47,10 +51,14 @@ pub struct ModelConfig {
 
 impl ModelConfig {
     /// The same model, served so: one for embeddings needs no head.
-    pub(crate) fn served(mut self, serve_as: &ServeAs) -> Result<Self, ModelError> {
+    pub(crate) fn served(mut self, path: &Path, serve_as: &ServeAs) -> Result<Self, ModelError> {
         self.embedding = serve_as.resolve(self.embedding)?;
         if self.embedding.is_some() {
             self.spec.head = OutputHead::None;
+        }
+        let images = serve_as.images.filter(|limits| limits.max_images_per_prompt > 0);
+        if let (Some(around), Some(limits)) = (&self.text_part_of, images) {
+            self.encoder = around.encoder(path, &self.spec, limits)?;
         }
         let stored = &self.spec.quantization;
         match (serve_as.quantization, stored.name()) {
@@ -172,7 +180,7 @@ impl ModelConfig {
                 values.entry(field).or_insert(default);
             }
         }
-        let raw = RawConfig::read(&Fields::new(path, &values))?;
+        let raw = RawConfig::read(architecture, &Fields::new(path, &values))?;
         let spec = architecture.spec(&raw)?;
         check(path, &spec)?;
         check_formats(&spec)?;
@@ -183,6 +191,7 @@ impl ModelConfig {
         Ok(Self {
             architecture,
             text_part_of: None,
+            encoder: None,
             spec,
             eos_token_ids: raw.eos_token_ids,
             dtype: raw.dtype,
@@ -196,6 +205,11 @@ impl ModelConfig {
         let trained_for = self.spec.max_position_embeddings;
         let embedding = self.embedding.as_ref().and_then(|embedding| embedding.max_tokens);
         embedding.map_or(trained_for, |tokens| tokens.min(trained_for))
+    }
+
+    /// The images that prompts may have; `None` where text alone is served.
+    pub fn image_input(&self) -> Option<ImageInput> {
+        self.encoder.as_ref().map(|encoder| encoder.input)
     }
 
     /// How prompts become vectors, where the model is served for embeddings.

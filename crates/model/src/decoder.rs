@@ -8,7 +8,8 @@ use plimsoll_device::Arena;
 use plimsoll_kernels::{
     AttentionOptions, DeltaGates, Embedding, ExpertBuffers, ExpertWeights, KvElement, KvLayout, Linear,
     PagedKvMut, QkNorm, Route, add_gated, add_rms_norm, attention, causal_conv, experts, gated_delta_rule,
-    glu, qk_norm_rope_kv_write, rms_norm, rope_angles, route, sandwich_norm, sigmoid_gate, soft_cap,
+    glu, qk_norm_rope_kv_write, rms_norm, rope_angles, rope_angles_of_axes, route, sandwich_norm,
+    sigmoid_gate, soft_cap,
 };
 
 use crate::batch::Batch;
@@ -33,6 +34,8 @@ pub(crate) struct Decoder {
 struct Rope {
     spec: RopeSpec,
     tables: Vec<RopeTable>,
+    /// The dimension of each pair, where positions have three.
+    axes: Option<Vec<usize>>,
 }
 
 impl Decoder {
@@ -41,6 +44,7 @@ impl Decoder {
         let rope = |rope: &RopeSpec| Rope {
             spec: rope.clone(),
             tables: rope.scaled_tables(weights.rope_factors.as_deref()),
+            axes: rope.sections.map(|sections| sections.axes()),
         };
         Ok(Self {
             ropes: spec.ropes().into_iter().map(rope).collect(),
@@ -121,13 +125,14 @@ impl Decoder {
         for rope in &self.ropes {
             let table = &rope.tables[rope.spec.variant(max_model_len)];
             let (own, rest) = angles.split_at_mut(n * rope.spec.rotary_dim);
-            rope_angles(&table.frequencies, table.attention_factor, batch.runs(), own);
+            angles_of(rope, table, batch, own);
             step.ropes.push((&rope.spec, own));
             angles = rest;
         }
         self.weights
             .embedding
             .forward(batch.tokens, spec.embedding_scale, step.hidden);
+        step.put_image();
         self.weights.forward(spec, &mut step)?;
         let len = rows.len() * spec.hidden_size;
         Ok(&step.normed[..len])
@@ -139,6 +144,23 @@ impl Decoder {
             linear: self.weights.head.as_deref()?,
             soft_cap: self.spec.logit_soft_cap,
         })
+    }
+}
+
+/// The angles of all rows of a batch.
+fn angles_of(rope: &Rope, table: &RopeTable, batch: &Batch<'_>, out: &mut [f32]) {
+    let (frequencies, factor) = (&table.frequencies, table.attention_factor);
+    let Some(axes) = rope.axes.as_deref().filter(|_| !batch.positions.is_empty()) else {
+        return rope_angles(frequencies, factor, batch.runs(), out);
+    };
+    for (run, positions) in batch.runs().iter().zip(&batch.positions) {
+        match positions {
+            None => rope_angles(frequencies, factor, std::slice::from_ref(run), out),
+            Some(positions) => {
+                let own = &mut out[run.first_row * rope.spec.rotary_dim..][..run.len * rope.spec.rotary_dim];
+                rope_angles_of_axes(frequencies, factor, axes, positions, own);
+            }
+        }
     }
 }
 
@@ -250,6 +272,16 @@ impl<E: KvElement> Step<'_, '_, E> {
         }
     }
 
+    /// Embeddings of images in place of those of their tokens.
+    fn put_image(&mut self) {
+        let Some(image) = &self.batch.image else { return };
+        let width = self.hidden.len() / self.rows;
+        for &(row, of_image) in &image.rows {
+            let embedding = image.embeddings.row(&image.encoded, of_image, 0);
+            self.hidden[row * width..(row + 1) * width].copy_from_slice(embedding);
+        }
+    }
+
     /// Where the layer keeps KV.
     fn page(&self) -> LayerPage {
         match self.places[self.layer] {
@@ -323,6 +355,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             window: spec.window,
             soft_cap: spec.soft_cap,
             sinks: sinks.map(Vec::as_slice),
+            bidirectional: false,
         };
         let page = self.page();
         let len = self.rows * spec.q_size();
@@ -464,6 +497,18 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             add_gated(out, gates, delta);
         }
         Ok(())
+    }
+
+    fn add_features(&mut self, layer: usize) {
+        let Some(image) = self.batch.image.as_ref().filter(|image| layer < image.features) else {
+            return;
+        };
+        let width = self.hidden.len() / self.rows;
+        for &(row, of_image) in &image.rows {
+            let feature = image.embeddings.row(&image.encoded, of_image, 1 + layer);
+            let hidden = &mut self.hidden[row * width..(row + 1) * width];
+            hidden.iter_mut().zip(feature).for_each(|(x, y)| *x += y);
+        }
     }
 
     fn finish(&mut self, norms: &Norms<'_, Vec<f32>>) -> Result<(), Oom> {

@@ -5,8 +5,8 @@
 
 use std::path::Path;
 
-use plimsoll_core::Pooling;
 use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
+use plimsoll_core::{EncoderLimits, Pooling};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -60,6 +60,8 @@ pub struct ServeAs {
     pub hf_overrides: HfOverrides,
     /// What its linear layers become.
     pub quantization: Option<OnlineQuantization>,
+    /// The most that its encoder of images is asked for; without, text alone is served.
+    pub images: Option<EncoderLimits>,
 }
 
 impl ServeAs {

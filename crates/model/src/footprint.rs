@@ -9,13 +9,14 @@ use plimsoll_kernels::{LinearShape, Route, WeightType, attention_scratch, sample
 
 use crate::blocks::{self, DeltaRule, Matrix, Moe, Norms, Operations, Stack, Vector, Visitor, Widths};
 use crate::decoder::activation_widths;
+use crate::encoder::{self, EncoderState};
 use crate::model::{Description, check_cpu};
 use crate::quantization::MatrixFormat;
 use crate::runner::LOGIT_ROWS;
 use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec};
 use crate::state::{KvElementType, Staging, StateCache};
 use crate::weights::Checked;
-use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError};
+use crate::{DecoderSpec, EncoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError};
 
 /// How large a step is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,6 +59,8 @@ pub struct Footprint {
     weights: u64,
     kv_element: KvElementType,
     decoder: blocks::Decoder<LinearShape, LinearShape, ()>,
+    /// Bytes that a state has for images: the arena of one encode, and embeddings.
+    encoder: [u64; 2],
 }
 
 impl Footprint {
@@ -84,10 +87,15 @@ impl Footprint {
         };
         let spec = description.about.spec();
         let decoder = blocks::Decoder::visit(spec, &mut sizes)?;
+        let all_f32 = sizes.all_f32;
+        let encoder = match &description.about.config.encoder {
+            None => [0; 2],
+            Some(spec) => encoder_bytes(spec, &blocks::Encoder::visit(spec, &mut sizes)?),
+        };
         let Sizes {
             types,
             weights,
-            all_f32,
+            all_f32: _,
         } = sizes;
         if let Types::Stored(checked) = types {
             checked.finish()?;
@@ -97,6 +105,7 @@ impl Footprint {
             weights: weights.unwrap_or(u64::MAX),
             kv_element: KvElementType::choose(options.kv_cache_dtype, all_f32)?,
             decoder,
+            encoder,
             config: description.about.config,
         })
     }
@@ -129,6 +138,14 @@ impl Footprint {
     /// Bytes of a state's staging.
     pub fn staging_bytes(&self, limits: &StepLimits) -> u64 {
         Staging::bytes(limits, self.spec().num_logits()).map_or(u64::MAX, |bytes| bytes as u64)
+    }
+
+    /// Bytes that a state has for images: what the largest that limits allow takes, and embeddings that are kept; `u64::MAX` if no
+    /// memory could hold it.
+    pub fn encoder_bytes(&self) -> u64 {
+        self.encoder
+            .iter()
+            .fold(0, |sum, &bytes| sum.saturating_add(bytes))
     }
 
     /// What `steps`, one after the other, take from the arena.
@@ -190,6 +207,14 @@ impl Footprint {
     pub fn spec(&self) -> &DecoderSpec {
         &self.config.spec
     }
+}
+
+/// Bytes of the arena that one encode of the largest image takes, and of the embeddings that are kept.
+pub(crate) fn encoder_bytes(spec: &EncoderSpec, weights: &blocks::Encoder<LinearShape, ()>) -> [u64; 2] {
+    let mut arena = DryArena::default();
+    let scratch = encoder::count(spec, weights, &mut arena).map(|()| arena.take_high_water() as u64);
+    let kept = EncoderState::embedding_bytes(spec).map(|bytes| bytes as u64);
+    [scratch, kept].map(|bytes| bytes.unwrap_or(u64::MAX))
 }
 
 /// Counts what the operations of [`crate::decoder`] take from the arena.
@@ -285,6 +310,8 @@ impl Operations<LinearShape, ()> for CountStep<'_> {
         }
         Ok(())
     }
+
+    fn add_features(&mut self, _: usize) {}
 
     fn finish(&mut self, _: &Norms<'_, ()>) -> Result<(), Boundless> {
         Ok(())

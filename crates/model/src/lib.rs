@@ -11,12 +11,15 @@ mod config;
 pub mod cuda;
 mod decoder;
 mod embedding;
+mod encoder;
+mod encoder_spec;
 mod error;
 mod footprint;
 mod generation;
 mod gguf;
 mod model;
 mod names;
+mod positions;
 mod quantization;
 pub mod rope;
 mod runner;
@@ -27,14 +30,15 @@ mod weights;
 
 pub use arch::Architecture;
 pub use cancel::Cancel;
-pub use config::{GgufTensors, HfOverrides, ModelConfig};
+pub use config::{Around, GgufTensors, HfOverrides, ModelConfig};
 pub use embedding::{EmbeddingConfig, ServeAs, Task};
+pub use encoder_spec::EncoderSpec;
 pub use error::{ModelError, Shape};
 pub use footprint::{ArenaUse, Footprint, StepSize};
 pub use generation::GenerationConfig;
 pub use gguf::GgufFile;
 pub use model::{About, LoadFormat, LoadOptions, Model};
-pub use plimsoll_kernels::{Activation, DeltaLayout, ExpertActivation, QueryScale, RouterSoftmax};
+pub use plimsoll_kernels::{Activation, DeltaLayout, ExpertActivation, Gelu, QueryScale, RouterSoftmax};
 pub use quantization::{
     FP8_BLOCK, Fp8Scales, Int4Format, Int4Groups, Int4Packing, MXFP4_BLOCK, MatrixFormat, OnlineQuantization,
     Quantization,

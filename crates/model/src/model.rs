@@ -2,6 +2,8 @@ use std::io::ErrorKind;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use plimsoll_core::{KvConfig, TokenId};
 use plimsoll_device::{Budget, Charge};
@@ -9,10 +11,11 @@ use plimsoll_kernels::WeightType;
 
 use crate::decoder::Decoder;
 use crate::embedding::{self, ServeAs};
+use crate::encoder::Encoder;
 use crate::quantization::Quantization;
 use crate::state::{KvCacheDtype, KvElementType, StateCache};
 use crate::weights::{Checkpoint, DummyWeights, GgufWeights, Loader, Source};
-use crate::{Cancel, DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress};
+use crate::{Around, Cancel, DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress};
 
 /// How to load a model.
 #[derive(Clone, Debug, Default)]
@@ -45,6 +48,9 @@ pub enum LoadFormat {
 pub struct Model {
     about: About,
     pub(crate) decoder: Decoder,
+    pub(crate) encoder: Option<Encoder>,
+    /// Nanoseconds that the largest image took at most when a state was built.
+    pub(crate) slowest_encode: AtomicU64,
     pub(crate) kv_element: KvElementType,
     /// Given back after the weights: fields are dropped in order.
     _charges: Vec<Charge>,
@@ -70,11 +76,17 @@ impl Model {
         let mut loader = Loader::new(&*source, budget, &options.cancel, progress);
         let decoder = Decoder::load(spec, &mut loader)?;
         let kv_element = KvElementType::choose(options.kv_cache_dtype, loader.all_f32())?;
+        let encoder = match &description.about.config.encoder {
+            None => None,
+            Some(spec) => Some(Encoder::load(spec, &mut loader)?),
+        };
         let charges = loader.finish()?;
         drop(source);
         Ok(Arc::new(Self {
             about: description.about,
             decoder,
+            encoder,
+            slowest_encode: AtomicU64::new(0),
             kv_element,
             _charges: charges,
         }))
@@ -88,6 +100,11 @@ impl Model {
     /// Bytes of a KV cache.
     pub fn kv_bytes(&self, config: KvConfig) -> u64 {
         self.spec().kv_bytes(config, self.kv_element.size())
+    }
+
+    /// How long the largest image that limits allow took to encode, at most, when a state was built; zero without images.
+    pub fn slowest_encode(&self) -> Duration {
+        Duration::from_nanos(self.slowest_encode.load(Ordering::Relaxed))
     }
 
     /// Bytes of the states of fixed size that a request has beside its KV; 0 where no layer has one.
@@ -129,8 +146,11 @@ impl About {
 
     /// Where only a part of the model is loaded.
     pub(crate) fn log_what_is_left_out(&self) {
-        if let Some(name) = self.config.text_part_of {
-            tracing::info!("{name}: only its text part is served, weights for images are not loaded");
+        match &self.config.text_part_of {
+            Some(Around { name, .. }) if self.config.encoder.is_none() => {
+                tracing::info!("{name}: only its text part is served, weights for images are not loaded");
+            }
+            _ => {}
         }
     }
 
@@ -185,7 +205,7 @@ impl Description {
             if let Some(embedding) = embedding::read_directory(path, serve_as)? {
                 config.embedding = Some(embedding);
             }
-            let config = config.served(serve_as)?;
+            let config = config.served(path, serve_as)?;
             let generation = GenerationConfig::read(path, config.spec.vocab_size)?;
             return Ok(Self {
                 path: path.to_owned(),
@@ -194,7 +214,7 @@ impl Description {
             });
         }
         let file = GgufFile::open(path)?;
-        let mut config = file.config(&serve_as.hf_overrides)?.served(serve_as)?;
+        let mut config = file.config(&serve_as.hf_overrides)?.served(path, serve_as)?;
         if !config.spec.quantization.is_online() {
             let types = GgufWeights::new(&file, config.architecture, &config.spec).types(&config.spec)?;
             config.spec.quantization = Quantization::of_gguf(types);

@@ -15,6 +15,30 @@ pub struct RopeSpec {
     pub scaling: RopeScaling,
     /// How queries grow with their position.
     pub query_scale: Option<QueryScale>,
+    /// How the dimensions of a position share the pairs, where positions have three.
+    pub sections: Option<MropeSections>,
+}
+
+/// Which pairs turn with the position in time, row and column (mRoPE, [Qwen2-VL](https://arxiv.org/abs/2409.12191)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MropeSections {
+    /// Pairs of each dimension; together all that are rotated.
+    pub pairs_of: [usize; 3],
+    /// The dimensions take turns as long as they have pairs left, and the rest is time's; otherwise one follows the other.
+    pub interleaved: bool,
+}
+
+impl MropeSections {
+    /// The dimension of each pair.
+    pub fn axes(&self) -> Vec<usize> {
+        let [time, rows, _] = self.pairs_of;
+        let axis = |pair: usize| match self.interleaved {
+            true if pair < 3 * self.pairs_of[pair % 3] => pair % 3,
+            true => 0,
+            false => usize::from(pair >= time) + usize::from(pair >= time + rows),
+        };
+        (0..self.pairs_of.iter().sum()).map(axis).collect()
+    }
 }
 
 /// The supported ways of stretching.
@@ -184,6 +208,7 @@ mod tests {
             rotary_dim,
             scaling,
             query_scale: None,
+            sections: None,
         }
     }
 
@@ -239,6 +264,20 @@ mod tests {
             }
             assert_eq!(scaled.attention_factor, 1.25);
         }
+    }
+
+    #[test]
+    fn dimensions_share_the_pairs() {
+        let axes = |pairs_of, interleaved| {
+            MropeSections {
+                pairs_of,
+                interleaved,
+            }
+            .axes()
+        };
+        assert_eq!(axes([4, 2, 2], false), [0, 0, 0, 0, 1, 1, 2, 2]);
+        assert_eq!(axes([4, 2, 2], true), [0, 1, 2, 0, 1, 2, 0, 0]);
+        assert_eq!(axes([3, 3, 2], true), [0, 1, 2, 0, 1, 2, 0, 1]);
     }
 
     #[test]

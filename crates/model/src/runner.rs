@@ -1,8 +1,10 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use plimsoll_core::{
-    Component, Executor, FillMasks, Oom, Pooling, PromptLogprob, RequestId, Run, SampleSpec, Sampled,
+    Component, Executor, FillMasks, Image, Oom, Pooling, PromptLogprob, RequestId, Run, SampleSpec, Sampled,
     StateConfig, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 use plimsoll_device::{Arena, Budget, Slab};
@@ -11,6 +13,7 @@ use plimsoll_kernels::{SampleError, ScoreRow, apply_mask, sample, score, sum_row
 use crate::Model;
 use crate::batch::{Batch, Bounds, StepPages};
 use crate::decoder::Decoder;
+use crate::encoder::EncoderState;
 use crate::state::{KvCache, Staging, StateCache, mask_words};
 
 /// Rows whose logits exist at one time. Their memory, rows × vocabulary, would otherwise be the largest of the step.
@@ -23,6 +26,7 @@ pub struct Runner {
     bounds: Bounds,
     kv: KvCache,
     states: StateCache,
+    encoder: Option<EncoderState>,
     arena: Arena,
     staging: Staging,
     canary: Option<Slab>,
@@ -61,6 +65,17 @@ impl Runner {
         touches: &mut dyn FnMut(),
     ) -> Result<Self, Oom> {
         let spec = model.spec();
+        // Before all else: what the rest is measured with holds it.
+        let encoder = match &model.encoder {
+            None => None,
+            Some(encoder) => {
+                let begun = Instant::now();
+                let state = EncoderState::new(encoder, budget)?;
+                let nanos = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                model.slowest_encode.fetch_max(nanos, Ordering::Relaxed);
+                Some(state)
+            }
+        };
         let kv = KvCache::new(budget, spec, model.kv_element, config.kv, touches)?;
         let states = StateCache::new(budget, spec, kv.config.state_slots, touches)?;
         let canary = usize::try_from(config.canary_bytes)
@@ -76,7 +91,9 @@ impl Runner {
                 kv: kv.config,
                 vocab_size: spec.vocab_size,
                 pooling: model.config().pooling(),
+                images: model.config().image_input(),
             },
+            encoder,
             kv,
             states,
             arena: Arena::new(budget, config.scratch)?,
@@ -128,6 +145,24 @@ impl Runner {
             out.extend_from_slice(logits);
             Ok(())
         })?;
+        Ok(out)
+    }
+
+    /// Rows of an image, `[rows, out_size × (1 + features)]`: each its embedding, then what it adds to the output of the decoder's
+    /// first layers. For oracles.
+    ///
+    /// # Errors
+    /// [`StepError`] where the model takes no images, or the image is larger than limits allow.
+    pub fn encode(&mut self, image: &Image) -> Result<Vec<f32>, StepError> {
+        let (Some(state), Some(encoder)) = (&mut self.encoder, &self.model.encoder) else {
+            return Err(StepError::Failed("the model is served without images".to_owned()));
+        };
+        let encoded = state.encode(encoder, image)?;
+        let rows = encoder.spec.input.rows(image.grid).unwrap_or(0);
+        let parts = 1 + encoder.spec.features.len();
+        let all = (0..rows).flat_map(|row| (0..parts).map(move |part| (row, part)));
+        let mut out = Vec::with_capacity(rows * encoder.spec.row_size());
+        all.for_each(|(row, part)| out.extend_from_slice(state.embeddings.row(&encoded, row, part)));
         Ok(out)
     }
 
@@ -253,12 +288,16 @@ impl Runner {
             states,
             staging,
             bounds,
+            encoder,
             ..
         } = self;
         let (arena, decoder): (&Arena, _) = (arena, &self.model.decoder);
         let (tokens, masks) = staging.parts_mut(plan.num_tokens());
         let pages = StepPages::new(plan, bounds.kv);
-        let batch = Batch::pack(plan, &self.last, &pages, tokens);
+        let mut batch = Batch::pack(plan, &self.last, &pages, tokens);
+        if let (Some(state), Some(encoder)) = (encoder, &self.model.encoder) {
+            state.prepare(encoder, plan, &mut batch)?;
+        }
         let normed = match plan.is_empty() {
             true => &[],
             false => decoder.forward(&batch, rows, (kv, states), bounds.limits.max_model_len, arena)?,

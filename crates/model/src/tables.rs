@@ -162,6 +162,7 @@ mod tests {
                     request: RequestId(0),
                     start,
                     input: RunInput::Known(vec![0; len]),
+                    images: None,
                     tables: Vec::new(),
                     state: None,
                     sample: None,

@@ -26,6 +26,7 @@ fn published_files_mean_what_they_say() {
         Qwen2.5-7B-Instruct => Qwen2, Own: 28 from 0: 28/4 x 128, theta 1000000, qkv bias
         Qwen3-8B => Qwen3, Own: 36 from 0: 32/8 x 128, theta 1000000, qk norm
         Qwen3-Embedding-0.6B => Qwen3, Tied: 28 from 0: 16/8 x 128, theta 1000000, qk norm
+        Qwen3-VL-8B-Instruct => Qwen3VL, Own: 36 from 0: 32/8 x 128, theta 5000000, qk norm
         Qwen3.5-9B => Qwen3_5, Own: 24 from 0: delta net 16 x 128, 32 x 128, 4 taps, Separate; 8 from 3: 16/4 x 256, theta 10000000 of 64, qk norm, gated
         Qwen3.5-27B => Qwen3_5, Own: 48 from 0: delta net 16 x 128, 48 x 128, 4 taps, Separate; 16 from 3: 24/4 x 256, theta 10000000 of 64, qk norm, gated
         gemma-2-2b-it => Gemma2, Tied capped at 30: 13 from 0: 8/4 x 256, window 4096, theta 10000, soft cap 50; 13 from 1: 8/4 x 256, theta 10000, soft cap 50
@@ -257,6 +258,7 @@ fn both_generations_of_transformers_configs_mean_the_same() {
         rotary_dim: parsed.spec.layers[0].attention().unwrap().head_dim,
         scaling,
         query_scale: None,
+        sections: None,
     };
     assert_eq!(parsed.spec.ropes(), [&rope(1000.0, scaling)]);
 

@@ -11,6 +11,7 @@ mod gguf;
 mod golden;
 mod groups;
 mod hybrid;
+mod images;
 mod memory;
 mod quantization;
 mod scheduling;

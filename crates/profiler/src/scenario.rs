@@ -421,6 +421,7 @@ impl Shapes {
                 request: RequestId(u64::MAX - index as u64),
                 start: row.start,
                 input: RunInput::Known(self.tokens(row.start..row.end)),
+                images: None,
                 tables,
                 state: self.state(row, index, rows.len()),
                 sample: (!goes_on && self.pooling.is_none()).then_some(sample),

@@ -35,6 +35,7 @@ fn running(requests: usize, prompt: usize) -> Scheduler {
         max_model_len: limits.max_model_len,
         kv_capacity_tokens: kv.capacity_tokens(),
         vocab_size: requests.max(2),
+        images: None,
     };
     for id in 0..requests {
         let prompt = vec![id as u32; prompt];

@@ -453,6 +453,9 @@ impl Scheduler {
             let Ok(table) = self.kv.open(&sequence.tokens, sequence.sharing(), headroom) else {
                 return;
             };
+            if room.lacks_image(&sequence.request, table.computed()) {
+                return self.kv.release(table);
+            }
             let (rank, mut sequence) = self.waiting.take(next, self.counters.admissions);
             self.counters.admissions += 1;
             // Hits on its own blocks after a preemption do not count.
@@ -577,12 +580,6 @@ impl Scheduler {
     fn give_back(&mut self, table: BlockTable) {
         self.kv.release(table);
         self.short_of_blocks = false;
-    }
-
-    /// Slots behind the last token of a running request. The token sampled last may have none yet.
-    fn tail(&self, running: &Running) -> usize {
-        let slots = running.table.room(&self.kv.config());
-        slots.saturating_sub(running.planned.max(running.sequence.tokens.len()))
     }
 
     fn running_mut(&mut self, id: RequestId) -> Option<(Rank, &mut Running)> {

@@ -64,6 +64,7 @@ impl Sequence {
     pub(crate) fn sharing(&self) -> Sharing<'_> {
         Sharing {
             salt: self.request.cache_salt(),
+            images: self.request.images(),
             most: match self.request.needs_every_row() {
                 true => 0,
                 false => self.unscored().map_or(usize::MAX, |rows| rows.start),
@@ -183,6 +184,7 @@ impl Running {
             request: self.sequence.request.id(),
             start,
             input,
+            images: self.sequence.request.images().cloned(),
             tables: self.table.up_to(end, &kv.config()),
             state: kv.next_state(&mut self.table, end),
             sample,

@@ -38,6 +38,7 @@ fn with_sampling(id: u64, prompt: usize, max_tokens: usize, sampling: SamplingOp
         max_model_len: 1000,
         kv_capacity_tokens: 1000,
         vocab_size: 100,
+        images: None,
     };
     let prompt = (0..prompt as u32)
         .map(|i| if i == 0 { id as u32 } else { i % 90 })
@@ -60,6 +61,7 @@ fn scored(id: u64, prompt: usize, max_tokens: usize) -> Request {
         max_model_len: 1000,
         kv_capacity_tokens: 1000,
         vocab_size: 100,
+        images: None,
     };
     let options = RequestOptions {
         prompt: request(id, prompt, 1).prompt().to_vec(),
@@ -495,6 +497,7 @@ fn of(id: u64, tenant: u64, priority: i64) -> Request {
         max_model_len: 1000,
         kv_capacity_tokens: 1000,
         vocab_size: 100,
+        images: None,
     };
     let options = RequestOptions {
         prompt: vec![1],
@@ -557,6 +560,7 @@ fn the_lowest_priority_gives_up_its_blocks_first() {
             max_model_len: 1000,
             kv_capacity_tokens: 32,
             vocab_size: 100,
+            images: None,
         };
         let options = RequestOptions {
             prompt: vec![id as TokenId; prompt],

@@ -36,6 +36,7 @@ fn request(id: u64, first: TokenId, prompt: usize, max_tokens: usize) -> Request
         max_model_len: 1000,
         kv_capacity_tokens: 1000,
         vocab_size: 1000,
+        images: None,
     };
     let options = RequestOptions {
         prompt: (0..prompt as u32)

@@ -166,9 +166,10 @@ impl ApiError {
     /// A request that can never be served; `prompt` is the field that holds the prompt, `length` the one that limits the answer.
     pub(crate) fn from_request(error: RequestError, prompt: &'static str, length: &'static str) -> Self {
         match error {
-            RequestError::EmptyPrompt | RequestError::UnknownToken { .. } => {
-                Self::invalid(prompt, error.to_string())
-            }
+            RequestError::EmptyPrompt
+            | RequestError::UnknownToken { .. }
+            | RequestError::NoImages
+            | RequestError::Images(_) => Self::invalid(prompt, error.to_string()),
             RequestError::TooLong {
                 prompt: tokens,
                 output,

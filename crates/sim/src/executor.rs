@@ -121,6 +121,11 @@ impl SimExecutor {
                 plan.num_tokens()
             ));
         }
+        let images = plan.runs.iter().flat_map(Run::image_rows);
+        let images: HashSet<_> = images.map(|(span, _)| span.image.hash).collect();
+        if images.len() > 1 {
+            return Err(format!("rows of {} images in a step", images.len()));
+        }
         let mut requests = HashSet::new();
         for run in &plan.runs {
             let id = run.request;
@@ -288,9 +293,10 @@ impl SimExecutor {
                 &last
             }
         };
+        let images = run.images.as_deref().unwrap_or_default();
         let (mut scored, mut sum) = (Vec::new(), [0.0; SimModel::WIDTH]);
         for (row, &token) in tokens.iter().enumerate() {
-            let after = context.then(token);
+            let after = context.then_at(run.start + row, token, images);
             let slot = Slot {
                 before: context,
                 after,
@@ -316,7 +322,7 @@ impl SimExecutor {
         let Some(spec) = &run.sample else { return Ok(None) };
         let history: &[TokenId] = &spec.history;
         let right = if spec.params.needs_history() {
-            self.synthetic || (history.len() == run.end() && Context::of(history) == context)
+            self.synthetic || (history.len() == run.end() && Context::with_images(history, images) == context)
         } else {
             history.is_empty()
         };

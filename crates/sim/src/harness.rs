@@ -320,7 +320,8 @@ impl<'a> Life<'a> {
         };
         let shareable = &tokens[..most.min(tokens.len() - 1)];
         let salt = client.request.cache_salt();
-        let foretold = self.router.longest(salt, shareable, &self.kv);
+        let images = client.request.images().map_or(&[][..], |images| &images[..]);
+        let foretold = self.router.longest(salt, shareable, images, &self.kv);
         (foretold == run.start).then_some(()).ok_or(format!(
             "{} finds {} tokens cached, and a router foretold {foretold}",
             run.request, run.start

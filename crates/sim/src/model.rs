@@ -1,6 +1,6 @@
 use plimsoll_core::{
-    FinishReason, Logprobs, Pooling, Progress, PromptLogprob, Request, SampleSpec, Sampled, SamplingParams,
-    TokenId, TokenLogprob,
+    FinishReason, ImageSpan, Logprobs, Pooling, Progress, PromptLogprob, Request, SampleSpec, Sampled,
+    SamplingParams, TokenId, TokenLogprob,
 };
 
 use crate::quote::Quote;
@@ -28,9 +28,33 @@ impl Context {
 
     /// The context after `tokens`.
     pub fn of(tokens: &[TokenId]) -> Self {
-        tokens
+        Self::with_images(tokens, &[])
+    }
+
+    /// The same where some of them are rows of images.
+    pub fn with_images(tokens: &[TokenId], images: &[ImageSpan]) -> Self {
+        let mut context = Self::EMPTY;
+        for (position, &token) in tokens.iter().enumerate() {
+            context = context.then_at(position, token, images);
+        }
+        context
+    }
+
+    /// This context with one more token, at `position` of a prompt with `images`: rows of an image count by its content.
+    pub fn then_at(self, position: usize, token: TokenId, images: &[ImageSpan]) -> Self {
+        let after = self.then(token);
+        let image = images
             .iter()
-            .fold(Self::EMPTY, |context, &token| context.then(token))
+            .find(|span| (span.start..span.end()).contains(&position));
+        let Some(span) = image else { return after };
+        let words = span.image.hash.as_chunks::<8>().0.iter();
+        let row = (position - span.start + 1) as u64;
+        Self {
+            hash: words.fold(mix(after.hash ^ row), |hash, &word| {
+                mix(hash ^ u64::from_le_bytes(word))
+            }),
+            ..after
+        }
     }
 
     /// This context with one more token.
@@ -214,6 +238,10 @@ fn made_up(worse: usize) -> f32 {
     -0.5 - worse as f32
 }
 
+fn images(request: &Request) -> &[ImageSpan] {
+    request.images().map_or(&[], |images| &images[..])
+}
+
 /// What `model` says about the prompt of `request`, by the definition; nothing where it does not ask.
 pub fn score_oracle(model: &SimModel, request: &Request) -> Vec<PromptLogprob> {
     let Some(top) = request.prompt_logprobs() else {
@@ -221,7 +249,13 @@ pub fn score_oracle(model: &SimModel, request: &Request) -> Vec<PromptLogprob> {
     };
     let prompt = request.prompt();
     (1..prompt.len())
-        .map(|at| model.score(Context::of(&prompt[..at]), prompt[at], top))
+        .map(|at| {
+            model.score(
+                Context::with_images(&prompt[..at], images(request)),
+                prompt[at],
+                top,
+            )
+        })
         .collect()
 }
 
@@ -247,7 +281,7 @@ pub fn oracle(model: &SimModel, request: &Request) -> (Vec<TokenId>, FinishReaso
     let mut constraints = request.clone().take_constraints();
     let constrained = !constraints.is_free();
     let mut mask = vec![0; model.vocab_size().div_ceil(32)];
-    let mut context = Context::of(request.prompt());
+    let mut context = Context::with_images(request.prompt(), images(request));
     let mut output = Vec::new();
     while output.len() < request.max_tokens() {
         let spec = SampleSpec {
@@ -278,8 +312,8 @@ pub fn oracle(model: &SimModel, request: &Request) -> (Vec<TokenId>, FinishReaso
 pub fn pooled_oracle(request: &Request) -> Option<Vec<f32>> {
     let pooling = request.pooling()?;
     let mut context = Context::EMPTY;
-    let rows = request.prompt().iter().map(|&token| {
-        context = context.then(token);
+    let rows = request.prompt().iter().enumerate().map(|(position, &token)| {
+        context = context.then_at(position, token, images(request));
         SimModel::row(context)
     });
     let rows: Vec<_> = rows.collect();

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use plimsoll_core::{CacheContent, CacheEvent, CacheKind, KvConfig, TokenId};
+use plimsoll_core::{BlockImage, CacheContent, CacheEvent, CacheKind, ImageSpan, KvConfig, TokenId};
 
 /// Blocks by name.
 #[derive(Debug, Default)]
@@ -17,6 +17,7 @@ pub(crate) struct Router {
 struct Block {
     parent: Option<u64>,
     tokens: Vec<TokenId>,
+    images: Vec<BlockImage>,
     salt: Option<Box<str>>,
 }
 
@@ -47,10 +48,11 @@ impl Router {
                     blocks,
                     mut parent,
                     tokens,
+                    images,
                     mut salt,
                 } => {
                     let len = tokens.len() / blocks.len();
-                    for (&name, tokens) in blocks.iter().zip(tokens.chunks_exact(len)) {
+                    for (index, (&name, tokens)) in blocks.iter().zip(tokens.chunks_exact(len)).enumerate() {
                         let behind = parent.is_none_or(|parent| self.held.contains(&(group, parent)));
                         if content == CacheContent::Kv(CacheKind::Full) && !behind {
                             return Err(format!("{blocks:?} follow a block that is not cached"));
@@ -58,6 +60,11 @@ impl Router {
                         let block = Block {
                             parent,
                             tokens: tokens.to_vec(),
+                            images: images
+                                .iter()
+                                .filter(|(at, _)| *at == index)
+                                .map(|(_, image)| *image)
+                                .collect(),
                             salt: salt.take(),
                         };
                         let known = self.blocks.entry(name).or_insert_with(|| block.clone());
@@ -81,14 +88,33 @@ impl Router {
 
     /// Tokens of the longest prefix of `tokens` that a request of `salt` finds: every group has what a query behind it sees, and
     /// that of states the last block.
-    pub(crate) fn longest(&self, salt: Option<&str>, tokens: &[TokenId], kv: &KvConfig) -> usize {
+    pub(crate) fn longest(
+        &self,
+        salt: Option<&str>,
+        tokens: &[TokenId],
+        images: &[ImageSpan],
+        kv: &KvConfig,
+    ) -> usize {
         let block_size = kv.block_size.tokens();
         let mut names: Vec<u64> = Vec::new();
-        for tokens in tokens.chunks_exact(block_size) {
+        for (index, tokens) in tokens.chunks_exact(block_size).enumerate() {
+            let range = index * block_size..(index + 1) * block_size;
+            let images: Vec<BlockImage> = images
+                .iter()
+                .filter(|span| span.start < range.end && span.end() > range.start)
+                .map(|span| BlockImage {
+                    hash: span.image.hash,
+                    row: range.start.saturating_sub(span.start),
+                    at: span.start.saturating_sub(range.start),
+                    len: span.end().min(range.end) - span.start.max(range.start),
+                })
+                .collect();
             let parent = names.last().copied();
             let salt = salt.filter(|_| parent.is_none());
             let next = self.blocks.iter().find(|(_, block)| {
-                block.parent == parent && block.tokens == tokens && block.salt.as_deref() == salt
+                (block.parent, &block.images) == (parent, &images)
+                    && block.tokens == tokens
+                    && block.salt.as_deref() == salt
             });
             let Some((&name, _)) = next else { break };
             names.push(name);

@@ -1,8 +1,10 @@
+use std::sync::Arc;
 use std::time::Duration;
 
 use plimsoll_core::{
-    Bans, BlockSize, CacheGroups, CacheKind, CacheLayout, Constraint, KvConfig, Limits, Pooling, Request,
-    RequestId, RequestOptions, SamplingOptions, StepCost, StepCosts, StepLimits, TenantId, TokenId,
+    Bans, BlockSize, CacheGroups, CacheKind, CacheLayout, Constraint, EncoderLimits, Image, ImageGrid,
+    ImageInput, ImageProcessor, ImageSpan, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions,
+    SamplingOptions, StepCost, StepCosts, StepLimits, TenantId, TokenId,
 };
 use plimsoll_scheduler::{PromptBudget, SchedulerConfig};
 use rand::{
@@ -197,8 +199,10 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
         max_model_len: config.limits.max_model_len,
         kv_capacity_tokens: config.kv.longest_request(config.limits.max_num_batched_tokens),
         vocab_size: model.vocab_size(),
+        images: Some(IMAGES),
     };
     let longest = limits.max_request_tokens();
+    let mut pictures = Pictures::new(rng.clone());
     let pause = *[0, 0, 2, 20].choose(rng).expect("there are pauses");
     let documents: [Vec<TokenId>; 3] =
         std::array::from_fn(|_| random_tokens(rng, model, config.kv.block_size.tokens()));
@@ -254,9 +258,10 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
         } else {
             Vec::new()
         };
+        let images = pictures.show(&mut prompt);
         let options = RequestOptions {
             prompt,
-            images: Vec::new(),
+            images,
             max_tokens,
             sampling: sampling(rng),
             seed: rng.random(),
@@ -282,6 +287,70 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
         requests.push((tick, request));
     }
     requests
+}
+
+/// What images the simulated model takes.
+const IMAGES: ImageInput = ImageInput {
+    placeholder: 0,
+    processor: ImageProcessor::Qwen2Vl,
+    patch_values: 1,
+    merge: 1,
+    limits: EncoderLimits {
+        max_patches: 12,
+        max_images_per_prompt: usize::MAX,
+    },
+};
+
+/// A few pictures, which some requests show at the same places of equal prompts.
+struct Pictures {
+    /// Draws of its own: all else is as without.
+    rng: StdRng,
+    all: Vec<Arc<Image>>,
+    /// The part of places at which there is one.
+    share: f64,
+    /// Tokens from one place to the next.
+    distance: usize,
+}
+
+impl Pictures {
+    fn new(mut rng: StdRng) -> Self {
+        let count = rng.random_range(1..=4);
+        // Some have one shape and differ in their content alone.
+        let size = rng.random_range(1..=12);
+        let image = |index: u8| {
+            let width = if index < 2 { size } else { rng.random_range(1..=12) };
+            Arc::new(Image {
+                hash: [index; 32],
+                grid: ImageGrid {
+                    frames: 1,
+                    height: 1,
+                    width,
+                },
+                patches: vec![0.0; width],
+            })
+        };
+        Self {
+            all: (0..count).map(image).collect(),
+            share: *[0.0, 0.0, 0.2, 0.9].choose(&mut rng).expect("there are shares"),
+            distance: rng.random_range(12..=40),
+            rng,
+        }
+    }
+
+    /// Puts placeholders into a prompt, and says of which pictures.
+    fn show(&mut self, prompt: &mut [TokenId]) -> Vec<ImageSpan> {
+        let mut images = Vec::new();
+        for start in (0..prompt.len()).step_by(self.distance) {
+            let image = self.all.choose(&mut self.rng).expect("there are pictures");
+            let len = image.grid.width;
+            if self.rng.random_bool(self.share) && start + len <= prompt.len() {
+                prompt[start..start + len].fill(IMAGES.placeholder);
+                let image = Arc::clone(image);
+                images.push(ImageSpan { start, len, image });
+            }
+        }
+        images
+    }
 }
 
 /// Few: most requests want none.

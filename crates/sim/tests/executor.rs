@@ -33,6 +33,7 @@ fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[u32]) -> Run {
         request: RequestId(request),
         start,
         input: RunInput::Known(tokens.to_vec()),
+        images: None,
         tables: vec![GroupTable::whole(pages)],
         state: None,
         sample: None,
@@ -172,6 +173,7 @@ fn text(model: &SimModel, seed: u64, sampling: SamplingOptions) -> Vec<TokenId> 
         max_model_len: 500,
         kv_capacity_tokens: 500,
         vocab_size: model.vocab_size(),
+        images: None,
     };
     let stop_token_ids = vec![SimModel::END];
     let options = RequestOptions {

@@ -12,6 +12,8 @@ use std::{
 
 #[path = "mutations/groups.rs"]
 mod groups;
+#[path = "mutations/images.rs"]
+mod images;
 #[path = "mutations/list.rs"]
 mod list;
 #[path = "mutations/profile.rs"]
@@ -20,6 +22,7 @@ mod profile;
 mod states;
 
 use groups::GROUP_MUTATIONS;
+use images::IMAGE_MUTATIONS;
 use list::{EQUIVALENT, Edit, MUTATIONS, Mutation};
 use profile::PROFILE_MUTATIONS;
 use states::STATE_MUTATIONS;
@@ -55,7 +58,7 @@ const SCHEDULING: Program = Program {
     ],
     dependencies: "",
     main: SCHEDULING_MAIN,
-    mutations: &[&MUTATIONS, &GROUP_MUTATIONS, &STATE_MUTATIONS],
+    mutations: &[&MUTATIONS, &GROUP_MUTATIONS, &STATE_MUTATIONS, &IMAGE_MUTATIONS],
     equivalent: &EQUIVALENT,
 };
 

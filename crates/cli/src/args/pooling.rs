@@ -44,6 +44,8 @@ impl PoolingArgs {
             normalize: config.normalize,
             hf_overrides,
             quantization,
+            // The API takes no images yet.
+            images: None,
         }
     }
 }

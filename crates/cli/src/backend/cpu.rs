@@ -2,6 +2,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use plimsoll_core::{BuildError, Component, KvConfig, Meters, StateConfig, StepLimits};
 use plimsoll_device::Budget;
@@ -137,6 +138,10 @@ impl Weights for CpuWeights {
         let state = self.model.build_state(config, limits, &self.budget, touched)?;
         Ok(Box::new(state))
     }
+
+    fn slowest_encode(&self) -> Duration {
+        self.model.slowest_encode()
+    }
 }
 
 impl EngineState for Runner {
@@ -192,6 +197,7 @@ impl Footprint for CpuFootprint {
                 self.model.state_bytes().saturating_mul(kv.state_slots as u64),
             ),
             (Component::Staging, self.model.staging_bytes(&self.limits)),
+            (Component::Encoder, self.model.encoder_bytes()),
             (Component::Arena, arena),
         ];
         holding(&self.idle(), &parts, 0)

@@ -9,9 +9,11 @@ mod sim;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use plimsoll_core::{
-    BuildError, CacheGroups, Component, Executor, Meters, Pooling, StateConfig, StepLimits, TokenId,
+    BuildError, CacheGroups, Component, Executor, ImageInput, Meters, Pooling, StateConfig, StepLimits,
+    TokenId,
 };
 use plimsoll_device::Budget;
 use plimsoll_model::{Cancel, GenerationConfig, ModelConfig, Progress};
@@ -188,6 +190,8 @@ const CPU_DEFAULTS: Defaults = Defaults {
 pub struct ModelFacts {
     /// Tokens of its vocabulary.
     pub vocab_size: usize,
+    /// Which images its prompts may have; `None` where it is served for text alone.
+    pub images: Option<ImageInput>,
     /// How it makes vectors, if it is served for embeddings: it generates no text then.
     pub embedding: Option<EmbeddingInfo>,
     /// How its KV cache is cut.
@@ -209,6 +213,7 @@ impl ModelFacts {
         let embedding = config.embedding.as_ref();
         Self {
             vocab_size: config.spec.vocab_size,
+            images: config.image_input(),
             embedding: embedding.map(|embedding| EmbeddingInfo {
                 pooling: embedding.pooling,
                 normalize: embedding.normalize,
@@ -263,6 +268,12 @@ pub trait Weights: fmt::Debug + Send + Sync {
         limits: &StepLimits,
         piece: &mut dyn FnMut(BuildProgress),
     ) -> Result<Box<dyn EngineState>, BuildError>;
+
+    /// How long the largest image took to encode when a state was built: that much longer a step may take than the worst of the
+    /// proof, which has none.
+    fn slowest_encode(&self) -> Duration {
+        Duration::ZERO
+    }
 }
 
 /// What serves.

@@ -70,6 +70,7 @@ impl SimBackend {
         let embedding: Option<EmbeddingConfig> = self.settings.serve_as.resolve(None)?;
         Ok(ModelFacts {
             vocab_size: SimModel::text().vocab_size(),
+            images: None,
             embedding: embedding.map(|embedding| EmbeddingInfo {
                 pooling: embedding.pooling,
                 normalize: embedding.normalize,

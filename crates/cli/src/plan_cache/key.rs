@@ -248,6 +248,8 @@ pub(crate) struct ShapeKey {
     pub(crate) quantization: Option<String>,
     /// How rows are pooled, where there are no logits.
     pub(crate) pooling: Option<&'static str>,
+    /// Of the largest image, where any are served.
+    pub(crate) max_patches: Option<usize>,
     /// Devices that share the model.
     pub(crate) ranks: usize,
 }

@@ -33,6 +33,7 @@ fn key() -> Key {
         dtype: "auto".to_owned(),
         quantization: None,
         pooling: None,
+        max_patches: None,
         ranks: 1,
     };
     Key::new(ModelKey::simulated(None), device, shape)

@@ -52,6 +52,7 @@ mod tests {
         let paths = |pooling: Option<Pooling>, flags| {
             let facts = ModelFacts {
                 vocab_size: 1,
+                images: None,
                 embedding: pooling.map(|pooling| EmbeddingInfo {
                     pooling,
                     normalize: true,

@@ -3,7 +3,7 @@
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use plimsoll_core::StepLimits;
 use plimsoll_model::Cancel;
@@ -100,6 +100,11 @@ impl Loaded {
     /// How it makes vectors, if it is served for embeddings: it generates no text then.
     pub fn embedding(&self) -> Option<&EmbeddingInfo> {
         self.model.facts.embedding.as_ref()
+    }
+
+    /// How much longer than the worst of the proof a step may take: as long as the largest image took to encode.
+    pub(crate) fn slowest_encode(&self) -> Duration {
+        self.model.weights.slowest_encode()
     }
 
     /// Weights of the model, and those of them that are read for one token.

@@ -54,6 +54,7 @@ pub(super) fn key(
         dtype: format!("{:?}", settings.dtype),
         quantization: facts.quantization.clone(),
         pooling: facts.pooling().map(Pooling::name),
+        max_patches: facts.images.map(|images| images.limits.max_patches),
         ranks: 1,
     };
     Key::new(model, device, shape)

@@ -59,6 +59,7 @@ impl Loaded {
         let config = EngineConfig {
             max_queue,
             vocab_size: self.model.facts.vocab_size,
+            images: self.model.facts.images,
             enable_prefix_caching,
             steps_in_flight: self.backend.defaults().steps_in_flight,
             outage_patience: OUTAGE_PATIENCE,

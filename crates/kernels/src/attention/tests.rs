@@ -15,6 +15,7 @@ struct Case {
     window: Option<usize>,
     soft_cap: Option<f32>,
     sinks: Option<Vec<f32>>,
+    bidirectional: bool,
     requests: Vec<Request>,
     blocks: usize,
 }
@@ -60,6 +61,7 @@ impl Case {
             window,
             soft_cap,
             sinks,
+            bidirectional: false,
             requests,
             blocks,
         }
@@ -86,6 +88,7 @@ impl Case {
             window: self.window,
             soft_cap: self.soft_cap,
             sinks: self.sinks.as_deref(),
+            bidirectional: self.bidirectional,
         }
     }
 
@@ -156,7 +159,12 @@ impl Case {
                     self.soft_cap
                         .map_or(score, |cap| f64::from(cap) * f64::tanh(score / f64::from(cap)))
                 };
-                let weights: Vec<f64> = (first..=token).map(|t| f64::exp(score(t))).collect();
+                let last = if self.bidirectional {
+                    request.len - 1
+                } else {
+                    token
+                };
+                let weights: Vec<f64> = (first..=last).map(|t| f64::exp(score(t))).collect();
                 let sink = self
                     .sinks
                     .as_ref()
@@ -288,6 +296,7 @@ fn sinks_of_any_size() {
             window: None,
             soft_cap: None,
             sinks: Some(&sinks),
+            bidirectional: false,
         };
         let (k, v) = (vec![key; size], vec![3.0; size]);
         let kv = PagedKv { k: &k, v: &v, layout };
@@ -299,6 +308,29 @@ fn sinks_of_any_size() {
     assert_eq!(attend(50.0, -1e30), [3.0; 2]);
     assert_eq!(attend(50.0, 100.0), [1.5; 2]);
     assert!(attend(f32::NAN, 1.0)[0].is_nan());
+}
+
+#[test]
+fn without_an_order_every_token_sees_its_whole_run() {
+    for seed in seeds(4) {
+        let mut rng = rng(seed);
+        let lengths = [1, rng.random_range(2..80), rng.random_range(500..800)];
+        let case = Case {
+            window: None,
+            bidirectional: true,
+            ..Case::random(&mut rng, &lengths)
+        };
+        let step: Vec<_> = lengths.iter().enumerate().map(|(r, &len)| (r, 0, len)).collect();
+        let together = case.run::<f32>(Level::detect(), &[step]);
+        for (r, request) in case.requests.iter().enumerate() {
+            let context = format!("seed {seed} request {r} {}", case.describe());
+            assert_close(&together[r], &case.naive(request, |x| x), 2e-6, &context);
+            for level in Level::available() {
+                let alone = &case.run::<f32>(level, &case.whole(r))[r];
+                assert_same_bits(&together[r], alone, &context);
+            }
+        }
+    }
 }
 
 #[test]
@@ -326,6 +358,7 @@ fn scratch_does_not_grow_with_the_context() {
             window: None,
             soft_cap: None,
             sinks: None,
+            bidirectional: false,
         };
         let mut out = vec![f32::NAN; 64];
         let kv = PagedKv {

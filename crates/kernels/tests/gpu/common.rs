@@ -109,6 +109,7 @@ impl Scores {
             window,
             soft_cap: self.soft_cap,
             sinks: self.sinks.as_deref(),
+            bidirectional: false,
         }
     }
 

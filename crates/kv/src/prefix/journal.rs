@@ -1,9 +1,10 @@
 use std::collections::HashMap;
 
-use plimsoll_core::{CacheContent, CacheEvent, CacheGroups, TokenId};
+use plimsoll_core::{CacheContent, CacheEvent, CacheGroups};
 use sha2::{Digest, Sha256};
 
 use super::Prefix;
+use crate::content::Content;
 
 /// Groups that events may be about: of KV, and that of states.
 const GROUPS: usize = CacheGroups::MAX + 1;
@@ -35,9 +36,9 @@ impl Journal {
     }
 
     /// Gives the block called `name` within this process its public name.
-    pub(crate) fn name(&mut self, before: Prefix, name: u64, tokens: &[TokenId], salt: Option<&str>) {
+    pub(crate) fn name(&mut self, before: Prefix, name: u64, content: Content<'_>, salt: Option<&str>) {
         let salt = salt.filter(|_| before.is_root());
-        let public = public(self.parent(before), tokens, salt);
+        let public = public(self.parent(before), content, salt);
         self.public.insert(name, public);
         self.salts.extend(salt.map(|salt| (name, salt.into())));
     }
@@ -54,10 +55,10 @@ impl Journal {
         group: (usize, CacheContent),
         before: Prefix,
         name: u64,
-        tokens: &[TokenId],
+        content: Content<'_>,
     ) {
         let mut events = std::mem::take(&mut self.events);
-        self.tell(&mut events, group, before, name, tokens);
+        self.tell(&mut events, group, before, name, content);
         self.events = events;
     }
 
@@ -76,14 +77,14 @@ impl Journal {
         self.events.push(CacheEvent::Removed { group, blocks });
     }
 
-    /// Appends to `events` that `group` holds block `name`, with `tokens` after `before`; consecutive blocks become one event.
+    /// Appends to `events` that `group` holds block `name`, with what it holds after `before`; consecutive blocks become one event.
     pub(crate) fn tell(
         &self,
         events: &mut Vec<CacheEvent>,
         (group, content): (usize, CacheContent),
         before: Prefix,
         name: u64,
-        tokens: &[TokenId],
+        held: Content<'_>,
     ) {
         let parent = self.parent(before);
         let public = self.public[&name];
@@ -92,6 +93,7 @@ impl Journal {
                 group: of,
                 blocks,
                 tokens: row,
+                images,
                 ..
             } = event
             else {
@@ -99,8 +101,9 @@ impl Journal {
             };
             if *of == group {
                 if parent.is_some() && blocks.last() == parent.as_ref() {
+                    images.extend(held.images.iter().map(|&image| (blocks.len(), image)));
                     blocks.push(public);
-                    row.extend_from_slice(tokens);
+                    row.extend_from_slice(held.tokens);
                     return;
                 }
                 break;
@@ -111,7 +114,8 @@ impl Journal {
             content,
             blocks: vec![public],
             parent,
-            tokens: tokens.to_vec(),
+            tokens: held.tokens.to_vec(),
+            images: held.images.iter().map(|&image| (0, image)).collect(),
             salt: self.salts.get(&name).cloned(),
         });
     }
@@ -124,11 +128,21 @@ impl Journal {
 
 /// Public hash of a block: a digest of its tokens and everything before them. Routers keep one tree for all servers and expect
 /// equal blocks to have equal hashes, and 0 to mean none. A cryptographic hash, so that clients cannot craft collisions.
-fn public(parent: Option<u64>, tokens: &[TokenId], salt: Option<&str>) -> u64 {
+fn public(parent: Option<u64>, content: Content<'_>, salt: Option<&str>) -> u64 {
     let mut digest = Sha256::new();
     digest.update(parent.unwrap_or(0).to_le_bytes());
-    for token in tokens {
+    for token in content.tokens {
         digest.update(token.to_le_bytes());
+    }
+    // Salts are UTF-8, in which no byte is 0xFF.
+    for image in content.images {
+        digest.update([0xFF]);
+        digest.update(image.hash);
+        digest.update(
+            [image.row as u64, image.at as u64, image.len as u64]
+                .map(u64::to_le_bytes)
+                .concat(),
+        );
     }
     // After the tokens, whose number is fixed, so that no salt can be mistaken for tokens.
     digest.update(salt.unwrap_or_default());

@@ -33,11 +33,12 @@ impl PrefixIndex {
         self.node_of_slot[slot.index()] = Some(id);
         self.snapshots += 1;
         self.promise(id);
-        if let (Some(node), Some(journal)) = (self.nodes[id.index()], &mut self.journal) {
+        let mut journal = self.journal.take();
+        if let (Some(node), Some(journal)) = (self.nodes[id.index()], &mut journal) {
             let group = (self.groups.as_slice().len(), CacheContent::State);
-            let tokens = &self.tokens[id.index() * self.block_size..][..self.block_size];
-            journal.stored(group, node.before, node.name, tokens);
+            journal.stored(group, node.before, node.name, self.content_of(id.index()));
         }
+        self.journal = journal;
         true
     }
 

@@ -18,6 +18,7 @@ mod qwen3_5;
 mod qwen3_5_moe;
 mod qwen3_moe;
 mod qwen3_next;
+mod qwen3_vl;
 mod rope;
 mod smollm3;
 
@@ -67,6 +68,8 @@ pub enum Architecture {
     Qwen3Moe,
     /// Qwen3-Next.
     Qwen3Next,
+    /// Qwen3-VL, dense.
+    Qwen3VL,
     /// SmolLM3.
     SmolLM3,
 }
@@ -89,7 +92,7 @@ struct Family {
 
 impl Architecture {
     /// All of them.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
@@ -97,6 +100,7 @@ impl Architecture {
         Self::Qwen3_5,
         Self::Qwen3_5Moe,
         Self::Qwen3Next,
+        Self::Qwen3VL,
         Self::Gemma2,
         Self::Gemma3,
         Self::Ministral3,
@@ -125,6 +129,7 @@ impl Architecture {
             Self::Qwen3_5Moe => qwen3_5_moe::FAMILY,
             Self::Qwen3Moe => qwen3_moe::FAMILY,
             Self::Qwen3Next => qwen3_next::FAMILY,
+            Self::Qwen3VL => qwen3_vl::FAMILY,
             Self::SmolLM3 => smollm3::FAMILY,
         }
     }

@@ -3,15 +3,15 @@ use serde_json::Value;
 use super::{Family, hybrid};
 use crate::spec::Projections;
 
-/// Qwen 3.5, 3.6 and 3.8, dense, text: [Qwen3-Next](super::qwen3_next), each projection stored by itself. Positions of text are
-/// the same in all three dimensions of its rotary embedding, which is then a plain one.
+/// Qwen 3.5, 3.6 and 3.8, dense, text: [Qwen3-Next](super::qwen3_next), each projection stored by itself, and positions in
+/// three dimensions.
 pub(super) const FAMILY: Family = Family {
     hf_name: "Qwen3_5ForCausalLM",
     headless_name: "Qwen3_5TextModel",
     model_type: "qwen3_5_text",
     gguf_name: Some("qwen35"),
     fields,
-    spec: |config| hybrid::hybrid(&config.of_text_positions(), Projections::Separate, |_| None),
+    spec: |config| hybrid::hybrid(config, Projections::Separate, |_| None),
 };
 
 pub(super) fn fields() -> Value {

@@ -26,6 +26,6 @@ pub(super) const FAMILY: Family = Family {
             return Err(ModelError::unsupported("norm_topk_prob", false, "only true is"));
         }
         let experts = hybrid::experts(config)?;
-        hybrid::hybrid(&config.of_text_positions(), Projections::Separate, experts)
+        hybrid::hybrid(config, Projections::Separate, experts)
     },
 };

@@ -4,7 +4,7 @@ use plimsoll_kernels::QueryScale;
 
 use crate::ModelError;
 use crate::config::{RawConfig, RawRope};
-use crate::rope::{RopeScaling, RopeSpec};
+use crate::rope::{MropeSections, RopeScaling, RopeSpec};
 
 /// Every family's base in transformers and llama.cpp, where it has none of its own.
 const DEFAULT_THETA: f64 = 10_000.0;
@@ -45,13 +45,6 @@ impl<'a> Reader<'a> {
 
     fn spec(&self) -> Result<RopeSpec, ModelError> {
         let Self { raw, config, .. } = *self;
-        if raw.mrope_section.is_some() || raw.mrope_interleaved.is_some() {
-            return Err(ModelError::unsupported(
-                format!("{}.mrope_section", self.field),
-                "given",
-                "positions of one dimension are, in this family",
-            ));
-        }
         let partial = raw
             .partial_rotary_factor
             .or(config.partial_rotary_factor)
@@ -78,7 +71,37 @@ impl<'a> Reader<'a> {
             rotary_dim,
             scaling: self.scaling(rotary_dim / 2)?,
             query_scale,
+            sections: self.sections(rotary_dim / 2)?,
         })
+    }
+
+    /// How the dimensions of a position share the pairs.
+    fn sections(&self, pairs: usize) -> Result<Option<MropeSections>, ModelError> {
+        let Some(pairs_of) = &self.raw.mrope_section else {
+            return Ok(None);
+        };
+        if !self.config.has_mrope {
+            return Err(ModelError::unsupported(
+                format!("{}.mrope_section", self.field),
+                "given",
+                "positions of one dimension are, in this family",
+            ));
+        }
+        match <[usize; 3]>::try_from(pairs_of.as_slice()) {
+            Ok(pairs_of)
+                if pairs_of.iter().try_fold(0, |sum: usize, &n| sum.checked_add(n)) == Some(pairs) =>
+            {
+                Ok(Some(MropeSections {
+                    pairs_of,
+                    interleaved: self.raw.mrope_interleaved.unwrap_or(false),
+                }))
+            }
+            _ => Err(ModelError::unsupported(
+                format!("{}.mrope_section", self.field),
+                format!("{pairs_of:?}"),
+                format!("three numbers that add up to the {pairs} pairs that are rotated are"),
+            )),
+        }
     }
 
     fn scaling(&self, pairs: usize) -> Result<RopeScaling, ModelError> {

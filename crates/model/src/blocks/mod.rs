@@ -5,6 +5,7 @@ mod attention;
 mod count;
 mod delta_net;
 mod dense_mlp;
+mod encoder;
 mod formats;
 mod mlp;
 mod moe;
@@ -16,6 +17,7 @@ use std::sync::Arc;
 pub(crate) use attention::Attention;
 pub(crate) use delta_net::{DeltaNet, DeltaRule};
 pub(crate) use dense_mlp::DenseMlp;
+pub(crate) use encoder::{Encoder, EncoderLayer, EncoderOperations, LayerNorm, Merger};
 pub(crate) use formats::check_formats;
 pub(crate) use mlp::Mlp;
 pub(crate) use moe::Moe;
@@ -130,6 +132,7 @@ impl<E, L, V> Decoder<E, L, V> {
             layer.mixer.finish(&layer.spec, is_last, step)?;
             layer.mlp.forward(&layer.spec, layer.mixer.post_norm(), step)?;
             added = layer.mlp.post_norm.as_ref();
+            step.add_features(index);
         }
         step.finish(&Norms {
             added,
@@ -288,6 +291,9 @@ pub(crate) trait Operations<L, V> {
 
     /// From the norm of the residual stream through each row's experts to what is added to it.
     fn experts(&mut self, spec: &MoeSpec, norms: &Norms<'_, V>, moe: &Moe<L>) -> Result<(), Self::Error>;
+
+    /// What an image's rows have for the output of that layer is added to the residual stream.
+    fn add_features(&mut self, layer: usize);
 
     /// The last norm.
     fn finish(&mut self, norms: &Norms<'_, V>) -> Result<(), Self::Error>;

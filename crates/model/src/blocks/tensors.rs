@@ -12,7 +12,7 @@ pub(crate) struct Vector {
     pub(crate) name: String,
     pub(crate) len: usize,
     /// The shape in which the elements are stored, if that is not one dimension.
-    pub(crate) shape: Option<[usize; 3]>,
+    pub(crate) shape: Option<Vec<usize>>,
     /// Stored less 1, as far as the source does not say otherwise.
     pub(crate) unit_offset: bool,
     /// Of an expert.
@@ -33,7 +33,15 @@ impl Vector {
     /// Stored in three dimensions.
     pub(crate) fn shaped(name: impl Into<String>, shape: [usize; 3]) -> Self {
         Self {
-            shape: Some(shape),
+            shape: Some(shape.to_vec()),
+            ..Self::plain(name, shape.iter().product())
+        }
+    }
+
+    /// Rows of a table, one after the other.
+    pub(crate) fn table(name: impl Into<String>, shape: [usize; 2]) -> Self {
+        Self {
+            shape: Some(shape.to_vec()),
             ..Self::plain(name, shape.iter().product())
         }
     }
@@ -58,6 +66,8 @@ pub(crate) struct Matrix {
     pub(crate) order: RowOrder,
     /// Of an expert.
     pub(crate) expert: Option<InExperts>,
+    /// Stored as the kernel of a convolution that does not overlap: `[outputs, ..these]`, which are the inputs.
+    pub(crate) kernel: Option<[usize; 4]>,
 }
 
 /// Where a matrix or a bias of an expert is in a checkpoint that stores those of all experts as one tensor.
@@ -165,6 +175,15 @@ impl<'a> Scope<'a> {
             inputs,
             order: RowOrder::Plain,
             expert: None,
+            kernel: None,
+        }
+    }
+
+    /// A matrix that is stored as the kernel of a convolution.
+    pub(crate) fn kernel(&self, name: &str, outputs: usize, kernel: [usize; 4]) -> Matrix {
+        Matrix {
+            kernel: Some(kernel),
+            ..self.matrix(name, outputs, kernel.iter().product())
         }
     }
 

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use super::vision::Around;
 use crate::{Architecture, ModelError};
 
 /// What every family interprets.
@@ -141,7 +142,7 @@ const INERT: &[&str] = &[
 ];
 
 /// Models of images and text whose text part is served: the name in `architectures`, the `model_type` of a text part that
-/// does not say, and the fields around it. Those that are a part's own configuration are not read.
+/// does not say, and the fields around it, which are read where images are served.
 const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
     (
         "Gemma3ForConditionalGeneration",
@@ -177,6 +178,17 @@ const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
         ],
     ),
     (
+        "Qwen3VLForConditionalGeneration",
+        "qwen3_vl_text",
+        &[
+            "image_token_id",
+            "video_token_id",
+            "vision_config",
+            "vision_end_token_id",
+            "vision_start_token_id",
+        ],
+    ),
+    (
         "Mistral3ForConditionalGeneration",
         "mistral",
         &[
@@ -190,14 +202,14 @@ const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
     ),
 ];
 
-/// Puts the text part of a model of images and text in its place, and returns that model's name in `architectures`.
+/// Puts the text part of a model of images and text in its place, and returns what stands around it.
 ///
 /// # Errors
 /// [`ModelError`], which names the field at fault.
 pub(super) fn unwrap_text(
     path: &Path,
     fields: &mut Map<String, Value>,
-) -> Result<Option<&'static str>, ModelError> {
+) -> Result<Option<Around>, ModelError> {
     let name = fields.get("architectures").and_then(|names| names[0].as_str());
     let Some((name, text_type, around)) = AROUND_TEXT.iter().find(|(known, ..)| Some(*known) == name) else {
         return Ok(None);
@@ -213,12 +225,13 @@ pub(super) fn unwrap_text(
         "tie_word_embeddings",
         "torch_dtype",
     ];
+    let mut around_text = Map::new();
     for (field, value) in std::mem::take(fields) {
         if SHARED.contains(&field.as_str()) {
             text.entry(field).or_insert(value);
-        } else if !["architectures", "model_type"].contains(&field.as_str())
-            && !around.contains(&field.as_str())
-        {
+        } else if around.contains(&field.as_str()) {
+            around_text.insert(field, value);
+        } else if !["architectures", "model_type"].contains(&field.as_str()) {
             check_other(name, &field, &value)?;
         }
     }
@@ -227,7 +240,10 @@ pub(super) fn unwrap_text(
     text.entry("model_type")
         .or_insert_with(|| Value::from(*text_type));
     *fields = text;
-    Ok(Some(*name))
+    Ok(Some(Around {
+        name,
+        fields: around_text,
+    }))
 }
 
 /// Refuses fields that the family does not know, and such as ask for another network.
@@ -258,6 +274,11 @@ fn check_other(family: &str, field: &str, value: &Value) -> Result<(), ModelErro
         ),
     };
     Err(ModelError::unsupported(field, value, supported))
+}
+
+/// Whether a field says nothing about how to run a network.
+pub(super) fn is_inert(field: &str) -> bool {
+    INERT.contains(&field)
 }
 
 fn is(value: &Value, neutral: &str) -> bool {

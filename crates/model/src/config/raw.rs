@@ -9,9 +9,9 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::quantization;
-use crate::ModelError;
 use crate::generation::token_ids;
 use crate::quantization::Quantization;
+use crate::{Architecture, ModelError};
 
 /// The fields of config.json that families interpret; GGUF metadata is brought into the same form.
 #[derive(Clone, Debug)]
@@ -69,6 +69,8 @@ pub(crate) struct RawConfig {
     pub(crate) norm_topk_prob: Option<bool>,
     pub(crate) decoder_sparse_step: Option<usize>,
     pub(crate) mlp_only_layers: Option<Vec<usize>>,
+    /// The family's positions may have three dimensions.
+    pub(crate) has_mrope: bool,
     pub(crate) quantization: Quantization,
     pub(super) eos_token_ids: Vec<TokenId>,
     pub(super) dtype: Option<WeightType>,
@@ -77,8 +79,12 @@ pub(crate) struct RawConfig {
 
 impl RawConfig {
     /// Reads fields of which all are known to the family.
-    pub(super) fn read(fields: &Fields<'_>) -> Result<Self, ModelError> {
+    pub(super) fn read(architecture: Architecture, fields: &Fields<'_>) -> Result<Self, ModelError> {
         Ok(Self {
+            has_mrope: matches!(
+                architecture,
+                Architecture::Qwen3VL | Architecture::Qwen3_5 | Architecture::Qwen3_5Moe
+            ),
             quantization: quantization::read(fields.path, fields.values)?,
             vocab_size: fields.required("vocab_size")?,
             hidden_size: fields.required("hidden_size")?,
@@ -141,18 +147,6 @@ impl RawConfig {
             dtype: weight_type(fields)?,
             matryoshka: matryoshka(fields)?,
         })
-    }
-
-    /// The same with positions of one dimension. Those of text are the same in all dimensions, which comes to that.
-    pub(crate) fn of_text_positions(&self) -> Self {
-        let mut config = self.clone();
-        for rope in [&mut config.rope_parameters, &mut config.rope_scaling]
-            .into_iter()
-            .flatten()
-        {
-            (rope.mrope_section, rope.mrope_interleaved) = (None, None);
-        }
-        config
     }
 
     /// Elements of a head.

@@ -70,6 +70,8 @@ impl Visitor for Products {
                 format,
                 order: _,
                 expert,
+                // Of an encoder, which is not loaded.
+                kernel: _,
             } = part;
             if is_int4 && expert.is_some() {
                 let value = format!("{format} for `{module}`");
@@ -121,6 +123,7 @@ mod tests {
             format: MatrixFormat::Gguf(dtype),
             order: RowOrder::Plain,
             expert: None,
+            kernel: None,
         };
         let [wide, odd] = [("a.q_proj", 64), ("a.k_proj", 12)];
         let parts = |dtype| vec![part(wide.0, wide.1, WeightType::Q4K), part(odd.0, odd.1, dtype)];

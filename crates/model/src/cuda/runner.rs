@@ -116,6 +116,8 @@ impl GpuRunner {
                 kv,
                 vocab_size: spec.vocab_size,
                 pooling: model.config().pooling(),
+                // Towers are not loaded on GPUs yet: text alone is served.
+                images: None,
             },
             state,
             arena: GpuArena::new(gpu, config.scratch)?,

@@ -172,6 +172,8 @@ fn sinks_and_soft_caps_are_those_of_the_definition() {
             generation: GenerationConfig::default(),
         },
         decoder,
+        encoder: None,
+        slowest_encode: Default::default(),
         kv_element: KvElementType::F32,
         _charges: loader.finish().unwrap(),
     });
@@ -207,6 +209,7 @@ fn sinks_and_soft_caps_are_those_of_the_definition() {
             request: RequestId(1),
             start,
             input: RunInput::Known(tokens[start..end].to_vec()),
+            images: None,
             tables: groups
                 .map(|group| GroupTable::whole((group * 8..(group + 1) * 8).map(PageId).collect()))
                 .collect(),

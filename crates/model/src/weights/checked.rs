@@ -9,6 +9,7 @@ use plimsoll_kernels::WeightType;
 
 use super::{Beside, RowOrder, Scales, Source, StoredMatrix, Tensor};
 use crate::blocks::{InExperts, Matrix, Vector};
+use crate::names::TOWER;
 use crate::quantization::{Fp8Scales, MXFP4_BLOCK, MatrixFormat};
 use crate::{ModelError, Shape};
 
@@ -53,7 +54,15 @@ impl<'a> Checked<'a> {
             Some(expert) if matrix.format == MatrixFormat::Plain && !self.source.has(&matrix.name()) => {
                 self.of_experts(&matrix.name(), expert, &matrix.shape())?
             }
-            _ => self.take(&[matrix.name()], &[&matrix.shape()])?,
+            _ => match matrix.kernel {
+                None => self.take(&[matrix.name()], &[&matrix.shape()])?,
+                Some(kernel) => {
+                    let stored = [&[matrix.outputs], &kernel[..]].concat();
+                    let tensor = self.take(&[matrix.name()], &[&stored])?;
+                    let shape = Shape(matrix.shape().to_vec());
+                    Tensor { shape, ..tensor }
+                }
+            },
         };
         if matrix.order != RowOrder::Plain {
             tensor.order = matrix.order;
@@ -243,7 +252,7 @@ impl<'a> Checked<'a> {
     pub(crate) fn vector(&mut self, vector: &Vector) -> Result<Tensor<'a>, ModelError> {
         let unit_offset = vector.unit_offset && !self.source.has_whole_norms();
         let flat = [vector.len];
-        let shape = vector.shape.as_ref().map_or(&flat[..], |shape| shape);
+        let shape = vector.shape.as_deref().unwrap_or(&flat);
         let tensor = match &vector.expert {
             Some(expert) if !self.source.has(&vector.name) => {
                 let bias = self.of_experts(&vector.name, expert, shape)?;
@@ -282,9 +291,17 @@ impl<'a> Checked<'a> {
         Ok(Some(values[0]))
     }
 
+    /// Whether a tensor is one of an encoder of which others were taken.
+    fn is_of_tower(&self, name: &str) -> bool {
+        let Some(end) = name.find(TOWER).map(|start| start + TOWER.len()) else {
+            return false;
+        };
+        self.modules.iter().any(|module| module.starts_with(&name[..end]))
+    }
+
     /// Checks that no tensor was left that would have changed the output.
     pub(crate) fn finish(self) -> Result<(), ModelError> {
-        let mut left: Vec<_> = self.left.into_iter().collect();
+        let mut left: Vec<_> = self.left.iter().cloned().collect();
         left.sort_unstable();
         let (in_decoder, others): (Vec<_>, Vec<_>) = left
             .into_iter()
@@ -297,6 +314,7 @@ impl<'a> Checked<'a> {
                 // What is left of a module that was taken, such as a bias or a scale, would have changed it.
                 let is_of_module = self.modules.contains(module(name));
                 is_of_module
+                    || self.is_of_tower(name)
                     || [
                         "model.layers.",
                         "layers.",

@@ -26,7 +26,7 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 40] = [
+pub const MODELS: [&str; 41] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
@@ -64,6 +64,7 @@ pub const MODELS: [&str; 40] = [
     "qwen3-next",
     "qwen3-next-moe",
     "qwen3-sharded",
+    "qwen3-vl",
     "qwen3_5-moe",
     "qwen3_5-vision",
     "smollm3",
@@ -259,6 +260,7 @@ pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[PageId]) ->
         request: RequestId(request),
         start,
         input: RunInput::Known(tokens.to_vec()),
+        images: None,
         tables: vec![GroupTable::whole(blocks.to_vec())],
         // Read where layers have states.
         state: Some(in_place((request % LIMITS.max_num_seqs as u64) as u32, start)),

@@ -1,5 +1,6 @@
 //! How much of what there is to compute goes into the next step.
 
+use plimsoll_core::Request;
 use plimsoll_kv::KvManager;
 
 use super::Scheduler;
@@ -12,6 +13,8 @@ pub(super) struct Room {
     tokens: usize,
     /// Of these, tokens of prompts.
     prompts: usize,
+    /// The image of which the step has rows. It has those of no other: the memory of one encode was proved.
+    image: Option<[u8; 32]>,
 }
 
 impl Room {
@@ -23,12 +26,41 @@ impl Room {
             false => {
                 let start = running.planned;
                 let most = ready.min(self.for_prompts());
-                kv.cut(&running.table, start, start + most) - start
+                let end = self.before_other_images(&running.sequence.request, start, start + most);
+                match end > start {
+                    true => kv.cut(&running.table, start, end) - start,
+                    false => 0,
+                }
             }
         };
+        self.image = self.image.or_else(|| {
+            let images = running.sequence.request.images()?;
+            let run = running.planned..running.planned + len;
+            let mut here = images.iter().filter(|span| !span.rows_in(&run).is_empty());
+            here.next().map(|span| span.image.hash)
+        });
         self.tokens -= len;
         self.prompts -= if generates { 0 } else { len };
         len
+    }
+
+    /// Where a run from `start` on that ends at most at `end` must end for the sake of images.
+    fn before_other_images(&self, request: &Request, start: usize, end: usize) -> usize {
+        let mut image = self.image;
+        for span in request.images().map_or(&[][..], |images| &images[..]) {
+            if span.rows_in(&(start..end)).is_empty() {
+                continue;
+            }
+            if *image.get_or_insert(span.image.hash) != span.image.hash {
+                return span.start.max(start);
+            }
+        }
+        end
+    }
+
+    /// Whether a request cannot go on behind `start` before a later step, because of its image.
+    pub(super) fn lacks_image(&self, request: &Request, start: usize) -> bool {
+        self.before_other_images(request, start, start + 1) == start
     }
 
     /// Tokens of prompts that still fit.
@@ -45,7 +77,11 @@ impl Scheduler {
             None => tokens,
             Some(budget) => budget.prompt_tokens(&self.load()),
         };
-        Room { tokens, prompts }
+        Room {
+            tokens,
+            prompts,
+            image: None,
+        }
     }
 
     /// What the next step could compute.
@@ -71,5 +107,11 @@ impl Scheduler {
             load.next_prompt = next.map_or(0, |next| self.waiting.peek(next).tokens.len());
         }
         load
+    }
+
+    /// Slots behind the last token of a running request. The token sampled last may have none yet.
+    pub(super) fn tail(&self, running: &Running) -> usize {
+        let slots = running.table.room(&self.kv.config());
+        slots.saturating_sub(running.planned.max(running.sequence.tokens.len()))
     }
 }

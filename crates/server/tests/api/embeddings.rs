@@ -36,6 +36,7 @@ fn expected(text: &str, pooling: Pooling) -> Vec<f32> {
         max_model_len: 1 << 20,
         kv_capacity_tokens: 1 << 20,
         vocab_size: 257,
+        images: None,
     };
     pooled_oracle(&Request::new(RequestId(0), options, &limits).unwrap()).unwrap()
 }

@@ -40,6 +40,7 @@ fn oracle_text(prompt: &str, max_tokens: usize, seed: u64) -> String {
         max_model_len: 1 << 20,
         kv_capacity_tokens: 1 << 20,
         vocab_size: 257,
+        images: None,
     };
     let request = Request::new(RequestId(0), options, &limits).unwrap();
     let tokens = oracle(&SimModel::text(), &request).0.into_iter();

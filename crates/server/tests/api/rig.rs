@@ -392,6 +392,7 @@ impl Rig {
         let config = EngineConfig {
             max_queue: setup.max_queue,
             vocab_size,
+            images: None,
             enable_prefix_caching: true,
             steps_in_flight: 1,
             outage_patience: setup.outage_patience,

@@ -114,8 +114,8 @@ pub(crate) const GROUP_MUTATIONS: [Mutation; 22] = [
         "a router hears of the first group alone",
         &[edit(
             PREFIX,
-            "«journal.stored((group, content), node.before, node.name, tokens);»",
-            "if group == 0 { journal.stored((group, content), node.before, node.name, tokens); }",
+            "«journal.stored((group, content), node.before, node.name, held);»",
+            "if group == 0 { journal.stored((group, content), node.before, node.name, held); }",
         )],
     ),
     bug(

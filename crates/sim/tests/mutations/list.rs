@@ -141,7 +141,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
         "the tokens of a block are not compared",
         &[edit(
             PREFIX,
-            "&& «self.tokens[id.index() * self.block_size..].starts_with(tokens)»",
+            "&& «self.tokens_of(id.index()) == content.tokens»",
             "true",
         )],
     ),
@@ -155,8 +155,8 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
             ),
             edit(
                 PREFIX,
-                "«xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.name)»",
-                "xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed)",
+                "«xxh3_64_with_seed(&bytes[..4 * tokens.len()], seed ^ before.name)»",
+                "xxh3_64_with_seed(&bytes[..4 * tokens.len()], seed)",
             ),
         ],
     ),
@@ -548,7 +548,7 @@ pub(crate) const EQUIVALENT: [Mutation; 1] = [bug(
     "all hashes collide",
     &[edit(
         PREFIX,
-        "«xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.name)»",
+        "«xxh3_64_with_seed(&bytes[..4 * tokens.len()], seed ^ before.name)»",
         "0",
     )],
 )];

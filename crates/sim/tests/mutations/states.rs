@@ -106,8 +106,8 @@ pub(crate) const STATE_MUTATIONS: [Mutation; 17] = [
         "a router hears nothing of states",
         &[edit(
             SNAPSHOTS,
-            "«journal.stored(group, node.before, node.name, tokens);»",
-            "let _ = (journal, group, node, tokens);",
+            "«journal.stored(group, node.before, node.name, self.content_of(id.index()));»",
+            "let _ = (journal, group, node);",
         )],
     ),
     bug(

@@ -67,6 +67,7 @@ fn serve_really(traffic: &Traffic, clients: usize, device: &StepModel) -> (f64, 
         max_model_len: step.max_model_len,
         kv_capacity_tokens: kv.capacity_tokens(),
         vocab_size: 1 << 17,
+        images: None,
     };
     let mut scheduler = Scheduler::new(SchedulerConfig {
         limits: step,

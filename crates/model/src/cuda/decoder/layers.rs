@@ -495,6 +495,9 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         self.route_to_experts(spec, moe, normed)
     }
 
+    /// No step has images on a GPU.
+    fn add_features(&mut self, _: usize) {}
+
     fn finish(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {
         let width = norms.weight.slice().len();
         self.add_norm(norms, self.rows(self.act.normed, width).into())

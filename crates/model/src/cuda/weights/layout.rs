@@ -388,6 +388,7 @@ pub(super) mod tests {
                         rotary_dim: 2 * rng.random_range(1..=head_dim / 2),
                         scaling: RopeScaling::None,
                         query_scale: None,
+                        sections: None,
                     })),
                     qk_norm: rng.random(),
                     qkv_bias: rng.random(),

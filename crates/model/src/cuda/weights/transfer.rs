@@ -163,6 +163,7 @@ mod tests {
                     format: MatrixFormat::Plain,
                     order: RowOrder::Plain,
                     expert: None,
+                    kernel: None,
                 }),
             };
             let part = Part {

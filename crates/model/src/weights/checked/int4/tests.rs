@@ -205,6 +205,7 @@ impl Plain {
             format: MatrixFormat::Int4(self.format),
             order,
             expert: None,
+            kernel: None,
         }
     }
 

@@ -1,0 +1,25 @@
+//! What blocks hold.
+
+use plimsoll_core::{BlockImage, ImageSpan, TokenId};
+
+/// The tokens of a block, and what is behind placeholders among them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Content<'a> {
+    pub(crate) tokens: &'a [TokenId],
+    pub(crate) images: &'a [BlockImage],
+}
+
+/// Images of the tokens `start..start + len`.
+pub(crate) fn images_of(images: &[ImageSpan], start: usize, len: usize) -> Vec<BlockImage> {
+    let block = start..start + len;
+    let of_span = |span: &ImageSpan| {
+        let rows = span.rows_in(&block);
+        (!rows.is_empty()).then(|| BlockImage {
+            hash: span.image.hash,
+            row: rows.start,
+            at: span.start + rows.start - start,
+            len: rows.len(),
+        })
+    };
+    images.iter().filter_map(of_span).collect()
+}

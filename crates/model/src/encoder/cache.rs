@@ -1,0 +1,109 @@
+//! Embeddings of images that were encoded, by content.
+
+use std::sync::Arc;
+
+use plimsoll_core::{Component, Oom};
+use plimsoll_device::{Budget, Slab};
+
+use crate::EncoderSpec;
+
+/// Rows of a page.
+const PAGE: usize = 16;
+
+/// Images of the most rows that there is room for: the one that a step reads, and as much again for others.
+const LARGEST_KEPT: usize = 2;
+
+/// Rows of images, in pages, in memory that is there from the beginning. Those used least recently go first.
+#[derive(Debug)]
+pub(crate) struct Embeddings {
+    slab: Slab,
+    /// Elements of one part of a row, and of all.
+    part: usize,
+    row: usize,
+    free: Vec<usize>,
+    /// The least recently used first.
+    kept: Vec<([u8; 32], EncodedImage)>,
+}
+
+/// Where the rows of an image are: its pages. Valid until the next image is encoded.
+pub(crate) type EncodedImage = Arc<[usize]>;
+
+impl Embeddings {
+    pub(crate) fn new(spec: &EncoderSpec, budget: &Budget) -> Result<Self, Oom> {
+        let bytes = Self::bytes(spec).ok_or_else(|| budget.oom(Component::Encoder, u64::MAX))?;
+        Ok(Self {
+            slab: Slab::new(budget, Component::Encoder, bytes)?,
+            part: spec.out_size,
+            row: spec.row_size(),
+            free: (0..pages(spec)).rev().collect(),
+            kept: Vec::new(),
+        })
+    }
+
+    /// What they take; `None` if no memory could hold it.
+    pub(crate) fn bytes(spec: &EncoderSpec) -> Option<usize> {
+        let elements = pages(spec).checked_mul(PAGE)?.checked_mul(spec.row_size())?;
+        elements.checked_mul(size_of::<f32>())
+    }
+
+    /// An image that is kept, which is then the one used last.
+    pub(crate) fn find(&mut self, hash: &[u8; 32]) -> Option<EncodedImage> {
+        let at = self.kept.iter().position(|(kept, _)| kept == hash)?;
+        self.kept[at..].rotate_left(1);
+        self.kept.last().map(|(_, pages)| Arc::clone(pages))
+    }
+
+    /// Room for so many rows, at most those of the largest image.
+    pub(crate) fn place(&mut self, rows: usize) -> EncodedImage {
+        let pages = rows.div_ceil(PAGE);
+        let mut gone = 0;
+        while self.free.len() < pages {
+            self.free.extend(self.kept[gone].1.iter());
+            gone += 1;
+        }
+        self.kept.drain(..gone);
+        self.free.drain(self.free.len() - pages..).collect()
+    }
+
+    /// Nothing was written there that is of use.
+    pub(crate) fn give_back(&mut self, pages: &EncodedImage) {
+        self.free.extend(pages.iter());
+    }
+
+    /// Keeps what was written there.
+    pub(crate) fn keep(&mut self, hash: [u8; 32], pages: EncodedImage) -> EncodedImage {
+        self.kept.push((hash, Arc::clone(&pages)));
+        pages
+    }
+
+    /// Writes one part of all rows.
+    pub(crate) fn write(&mut self, pages: &EncodedImage, part: usize, rows: &[f32]) {
+        let (row, len) = (self.row, self.part);
+        let slab = self.slab.as_mut_slice::<f32>();
+        for (index, values) in rows.chunks_exact(len).enumerate() {
+            let at = place(pages, index) * row + part * len;
+            slab[at..at + len].copy_from_slice(values);
+        }
+    }
+
+    /// One part of a row.
+    pub(crate) fn row(&self, pages: &EncodedImage, index: usize, part: usize) -> &[f32] {
+        let at = place(pages, index) * self.row + part * self.part;
+        &self.slab.as_slice::<f32>()[at..at + self.part]
+    }
+
+    /// Forgets all.
+    pub(crate) fn clear(&mut self) {
+        for (_, pages) in self.kept.drain(..) {
+            self.free.extend(pages.iter());
+        }
+    }
+}
+
+fn place(pages: &EncodedImage, row: usize) -> usize {
+    pages[row / PAGE] * PAGE + row % PAGE
+}
+
+fn pages(spec: &EncoderSpec) -> usize {
+    LARGEST_KEPT * spec.most_rows().div_ceil(PAGE)
+}

@@ -1,0 +1,431 @@
+//! Prompts with images against Hugging Face transformers, however they are cut.
+
+use std::sync::Arc;
+
+use crate::common::*;
+use plimsoll_core::{
+    Component, EncoderLimits, Executor, Image, ImageGrid, ImageSpan, PageId, Run, RunInput, StepError,
+    TokenId,
+};
+use plimsoll_device::Budget;
+use plimsoll_model::{Footprint, KvCacheDtype, LoadOptions, Model, Runner, ServeAs};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use serde::Deserialize;
+
+/// Those of which images are served.
+const IMAGE_MODELS: [&str; 2] = ["qwen3-vl", "qwen3_5-vision"];
+
+const IMAGE_LIMITS: EncoderLimits = EncoderLimits {
+    max_patches: 48,
+    max_images_per_prompt: 4,
+};
+
+#[derive(Deserialize)]
+struct GoldenImages {
+    cases: Vec<ImageCase>,
+}
+
+#[derive(Deserialize)]
+struct ImageCase {
+    prompt: Vec<TokenId>,
+    images: Vec<GoldenImage>,
+    last_logits: Vec<Vec<f32>>,
+    greedy: Vec<TokenId>,
+}
+
+#[derive(Deserialize)]
+struct GoldenImage {
+    seed: usize,
+    grid: [usize; 3],
+    start: usize,
+    rows: usize,
+    /// Of each part, its rows.
+    features: Vec<Vec<Vec<f32>>>,
+}
+
+impl GoldenImage {
+    fn span(&self) -> ImageSpan {
+        ImageSpan {
+            start: self.start,
+            len: self.rows,
+            image: Arc::new(image(self.seed, self.grid)),
+        }
+    }
+}
+
+impl ImageCase {
+    fn spans(&self) -> Arc<[ImageSpan]> {
+        self.images.iter().map(GoldenImage::span).collect()
+    }
+}
+
+/// As `scripts/golden_images.py` makes it.
+fn image(seed: usize, [frames, height, width]: [usize; 3]) -> Image {
+    const VALUES: usize = 3 * 2 * 4 * 4;
+    let grid = ImageGrid {
+        frames,
+        height,
+        width,
+    };
+    let value = |index: usize| {
+        let draw = index * 7919 + seed * 104_729 + (index / VALUES) * (index % VALUES) * 31;
+        (draw % 2001) as f32 / 1000.0 - 1.0
+    };
+    let mut hash = [0; 32];
+    for (to, from) in hash.chunks_exact_mut(8).zip([seed, frames, height, width]) {
+        to.copy_from_slice(&(from as u64).to_le_bytes());
+    }
+    Image {
+        hash,
+        grid,
+        patches: (0..grid.patches() * VALUES).map(value).collect(),
+    }
+}
+
+fn golden_images(name: &str) -> GoldenImages {
+    let path = golden_path(name).join("images.json");
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+fn options(kv_cache_dtype: KvCacheDtype, images: EncoderLimits) -> LoadOptions {
+    LoadOptions {
+        kv_cache_dtype,
+        serve_as: ServeAs {
+            images: Some(images),
+            ..Default::default()
+        },
+        ..Default::default()
+    }
+}
+
+fn load_with_images(name: &str) -> Arc<Model> {
+    let options = options(KvCacheDtype::F32, IMAGE_LIMITS);
+    Model::load(&golden_path(name), options, &budget(), &mut |_| ()).unwrap()
+}
+
+/// The tokens of a prompt as runs of at most `most` tokens, each with rows of one image at most.
+fn chunks(prompt: &[TokenId], images: &Arc<[ImageSpan]>, table: &[PageId], most: usize) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    let mut start = 0;
+    while start < prompt.len() {
+        let mut end = prompt.len().min(start + most);
+        let mut touched = images
+            .iter()
+            .filter(|span| !span.rows_in(&(start..end)).is_empty());
+        if let (Some(_), Some(second)) = (touched.next(), touched.next()) {
+            end = second.start;
+        }
+        runs.push(Run {
+            images: Some(Arc::clone(images)),
+            ..run(1, start, &prompt[start..end], table)
+        });
+        start = end;
+    }
+    runs
+}
+
+/// The logits of the last rows of a prompt.
+fn last_logits(runner: &mut Runner, case: &ImageCase, most: usize) -> Vec<f32> {
+    let first = case.prompt.len() - case.last_logits.len();
+    let mut found = Vec::new();
+    for run in chunks(&case.prompt, &case.spans(), &blocks(0..8), most) {
+        let rows: Vec<usize> = (run.start.max(first)..run.end())
+            .map(|row| row - run.start)
+            .collect();
+        found.extend(runner.logits(&plan(vec![run]), &rows).unwrap());
+    }
+    found
+}
+
+#[test]
+fn rows_of_images_equal_transformers() {
+    for name in IMAGE_MODELS {
+        let mut runner = runner(&load_with_images(name), 16, 8);
+        for case in golden_images(name).cases {
+            for golden in &case.images {
+                let found = runner.encode(&golden.span().image).unwrap();
+                let rows = 0..golden.rows;
+                let expected: Vec<f32> = rows
+                    .flat_map(|row| golden.features.iter().flat_map(move |part| part[row].clone()))
+                    .collect();
+                let error = relative_error(&found, &expected);
+                assert!(
+                    error < 1e-5,
+                    "{name}, {:?}: relative error {error:e}",
+                    golden.grid
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn logits_of_prompts_with_images_equal_transformers_however_they_are_cut() {
+    for name in IMAGE_MODELS {
+        let model = load_with_images(name);
+        for case in golden_images(name).cases {
+            let mut whole = None;
+            for most in [128, 17, 5, 1] {
+                let mut runner = runner(&model, 16, 8);
+                let found = last_logits(&mut runner, &case, most);
+                let error = relative_error(&found, &case.last_logits.concat());
+                assert!(error < 2e-5, "{name}, chunks of {most}: relative error {error:e}");
+                // Not only near: the same.
+                assert_eq!(
+                    *whole.get_or_insert_with(|| found.clone()),
+                    found,
+                    "{name}, chunks of {most}"
+                );
+            }
+            // Without its images it is another text.
+            let mut runner = runner(&model, 16, 8);
+            let rows: Vec<usize> = (case.prompt.len() - case.last_logits.len()..case.prompt.len()).collect();
+            let text = runner
+                .logits(&plan(vec![run(1, 0, &case.prompt, &blocks(0..8))]), &rows)
+                .unwrap();
+            assert!(relative_error(&text, &case.last_logits.concat()) > 1e-2, "{name}");
+        }
+    }
+}
+
+#[test]
+fn greedy_continuations_of_prompts_with_images_equal_transformers() {
+    for name in IMAGE_MODELS {
+        let model = load_with_images(name);
+        for case in golden_images(name).cases {
+            let mut runner = runner(&model, 16, 8);
+            let (spans, table) = (case.spans(), blocks(0..8));
+            let mut found = Vec::new();
+            let mut runs = chunks(&case.prompt, &spans, &table, 30);
+            runs.last_mut().unwrap().sample = Some(greedy_spec(0));
+            for run in runs {
+                let output = runner.execute(&plan(vec![run])).unwrap();
+                found.extend(output.samples[0].as_ref().map(|sampled| sampled.token));
+            }
+            while found.len() < case.greedy.len() {
+                let last = Run {
+                    images: Some(Arc::clone(&spans)),
+                    input: RunInput::LastSampled,
+                    sample: Some(greedy_spec(found.len())),
+                    ..run(1, case.prompt.len() + found.len() - 1, &[0], &table)
+                };
+                let output = runner.execute(&plan(vec![last])).unwrap();
+                found.push(output.samples[0].as_ref().unwrap().token);
+            }
+            assert_eq!(found, case.greedy, "{name}");
+        }
+    }
+}
+
+/// A request with an image beside others: of the same image, and of text, whose logits are as without.
+#[test]
+fn images_and_text_share_steps() {
+    for name in IMAGE_MODELS {
+        let model = load_with_images(name);
+        let case = &golden_images(name).cases[0];
+        let (spans, len) = (case.spans(), case.prompt.len());
+        let with_image = |request: u64, first: u32| Run {
+            images: Some(Arc::clone(&spans)),
+            ..run(request, 0, &case.prompt, &blocks(first..first + 3))
+        };
+        let text = |request| run(request, 0, &case.prompt[..7], &blocks(6..7));
+        let mut runner = runner(&model, 16, 8);
+        let alone = runner.logits(&plan(vec![with_image(1, 0)]), &[len - 1]).unwrap();
+        let text_alone = runner.logits(&plan(vec![text(2)]), &[6]).unwrap();
+        let together = plan(vec![with_image(1, 0), text(2), with_image(3, 3)]);
+        let found = runner
+            .logits(&together, &[len - 1, len + 6, 2 * len + 6])
+            .unwrap();
+        assert_eq!(found, [&alone[..], &text_alone, &alone].concat(), "{name}");
+    }
+}
+
+/// Images come and go; whether one is kept does not change what it is.
+#[test]
+fn embeddings_are_kept_by_content_and_encoded_again_when_they_are_gone() {
+    let mut rng = StdRng::seed_from_u64(3);
+    for name in IMAGE_MODELS {
+        let mut runner = runner(&load_with_images(name), 16, 8);
+        let mut known: Vec<(Image, Vec<f32>)> = Vec::new();
+        for seed in 0..60 {
+            if rng.random_bool(0.5) && !known.is_empty() {
+                let (image, rows) = &known[rng.random_range(0..known.len())];
+                assert_eq!(&runner.encode(image).unwrap(), rows, "{name}");
+                continue;
+            }
+            let height = 2 * rng.random_range(1..=4);
+            let width = 2 * rng.random_range(1..=IMAGE_LIMITS.max_patches / height / 2);
+            let image = image(seed, [1, height, width]);
+            let rows = runner.encode(&image).unwrap();
+            assert!(rows.iter().all(|x| x.is_finite()));
+            assert!(known.iter().all(|(_, other)| *other != rows));
+            known.push((image, rows));
+        }
+    }
+}
+
+#[test]
+fn the_encoder_takes_what_the_footprint_says_and_no_more_while_it_serves() {
+    for name in IMAGE_MODELS {
+        for max_patches in [4, 47, 48, 200, 1000] {
+            let limits = EncoderLimits {
+                max_patches,
+                ..IMAGE_LIMITS
+            };
+            let footprint = Footprint::read(&golden_path(name), options(KvCacheDtype::F32, limits)).unwrap();
+            let budget = Budget::new(1 << 32);
+            let loading = options(KvCacheDtype::F32, limits);
+            let model = Model::load(&golden_path(name), loading, &budget, &mut |_| ()).unwrap();
+            let held = |component| budget.meters().by_component.get(component);
+            assert_eq!(held(Component::Weights), footprint.weights_bytes(), "{name}");
+            let mut runner = model
+                .build_state(&state_config(16, 8), &LIMITS, &budget, &mut || {})
+                .unwrap();
+            let bytes = held(Component::Encoder);
+            assert_eq!(bytes, footprint.encoder_bytes(), "{name}, {max_patches} patches");
+            let allocations = budget.meters().allocations;
+            // As long or as wide as can be.
+            let most = max_patches / 4;
+            for (seed, grid) in [[1, 2, 2 * most], [1, 2 * most, 2], [1, 2, 2]]
+                .into_iter()
+                .enumerate()
+            {
+                runner.encode(&image(seed, grid)).unwrap();
+            }
+            let meters = budget.meters();
+            assert_eq!(
+                (held(Component::Encoder), meters.allocations),
+                (bytes, allocations)
+            );
+            drop(runner);
+            assert_eq!(held(Component::Encoder), 0);
+        }
+    }
+}
+
+#[test]
+fn a_state_without_room_for_the_largest_image_is_not_built() {
+    let model = load_with_images("qwen3-vl");
+    let room = {
+        let budget = Budget::new(1 << 32);
+        let runner = model.build_state(&state_config(16, 8), &LIMITS, &budget, &mut || {});
+        drop(runner.unwrap());
+        budget.meters().used_high
+    };
+    let budget = Budget::new(room / 2);
+    let error = model
+        .build_state(&state_config(16, 8), &LIMITS, &budget, &mut || {})
+        .unwrap_err();
+    assert_eq!(error.component, Component::Encoder);
+    assert_eq!(budget.meters().used, 0);
+}
+
+#[test]
+fn plans_that_no_scheduler_makes_are_refused() {
+    let case = &golden_images("qwen3-vl").cases[1];
+    let spans = case.spans();
+    let both = || {
+        plan(vec![Run {
+            images: Some(Arc::clone(&spans)),
+            ..run(1, 0, &case.prompt, &blocks(0..8))
+        }])
+    };
+    let refused = |model: &Arc<Model>, plan, said: &str| {
+        let error = runner(model, 16, 8).logits(&plan, &[0]).unwrap_err();
+        assert!(
+            matches!(&error, StepError::Failed(message) if message.contains(said)),
+            "{error}"
+        );
+    };
+    let model = load_with_images("qwen3-vl");
+    refused(&model, both(), "rows of two images");
+    refused(&load("qwen3-vl", KvCacheDtype::F32), both(), "without images");
+    let mut large = both();
+    let span = ImageSpan {
+        start: 0,
+        len: 13,
+        image: Arc::new(image(1, [1, 2, 26])),
+    };
+    large.runs[0].images = Some([span].into());
+    refused(&model, large, "for 13 tokens");
+}
+
+#[test]
+fn towers_that_are_not_known_are_refused_where_images_are_asked_for() {
+    let refused = |change: fn(&mut serde_json::Value), said: &str| {
+        let path = golden_path("qwen3-vl").join("config.json");
+        let mut config: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        change(&mut config);
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
+        let text = Footprint::read(directory.path(), LoadOptions::default());
+        text.expect("the text part does not depend on the tower");
+        let error = Footprint::read(directory.path(), options(KvCacheDtype::Auto, IMAGE_LIMITS));
+        let error = error.expect_err("refused").to_string();
+        assert!(error.contains(said), "{error} does not say {said}");
+    };
+    refused(
+        |c| c["vision_config"]["window_size"] = 112.into(),
+        "vision_config.window_size",
+    );
+    refused(
+        |c| c["vision_config"]["hidden_act"] = "relu".into(),
+        "vision_config.hidden_act",
+    );
+    refused(
+        |c| c["vision_config"]["num_heads"] = 5.into(),
+        "vision_config.num_heads",
+    );
+    refused(
+        |c| c["vision_config"]["out_hidden_size"] = 32.into(),
+        "vision_config.out_hidden_size",
+    );
+    refused(
+        |c| c["vision_config"]["deepstack_visual_indexes"] = vec![2, 0].into(),
+        "vision_config.deepstack_visual_indexes",
+    );
+    refused(
+        |c| c["vision_config"]["deepstack_visual_indexes"] = vec![3].into(),
+        "vision_config.deepstack_visual_indexes",
+    );
+    refused(|c| c["vision_config"]["depth"] = 0.into(), "vision_config.depth");
+    refused(|c| c["image_token_id"] = 1000.into(), "image_token_id");
+}
+
+/// Of a published file: 27 layers of 1152, of which three give features, and a first projection of 16 x 16 pixels of two frames.
+#[test]
+fn a_published_encoder_means_what_it_says() {
+    let directory = tempfile::tempdir().unwrap();
+    let published = repository().join("crates/model/tests/configs/Qwen3-VL-8B-Instruct.json");
+    std::fs::copy(published, directory.path().join("config.json")).unwrap();
+    let limits = EncoderLimits {
+        max_patches: 4096,
+        max_images_per_prompt: 3,
+    };
+    let footprint = Footprint::read(directory.path(), options(KvCacheDtype::Auto, limits)).unwrap();
+    let encoder = footprint.config().encoder.as_ref().unwrap();
+    assert_eq!(
+        (encoder.layers, encoder.hidden_size, encoder.head_dim()),
+        (27, 1152, 72)
+    );
+    assert_eq!((encoder.positions_per_side, encoder.out_size), (48, 4096));
+    assert_eq!(encoder.features, [8, 16, 24]);
+    let input = footprint.config().image_input().unwrap();
+    assert_eq!(
+        (input.placeholder, input.patch_values, input.merge),
+        (151_655, 1536, 2)
+    );
+    assert_eq!(input.limits, limits);
+    // 8.77 billion parameters, all of which are loaded, in 16 bits but for vectors and biases.
+    let bytes = footprint.weights_bytes() as f64;
+    assert!((17.5e9..17.6e9).contains(&bytes), "{bytes}");
+    let none = EncoderLimits {
+        max_images_per_prompt: 0,
+        ..limits
+    };
+    let text = Footprint::read(directory.path(), options(KvCacheDtype::Auto, none)).unwrap();
+    assert_eq!((text.config().image_input(), text.encoder_bytes()), (None, 0));
+    assert!(bytes - text.weights_bytes() as f64 > 1.1e9);
+}

@@ -1,0 +1,50 @@
+//! Bugs in what is known of images.
+
+use super::list::{Mutation, bug, edit};
+
+const JOURNAL: &str = "kv/prefix/journal.rs";
+const PREFIX: &str = "kv/prefix.rs";
+const ROOM: &str = "scheduler/scheduler/room.rs";
+const SEQUENCE: &str = "scheduler/sequence.rs";
+
+pub(crate) const IMAGE_MUTATIONS: [Mutation; 5] = [
+    bug(
+        "different images share KV",
+        &[
+            edit(PREFIX, "&& «*self.images[id.index()] == *content.images»", "true"),
+            edit(
+                PREFIX,
+                "let seed =\n            «(content.images.iter()).fold(self.seed, |seed, image| xxh3_64_with_seed(&image.hash, seed))»;",
+                "self.seed",
+            ),
+        ],
+    ),
+    bug(
+        "a prefix is looked up without its images",
+        &[edit(SEQUENCE, "images: «self.request.images()»,", "None")],
+    ),
+    bug(
+        "a run does not say which images its prompt has",
+        &[edit(
+            SEQUENCE,
+            "images: «self.sequence.request.images().cloned()»,",
+            "None",
+        )],
+    ),
+    bug(
+        "a step has rows of two images",
+        &[edit(
+            ROOM,
+            "if «*image.get_or_insert(span.image.hash) != span.image.hash» {",
+            "{ let _ = &mut image; false }",
+        )],
+    ),
+    bug(
+        "a router takes the images of a block for those of another",
+        &[edit(
+            JOURNAL,
+            "images.extend(held.images.iter().map(|&image| («blocks.len()», image)));",
+            "0",
+        )],
+    ),
+];
