@@ -96,9 +96,14 @@ fn plan_text(model: &str, device: &dyn Device, prediction: &Prediction) -> Strin
     let weights = prediction.baseline.components.iter();
     let weights = weights.filter(|line| line.name == Component::Weights.name());
     let weights: u64 = weights.map(|line| line.bytes).sum();
+    // What cannot be read was said before.
+    let left_out = match device.text_part_of() {
+        Ok(Some(name)) => format!("\n  the text of {name}: images are not served"),
+        Ok(None) | Err(_) => String::new(),
+    };
     terminal::fitted(&format!(
         "predicted for {model} on {}\n  no weights were read and nothing was measured; `plimsoll profile` does\n{}\n  \
-         {} of weights, {} bytes of KV a token",
+         {} of weights, {} bytes of KV a token{left_out}",
         device.name(),
         prediction.table(terminal::stdout_columns()),
         Bytes(weights),

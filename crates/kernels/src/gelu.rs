@@ -38,7 +38,7 @@ fn exact(x: f32) -> f32 {
     (0.5 * x * (1.0 + erf(x * FRAC_1_SQRT_2))) as f32
 }
 
-/// `2/√π × exp(-x²) × Σ 2ⁿ x²ⁿ⁺¹ / (2n+1)!!` ([DLMF 7.6.2](https://dlmf.nist.gov/7.6.E2)): no terms cancel.
+/// `2/√π × exp(-x²) × Σ 2ⁿ x²ⁿ⁺¹ / (2n+1)!!` ([DLMF 7.6](https://dlmf.nist.gov/7.6)): no terms cancel.
 fn erf(x: f64) -> f64 {
     if x.abs() > 6.0 {
         return x.signum();

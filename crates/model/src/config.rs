@@ -1,5 +1,6 @@
 //! From config.json or GGUF metadata to a [`ModelConfig`].
 
+mod around;
 mod gguf;
 mod known;
 mod overrides;
@@ -21,12 +22,12 @@ use crate::generation::check_token_ids;
 use crate::quantization::{OnlineQuantization, Quantization};
 use crate::spec::{AttentionSpec, DeltaNetSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, shared};
 use crate::{DecoderSpec, EncoderSpec, ModelError};
+pub use around::Around;
 use gguf::GgufFields;
 pub use gguf::GgufTensors;
 pub use overrides::HfOverrides;
 use raw::Fields;
 pub(crate) use raw::{RawConfig, RawRope};
-pub use vision::Around;
 
 /// What a model says about itself.
 #[derive(Clone, Debug, PartialEq)]
@@ -180,7 +181,7 @@ impl ModelConfig {
                 values.entry(field).or_insert(default);
             }
         }
-        let raw = RawConfig::read(architecture, &Fields::new(path, &values))?;
+        let raw = RawConfig::read(architecture.has_mrope(), &Fields::new(path, &values))?;
         let spec = architecture.spec(&raw)?;
         check(path, &spec)?;
         check_formats(&spec)?;

@@ -65,6 +65,15 @@ pub struct ServeAs {
 }
 
 impl ServeAs {
+    /// The same for text alone, which is all that GPUs serve so far.
+    #[must_use]
+    pub fn without_images(&self) -> Self {
+        Self {
+            images: None,
+            ..self.clone()
+        }
+    }
+
     /// What the model is served as that says `found` of itself; `None` is text.
     ///
     /// # Errors

@@ -7,16 +7,14 @@ mod cache;
 
 use std::sync::Arc;
 
-use plimsoll_core::{BlockSize, Component, Image, ImageGrid, Oom, PageId, Run, Scratch, StepPlan};
+use plimsoll_core::{BlockSize, Component, Image, ImageGrid, Oom, PageId, Scratch};
 use plimsoll_device::{Arena, Budget, DryArena};
 use plimsoll_kernels::{
     AttentionOptions, Gelu, KvLayout, Linear, LinearShape, PagedKvMut, RunMeta, WeightType, attention,
     attention_scratch, gelu, layer_norm, qk_norm_rope_kv_write, rope_angles_of_axes,
 };
 
-use crate::batch::{Batch, BatchImage};
 use crate::blocks::{self, EncoderLayer, EncoderOperations, LayerNorm, Merger};
-use crate::positions::positions;
 use crate::weights::Loader;
 use crate::{EncoderSpec, ModelError};
 pub(crate) use cache::{Embeddings, EncodedImage};
@@ -380,40 +378,6 @@ impl EncoderState {
                 Err(oom)
             }
         }
-    }
-
-    /// Encodes the image of a checked plan, if it has one and its rows are not kept, and tells the batch of it, and of positions.
-    pub(crate) fn prepare<'a>(
-        &'a mut self,
-        encoder: &Encoder,
-        plan: &StepPlan,
-        batch: &mut Batch<'a>,
-    ) -> Result<(), Oom> {
-        if plan.runs.iter().all(|run| run.images.is_none()) {
-            return Ok(());
-        }
-        let merge = encoder.spec.input.merge;
-        let of_run = |run: &Run| Some(positions(run.images.as_deref()?, merge, run.start..run.end()));
-        batch.positions = plan.runs.iter().map(of_run).collect();
-        let (mut rows, mut first_row, mut image) = (Vec::new(), 0, None);
-        for run in &plan.runs {
-            for (span, of_image) in run.image_rows() {
-                let first = first_row + (span.start + of_image.start - run.start);
-                rows.extend((first..).zip(of_image));
-                image = Some(&span.image);
-            }
-            first_row += run.input.len();
-        }
-        if let Some(image) = image {
-            let encoded = self.encode(encoder, image)?;
-            batch.image = Some(BatchImage {
-                rows,
-                encoded,
-                embeddings: &self.embeddings,
-                features: encoder.spec.features.len(),
-            });
-        }
-        Ok(())
     }
 
     /// Bytes beside the arena.

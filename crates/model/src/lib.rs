@@ -17,6 +17,7 @@ mod error;
 mod footprint;
 mod generation;
 mod gguf;
+mod images;
 mod model;
 mod names;
 mod positions;

@@ -14,6 +14,7 @@ use crate::Model;
 use crate::batch::{Batch, Bounds, StepPages};
 use crate::decoder::Decoder;
 use crate::encoder::EncoderState;
+use crate::images;
 use crate::state::{KvCache, Staging, StateCache, mask_words};
 
 /// Rows whose logits exist at one time. Their memory, rows × vocabulary, would otherwise be the largest of the step.
@@ -296,7 +297,7 @@ impl Runner {
         let pages = StepPages::new(plan, bounds.kv);
         let mut batch = Batch::pack(plan, &self.last, &pages, tokens);
         if let (Some(state), Some(encoder)) = (encoder, &self.model.encoder) {
-            state.prepare(encoder, plan, &mut batch)?;
+            images::prepare(state, encoder, plan, &mut batch)?;
         }
         let normed = match plan.is_empty() {
             true => &[],

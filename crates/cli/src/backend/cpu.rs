@@ -53,6 +53,10 @@ impl Device for CpuBackend {
         self.vocabulary()
     }
 
+    fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
+        self.left_out(&self.settings.serve_as)
+    }
+
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
         self.set_threads();
         let model = plimsoll_model::Footprint::read(&self.model, self.settings.load_options())?;

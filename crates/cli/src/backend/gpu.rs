@@ -96,6 +96,10 @@ impl Device for GpuBackend {
         self.vocabulary()
     }
 
+    fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
+        self.left_out(&self.settings.serve_as.without_images())
+    }
+
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
         let shape = state_shape(&self.settings, limits);
         let model = GpuFootprint::on(&self.device, &self.model, shape)?;
@@ -324,6 +328,10 @@ impl Device for AssumedGpu {
 
     fn vocab_size(&self) -> Result<usize, Error> {
         self.vocabulary()
+    }
+
+    fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
+        self.left_out(&self.settings.serve_as.without_images())
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {

@@ -16,7 +16,7 @@ use plimsoll_core::{
     TokenId,
 };
 use plimsoll_device::Budget;
-use plimsoll_model::{Cancel, GenerationConfig, ModelConfig, Progress};
+use plimsoll_model::{Cancel, GenerationConfig, ModelConfig, Progress, ServeAs};
 use plimsoll_profiler::{BuildProgress, Disabled, Footprint, Target};
 use plimsoll_server::EmbeddingInfo;
 
@@ -69,6 +69,14 @@ pub trait Device: fmt::Debug + Send + Sync {
     /// # Errors
     /// As [`Self::max_model_len`].
     fn vocab_size(&self) -> Result<usize, Error>;
+
+    /// The model of images and text of which text alone is served, by its name in config.json.
+    ///
+    /// # Errors
+    /// As [`Self::max_model_len`].
+    fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
+        Ok(None)
+    }
 
     /// What the model and a state for these limits would take.
     ///
@@ -147,7 +155,10 @@ impl<D> ModelOn<D> {
     }
 
     fn config(&self) -> Result<ModelConfig, Error> {
-        Ok(ModelConfig::read(&self.model, &self.settings.serve_as)?)
+        Ok(ModelConfig::read(
+            &self.model,
+            &self.settings.serve_as.without_images(),
+        )?)
     }
 
     fn layers_with_states(&self) -> Result<usize, Error> {
@@ -156,6 +167,13 @@ impl<D> ModelOn<D> {
 
     fn vocabulary(&self) -> Result<usize, Error> {
         Ok(self.config()?.spec.vocab_size)
+    }
+
+    /// The model of images and text whose text alone is served as `serve_as` says.
+    fn left_out(&self, serve_as: &ServeAs) -> Result<Option<&'static str>, Error> {
+        let config = ModelConfig::read(&self.model, serve_as)?;
+        let around = config.text_part_of.filter(|_| config.encoder.is_none());
+        Ok(around.map(|around| around.name))
     }
 
     fn longest_request(&self) -> Result<usize, Error> {

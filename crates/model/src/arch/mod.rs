@@ -154,6 +154,11 @@ impl Architecture {
         self.family().gguf_name
     }
 
+    /// Whether its positions may have three dimensions.
+    pub(crate) fn has_mrope(self) -> bool {
+        matches!(self, Self::Qwen3VL | Self::Qwen3_5 | Self::Qwen3_5Moe)
+    }
+
     pub(crate) fn from_hf_name(name: &str) -> Result<Self, ModelError> {
         Self::find(name, |architecture| Some(architecture.hf_name()))
     }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::vision::Around;
+use super::around::Around;
 use crate::{Architecture, ModelError};
 
 /// What every family interprets.

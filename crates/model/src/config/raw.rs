@@ -9,9 +9,9 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::quantization;
+use crate::ModelError;
 use crate::generation::token_ids;
 use crate::quantization::Quantization;
-use crate::{Architecture, ModelError};
 
 /// The fields of config.json that families interpret; GGUF metadata is brought into the same form.
 #[derive(Clone, Debug)]
@@ -79,12 +79,9 @@ pub(crate) struct RawConfig {
 
 impl RawConfig {
     /// Reads fields of which all are known to the family.
-    pub(super) fn read(architecture: Architecture, fields: &Fields<'_>) -> Result<Self, ModelError> {
+    pub(super) fn read(has_mrope: bool, fields: &Fields<'_>) -> Result<Self, ModelError> {
         Ok(Self {
-            has_mrope: matches!(
-                architecture,
-                Architecture::Qwen3VL | Architecture::Qwen3_5 | Architecture::Qwen3_5Moe
-            ),
+            has_mrope,
             quantization: quantization::read(fields.path, fields.values)?,
             vocab_size: fields.required("vocab_size")?,
             hidden_size: fields.required("hidden_size")?,

@@ -5,20 +5,12 @@ use std::path::Path;
 use plimsoll_core::{EncoderLimits, ImageInput, ImageProcessor, TokenId};
 use plimsoll_kernels::Gelu;
 use serde::de::DeserializeOwned;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
+use super::around::Around;
 use super::known::is_inert;
 use super::raw::{Fields, RawRope};
 use crate::{DecoderSpec, EncoderSpec, ModelError};
-
-/// What a configuration says around its text part.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Around {
-    /// The model's name in `architectures`.
-    pub name: &'static str,
-    /// Fields beside `text_config`.
-    pub(super) fields: Map<String, Value>,
-}
 
 /// The fields of `vision_config` that are interpreted.
 const FIELDS: [&str; 14] = [
@@ -42,11 +34,6 @@ const FIELDS: [&str; 14] = [
 const MOST: usize = 1 << 15;
 
 impl Around {
-    /// Whether images of this model can be served, where they are asked for.
-    pub fn has_encoder(&self) -> bool {
-        self.name.starts_with("Qwen3VL") || self.name.starts_with("Qwen3_5")
-    }
-
     /// The encoder of the model, of which `decoder` is the text part; `None` where it is not known here.
     ///
     /// # Errors

@@ -278,7 +278,7 @@ impl GpuFootprint {
 
 fn read_config(path: &Path, shape: &GpuStateShape) -> Result<(ModelConfig, GpuKvElement), ModelError> {
     let element = kv_element(shape.kv_cache_dtype)?;
-    let config = ModelConfig::read(path, &shape.serve_as)?;
+    let config = ModelConfig::read(path, &shape.serve_as.without_images())?;
     check(&config.spec)?;
     Ok((config, element))
 }

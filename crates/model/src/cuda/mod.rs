@@ -80,7 +80,7 @@ impl GpuModel {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
         let kv_element = kv_element(options.kv_cache_dtype)?;
-        let description = Description::read(path, &options.serve_as)?;
+        let description = Description::read(path, &options.serve_as.without_images())?;
         check(description.about.spec())?;
         description.about.log_what_is_left_out();
         let fused = FusedKernels::load(gpu)?;

@@ -1,0 +1,17 @@
+use serde_json::{Map, Value};
+
+/// What a configuration says around its text part.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Around {
+    /// The model's name in `architectures`.
+    pub name: &'static str,
+    /// Fields beside `text_config`.
+    pub(super) fields: Map<String, Value>,
+}
+
+impl Around {
+    /// Whether images of this model can be served, where they are asked for.
+    pub fn has_encoder(&self) -> bool {
+        self.name.starts_with("Qwen3VL") || self.name.starts_with("Qwen3_5")
+    }
+}
