@@ -133,7 +133,12 @@ impl Bench {
             soft_cap: None,
             sinks: None,
         };
-        let kv = PagedKv { k: &k, v: &v, layout };
+        let kv = PagedKv {
+            k: &k,
+            v: &v,
+            layout,
+            stride: layout.elements(1),
+        };
         let time = best(200, || {
             attention(&q, kv, &runs, options, &mut out, &self.arena).expect("memory")
         });

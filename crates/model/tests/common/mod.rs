@@ -26,10 +26,13 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 40] = [
+pub const MODELS: [&str; 43] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
+    "gemma4",
+    "gemma4-moe",
+    "gemma4-shared",
     "gpt-oss",
     "gpt-oss-mxfp4",
     "llama",
@@ -90,10 +93,13 @@ pub const GGUF_MODELS: [&str; 16] = [
 ];
 
 /// Those with windows, which all but the shortest prompts leave.
-pub const WINDOW_MODELS: [&str; 8] = [
+pub const WINDOW_MODELS: [&str; 11] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
+    "gemma4",
+    "gemma4-moe",
+    "gemma4-shared",
     "gpt-oss",
     "mistral-window",
     "mixtral",

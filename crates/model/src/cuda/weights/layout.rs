@@ -360,7 +360,9 @@ pub(super) mod tests {
         QuantizationGroup,
     };
     use crate::rope::{RopeScaling, RopeSpec};
-    use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, Projections, shared};
+    use crate::spec::{
+        AttentionSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, Projections, Values, shared,
+    };
 
     fn projections(rng: &mut StdRng) -> Projections {
         [Projections::Separate, Projections::Fused][rng.random_range(0..2)]
@@ -390,6 +392,8 @@ pub(super) mod tests {
                         query_scale: None,
                     })),
                     qk_norm: rng.random(),
+                    values: Values::Projected,
+                    shares_kv: None,
                     qkv_bias: rng.random(),
                     output_bias: rng.random(),
                     scale: 1.0,
@@ -403,6 +407,7 @@ pub(super) mod tests {
                     activation: Activation::Silu,
                     projections: projections(rng),
                 }),
+                scalar: false,
             }
         };
         DecoderSpec {
@@ -414,6 +419,7 @@ pub(super) mod tests {
             final_norm: norm,
             head: [OutputHead::Own, OutputHead::Tied, OutputHead::None][rng.random_range(0..3)],
             logit_soft_cap: None,
+            per_layer: None,
             quantization: quantization(rng),
         }
     }
