@@ -4,6 +4,9 @@
 //! pages, each with the same number of layers. So any free page serves any group: there is one pool, without a split that
 //! is fixed beforehand (vLLM's hybrid KV cache manager shares pages between kinds of layers in the same way).
 //!
+//! A page is divided into columns, each of which has room for the keys and values of the narrowest layer; wider layers take
+//! several. Layers that read the keys and values of another one have none ([`CacheLayer::shares`]).
+//!
 //! Layers that keep a state of fixed size in place of tokens are a group without pages: a request has one slot for the states
 //! of all of them, whatever its length ([`CacheGroups::state_layers`]). Further slots hold snapshots: states behind prefixes that
 //! later requests may begin with.
@@ -40,6 +43,29 @@ impl fmt::Display for CacheKind {
     }
 }
 
+/// What a layer asks of the cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CacheLayer {
+    /// Which tokens it keeps.
+    pub kind: CacheKind,
+    /// Columns of a page that its keys and values take, at least 1.
+    pub columns: usize,
+    /// The layer, as an index among those of the model that have attention, whose keys and values it reads. It keeps none
+    /// itself then.
+    pub shares: Option<usize>,
+}
+
+impl From<CacheKind> for CacheLayer {
+    /// A layer that is as wide as the narrowest, with keys and values of its own.
+    fn from(kind: CacheKind) -> Self {
+        Self {
+            kind,
+            columns: 1,
+            shares: None,
+        }
+    }
+}
+
 /// Layers that keep the same tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CacheGroup {
@@ -47,6 +73,10 @@ pub struct CacheGroup {
     pub kind: CacheKind,
     /// Number of layers.
     pub layers: usize,
+    /// Columns that their keys and values take.
+    pub columns: usize,
+    /// Further layers, which read what these keep.
+    pub sharing_layers: usize,
     /// Pages of one block of this group.
     pub pages_per_block: usize,
 }
@@ -76,7 +106,7 @@ impl CacheGroup {
 pub struct CacheGroups {
     groups: [CacheGroup; CacheGroups::MAX],
     len: usize,
-    layers_per_page: usize,
+    columns_per_page: usize,
     state_layers: usize,
 }
 
@@ -86,7 +116,7 @@ impl Default for CacheGroups {
         Self {
             groups: [Self::SINGLE; Self::MAX],
             len: 1,
-            layers_per_page: 1,
+            columns_per_page: 1,
             state_layers: 0,
         }
     }
@@ -102,6 +132,8 @@ impl CacheGroups {
     const SINGLE: CacheGroup = CacheGroup {
         kind: CacheKind::Full,
         layers: 1,
+        columns: 1,
+        sharing_layers: 0,
         pages_per_block: 1,
     };
 
@@ -123,9 +155,14 @@ impl CacheGroups {
         self.as_slice().iter()
     }
 
-    /// Layers in one page, some of them unused where their number does not divide that of a group.
-    pub fn layers_per_page(&self) -> usize {
-        self.layers_per_page
+    /// Whether some layers take more columns than others.
+    pub fn has_wide_layers(&self) -> bool {
+        self.iter().any(|group| group.columns > group.layers)
+    }
+
+    /// Columns of one page, some of them unused where their number does not divide that of a group.
+    pub fn columns_per_page(&self) -> usize {
+        self.columns_per_page
     }
 
     /// Layers that keep a state of fixed size of each request, and no tokens.
@@ -147,9 +184,9 @@ impl CacheGroups {
         self.iter().map(|group| group.pages_per_block).sum()
     }
 
-    /// Layers that the pages of one block of `group` have room for and that it does not have.
-    pub fn unused_layers(&self, group: &CacheGroup) -> usize {
-        group.pages_per_block * self.layers_per_page - group.layers
+    /// Columns of the pages of one block of `group` that none of its layers takes.
+    pub fn unused_columns(&self, group: &CacheGroup) -> usize {
+        group.pages_per_block * self.columns_per_page - group.columns
     }
 }
 
@@ -162,14 +199,14 @@ impl<'a> IntoIterator for &'a CacheGroups {
     }
 }
 
-/// Where a layer's keys and values are: in column `column` of the `plane`-th page of each block of group `group`.
+/// Where a layer's keys and values are: from column `column` on in the `plane`-th page of each block of group `group`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LayerPlace {
     /// Index of its group.
     pub group: usize,
     /// Which of the pages of a block.
     pub plane: usize,
-    /// Which of the layers of that page.
+    /// The first of its columns of that page.
     pub column: usize,
 }
 
@@ -178,7 +215,7 @@ pub struct LayerPlace {
 pub struct CacheLayout {
     /// The groups.
     pub groups: CacheGroups,
-    /// One place for each layer that keeps tokens, in their order.
+    /// One place for each layer with attention, in their order; that of a layer that shares is the other one's.
     pub places: Vec<LayerPlace>,
 }
 
@@ -200,26 +237,56 @@ pub enum CacheLayoutError {
         CacheGroups::MAX
     )]
     TooManyKinds,
+    /// A layer can only read what an earlier layer of the same kind and width keeps.
+    #[error(
+        "layer {layer} is to read the keys and values of layer {of}, which is no earlier layer of the same kind"
+    )]
+    NotShared {
+        /// Index of the layer.
+        layer: usize,
+        /// The one that it shares with.
+        of: usize,
+    },
 }
 
 impl CacheLayout {
-    /// Groups layers, whose blocks all take the same bytes, by what they keep. A window of `max_tokens` tokens or more, the
-    /// longest context, keeps everything.
-    ///
-    /// A page holds as many layers as make little padding: at most 2 % of a block in every group. With one group that is all.
+    /// Groups layers, whose blocks all take the same bytes, by what they keep: [`Self::of`] without anything special.
     ///
     /// # Errors
     /// [`CacheLayoutError`].
     pub fn new(layers: &[CacheKind], max_tokens: usize) -> Result<Self, CacheLayoutError> {
-        let whole = |&kind: &CacheKind| match kind {
-            CacheKind::Window(window) if window < max_tokens => kind,
-            _ => CacheKind::Full,
+        let layers: Vec<CacheLayer> = layers.iter().map(|&kind| kind.into()).collect();
+        Self::of(&layers, max_tokens)
+    }
+
+    /// Groups layers by what they keep. A window of `max_tokens` tokens or more, the longest context, keeps everything.
+    ///
+    /// A page has as many columns as make little padding: at most 2 % of a block in every group. With one group that is all.
+    ///
+    /// # Errors
+    /// [`CacheLayoutError`].
+    pub fn of(layers: &[CacheLayer], max_tokens: usize) -> Result<Self, CacheLayoutError> {
+        let whole = |layer: &CacheLayer| match layer.kind {
+            CacheKind::Window(window) if window < max_tokens => *layer,
+            _ => CacheLayer {
+                kind: CacheKind::Full,
+                ..*layer
+            },
         };
-        if let Some(layer) = layers.iter().position(|&kind| kind == CacheKind::Window(0)) {
+        let is_empty = |layer: &CacheLayer| layer.kind == CacheKind::Window(0);
+        if let Some(layer) = layers.iter().position(is_empty) {
             return Err(CacheLayoutError::EmptyWindow { layer });
         }
-        let layers: Vec<CacheKind> = layers.iter().map(whole).collect();
-        let mut kinds = layers.clone();
+        let layers: Vec<CacheLayer> = layers.iter().map(whole).collect();
+        for (layer, this) in layers.iter().enumerate() {
+            if let Some(of) = this.shares {
+                let other = layers[..layer].get(of).filter(|other| other.shares.is_none());
+                if other.is_none_or(|other| (other.kind, other.columns) != (this.kind, this.columns)) {
+                    return Err(CacheLayoutError::NotShared { layer, of });
+                }
+            }
+        }
+        let mut kinds: Vec<CacheKind> = layers.iter().map(|layer| layer.kind).collect();
         // The group that keeps everything comes first, then the widest window.
         kinds.sort_unstable_by_key(|&kind| match kind {
             CacheKind::Full => (0, 0),
@@ -232,34 +299,44 @@ impl CacheLayout {
         if kinds.len() > CacheGroups::MAX {
             return Err(CacheLayoutError::TooManyKinds);
         }
-        let count = |kind: &CacheKind| layers.iter().filter(|&layer| layer == kind).count();
-        let counts: Vec<usize> = kinds.iter().map(count).collect();
-        let layers_per_page = layers_per_page(&counts);
+        let of_kind = |kind: CacheKind| layers.iter().filter(move |layer| layer.kind == kind);
+        let keeping = |kind: CacheKind| of_kind(kind).filter(|layer| layer.shares.is_none());
+        let widths: Vec<Vec<usize>> = kinds
+            .iter()
+            .map(|&kind| keeping(kind).map(|layer| layer.columns).collect())
+            .collect();
+        let columns_per_page = columns_per_page(&widths);
         let mut groups = [CacheGroups::SINGLE; CacheGroups::MAX];
-        for ((group, &kind), &layers) in groups.iter_mut().zip(&kinds).zip(&counts) {
+        for ((group, &kind), widths) in groups.iter_mut().zip(&kinds).zip(&widths) {
             *group = CacheGroup {
                 kind,
-                layers,
-                pages_per_block: layers.div_ceil(layers_per_page),
+                layers: widths.len(),
+                columns: widths.iter().sum(),
+                sharing_layers: of_kind(kind).count() - widths.len(),
+                pages_per_block: pages(widths, columns_per_page),
             };
         }
-        let mut placed = vec![0; kinds.len()];
-        let place = |kind: &CacheKind| {
-            let group = kinds.iter().position(|other| other == kind).unwrap_or_default();
-            let index = placed[group];
-            placed[group] += 1;
-            LayerPlace {
-                group,
-                plane: index / layers_per_page,
-                column: index % layers_per_page,
-            }
-        };
+        let mut ends = vec![(0, 0); kinds.len()];
+        let mut places: Vec<LayerPlace> = Vec::with_capacity(layers.len());
+        for layer in &layers {
+            let group = kinds
+                .iter()
+                .position(|other| *other == layer.kind)
+                .unwrap_or_default();
+            places.push(match layer.shares {
+                Some(of) => places[of],
+                None => {
+                    let (plane, column) = place(&mut ends[group], layer.columns, columns_per_page);
+                    LayerPlace { group, plane, column }
+                }
+            });
+        }
         Ok(Self {
-            places: layers.iter().map(place).collect(),
+            places,
             groups: CacheGroups {
                 groups,
                 len: kinds.len(),
-                layers_per_page,
+                columns_per_page,
                 state_layers: 0,
             },
         })
@@ -272,16 +349,41 @@ impl CacheLayout {
     }
 }
 
-/// The most for which padding stays small; 1, which needs none, always does.
-fn layers_per_page(counts: &[usize]) -> usize {
-    let layers: usize = counts.iter().sum();
-    let padding = |per_page: usize| {
-        let held: usize = counts.iter().map(|count| count.next_multiple_of(per_page)).sum();
-        (held - layers) as f64
+/// The page and column of the next layer of a group whose layers so far end at `end`: none is divided among pages.
+fn place(end: &mut (usize, usize), columns: usize, per_page: usize) -> (usize, usize) {
+    let (page, column) = *end;
+    let start = match column + columns <= per_page {
+        true => (page, column),
+        false => (page + 1, 0),
     };
-    let most = counts.iter().copied().max().unwrap_or(1);
-    let small = |&per_page: &usize| padding(per_page) <= layers as f64 * CacheGroups::MAX_PADDING;
-    (1..=most).rev().find(small).unwrap_or(1)
+    *end = (start.0, start.1 + columns);
+    start
+}
+
+/// Pages of a block of layers of these widths.
+fn pages(widths: &[usize], per_page: usize) -> usize {
+    let mut end = (0, 0);
+    for &columns in widths {
+        place(&mut end, columns, per_page);
+    }
+    end.0 + 1
+}
+
+/// The most for which padding stays small, at least as many as the widest layer takes.
+fn columns_per_page(widths: &[Vec<usize>]) -> usize {
+    let columns = |widths: &Vec<usize>| widths.iter().sum::<usize>();
+    let all: usize = widths.iter().map(columns).sum();
+    let padding = |per_page: usize| {
+        let held: usize = widths
+            .iter()
+            .map(|widths| pages(widths, per_page) * per_page)
+            .sum();
+        (held - all) as f64
+    };
+    let most = widths.iter().map(columns).max().unwrap_or(1);
+    let least = widths.iter().flatten().copied().max().unwrap_or(1);
+    let small = |&per_page: &usize| padding(per_page) <= all as f64 * CacheGroups::MAX_PADDING;
+    (least..=most).rev().find(small).unwrap_or(least)
 }
 
 #[cfg(test)]
@@ -300,7 +402,7 @@ mod tests {
     fn pages(layers: usize, period: usize) -> (usize, Vec<usize>) {
         let layout = CacheLayout::new(&alternating(layers, period), 1 << 17).unwrap();
         let pages = layout.groups.iter().map(|group| group.pages_per_block);
-        (layout.groups.layers_per_page(), pages.collect())
+        (layout.groups.columns_per_page(), pages.collect())
     }
 
     #[test]
@@ -309,7 +411,7 @@ mod tests {
             let layout = CacheLayout::new(&[kind; 32], 1 << 17).unwrap();
             assert_eq!(layout.groups.as_slice().len(), 1);
             assert_eq!(layout.groups.as_slice()[0].pages_per_block, 1);
-            assert_eq!(layout.groups.layers_per_page(), 32);
+            assert_eq!(layout.groups.columns_per_page(), 32);
             assert!(
                 layout
                     .places
@@ -332,11 +434,11 @@ mod tests {
         let mut kinds = vec![CacheKind::Full; 50];
         kinds.extend([CacheKind::Window(8); 99]);
         let layout = CacheLayout::new(&kinds, 100).unwrap();
-        assert_eq!(layout.groups.layers_per_page(), 50);
+        assert_eq!(layout.groups.columns_per_page(), 50);
         let unused: Vec<_> = layout
             .groups
             .iter()
-            .map(|group| layout.groups.unused_layers(group))
+            .map(|group| layout.groups.unused_columns(group))
             .collect();
         assert_eq!(unused, [0, 1]);
     }
@@ -354,7 +456,7 @@ mod tests {
                 let group = layout.groups.as_slice()[place.group];
                 assert_eq!(group.kind, kind);
                 assert!(place.plane < group.pages_per_block);
-                assert!(place.column < layout.groups.layers_per_page());
+                assert!(place.column < layout.groups.columns_per_page());
             }
         }
     }
@@ -374,5 +476,88 @@ mod tests {
         assert_eq!(new(&empty), CacheLayoutError::EmptyWindow { layer: 1 });
         let many = [1, 2, 3, 4].map(CacheKind::Window);
         assert_eq!(new(&many), CacheLayoutError::TooManyKinds);
+    }
+    /// Gemma 4: of each number of layers the last of six (or five) keeps everything, and is `full` columns wide, the others
+    /// `window`; the last `sharing` of them read what the last keeping one of their kind keeps.
+    fn gemma4(layers: usize, period: usize, sharing: usize, full: usize, window: usize) -> Vec<CacheLayer> {
+        let kinds = alternating(layers, period);
+        let keeping = layers - sharing;
+        let layer = |(index, &kind): (usize, &CacheKind)| CacheLayer {
+            kind,
+            columns: if kind == CacheKind::Full { full } else { window },
+            shares: (index >= keeping)
+                .then(|| kinds[..keeping].iter().rposition(|&other| other == kind))
+                .flatten(),
+        };
+        kinds.iter().enumerate().map(layer).collect()
+    }
+
+    #[test]
+    fn wider_layers_take_more_columns_and_sharing_ones_none() {
+        // 26B-A4B, 31B, E2B, E4B.
+        for (layers, want) in [
+            (gemma4(30, 6, 0, 1, 2), (2, vec![(5, 5, 0, 3), (25, 50, 0, 25)])),
+            (
+                gemma4(60, 6, 0, 1, 2),
+                (10, vec![(10, 10, 0, 1), (50, 100, 0, 10)]),
+            ),
+            (gemma4(35, 5, 20, 2, 1), (6, vec![(3, 6, 4, 1), (12, 12, 16, 2)])),
+            (gemma4(42, 6, 18, 2, 1), (4, vec![(4, 8, 3, 2), (20, 20, 15, 5)])),
+        ] {
+            let layout = CacheLayout::of(&layers, 1 << 17).unwrap();
+            let groups = layout.groups.iter();
+            let groups = groups.map(|group| {
+                (
+                    group.layers,
+                    group.columns,
+                    group.sharing_layers,
+                    group.pages_per_block,
+                )
+            });
+            assert_eq!((layout.groups.columns_per_page(), groups.collect()), want);
+            let mut taken: Vec<(usize, usize, usize)> = Vec::new();
+            for (layer, place) in layers.iter().zip(&layout.places) {
+                let group = layout.groups.as_slice()[place.group];
+                assert!(group.kind == layer.kind && place.plane < group.pages_per_block);
+                assert!(place.column + layer.columns <= layout.groups.columns_per_page());
+                match layer.shares {
+                    Some(of) => assert_eq!(*place, layout.places[of]),
+                    None => taken.extend(
+                        (place.column..place.column + layer.columns)
+                            .map(|column| (place.group, place.plane, column)),
+                    ),
+                }
+            }
+            let columns = taken.len();
+            taken.sort_unstable();
+            taken.dedup();
+            assert_eq!(taken.len(), columns, "no column is two layers'");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_shared_is_refused() {
+        let layer = |kind, columns, shares| CacheLayer {
+            kind,
+            columns,
+            shares,
+        };
+        let full = layer(CacheKind::Full, 1, None);
+        for (second, of) in [
+            (layer(CacheKind::Window(8), 1, Some(0)), 0),
+            (layer(CacheKind::Full, 2, Some(0)), 0),
+            (layer(CacheKind::Full, 1, Some(1)), 1),
+            (layer(CacheKind::Full, 1, Some(7)), 7),
+        ] {
+            let error = CacheLayout::of(&[full, second], 100).unwrap_err();
+            assert_eq!(error, CacheLayoutError::NotShared { layer: 1, of });
+        }
+        let chain = [
+            full,
+            layer(CacheKind::Full, 1, Some(0)),
+            layer(CacheKind::Full, 1, Some(1)),
+        ];
+        let error = CacheLayout::of(&chain, 100).unwrap_err();
+        assert_eq!(error, CacheLayoutError::NotShared { layer: 2, of: 1 });
     }
 }

@@ -27,7 +27,9 @@ pub mod untrusted;
 pub use bans::Bans;
 pub use block_size::BlockSize;
 pub use cache::{BlockImage, CacheContent, CacheEvent, CacheEventCounts, CacheListener};
-pub use cache_layout::{CacheGroup, CacheGroups, CacheKind, CacheLayout, CacheLayoutError, LayerPlace};
+pub use cache_layout::{
+    CacheGroup, CacheGroups, CacheKind, CacheLayer, CacheLayout, CacheLayoutError, LayerPlace,
+};
 pub use config::{KvConfig, Scratch, StateConfig, StepLimits};
 pub use constraint::{Constraint, ConstraintError, Constraints, Progress};
 pub use encoder::{EncoderLimits, ImageInput, ImageProcessor};

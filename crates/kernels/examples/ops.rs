@@ -134,7 +134,12 @@ impl Bench {
             sinks: None,
             bidirectional: false,
         };
-        let kv = PagedKv { k: &k, v: &v, layout };
+        let kv = PagedKv {
+            k: &k,
+            v: &v,
+            layout,
+            stride: layout.elements(1),
+        };
         let time = best(200, || {
             attention(&q, kv, &runs, options, &mut out, &self.arena).expect("memory")
         });

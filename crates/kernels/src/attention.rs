@@ -100,7 +100,7 @@ fn attention_at<E: KvElement>(
     );
     for run in runs {
         let lowest = options.first_seen(run.start);
-        run.check(&layout, kv.k.len().min(kv.v.len()), lowest);
+        run.check(&layout, kv.stride, kv.k.len().min(kv.v.len()), lowest);
     }
 
     let job = Job::new(q, kv, runs, options, group, level);
@@ -358,7 +358,7 @@ impl<'a, E: KvElement> Job<'a, E> {
         let layout = &self.kv.layout;
         let block_size = layout.block_size.tokens();
         let block = item.run.block_of(position, block_size);
-        &cache[layout.head_offset(block, item.kv_head)..][..layout.head_dim * block_size]
+        &cache[layout.head_offset(self.kv.stride, block, item.kv_head)..][..layout.head_dim * block_size]
     }
 
     /// Where a query row of an item starts in `q` and `out`.

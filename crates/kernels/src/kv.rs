@@ -93,9 +93,9 @@ impl KvLayout {
         self.head_dim * self.block_size.tokens()
     }
 
-    /// Where one head of one block starts.
-    pub(crate) fn head_offset(&self, block: PageId, kv_head: usize) -> usize {
-        block.index() * self.block_elements() + kv_head * self.head_elements()
+    /// Where one head of one block starts, of blocks that start `stride` elements apart.
+    pub(crate) fn head_offset(&self, stride: usize, block: PageId, kv_head: usize) -> usize {
+        block.index() * stride + kv_head * self.head_elements()
     }
 }
 
@@ -108,6 +108,9 @@ pub struct PagedKv<'a, E> {
     pub v: &'a [E],
     /// Shape of both.
     pub layout: KvLayout,
+    /// Elements from the start of a block to that of the next one, of either: [`KvLayout::elements`] of one block, or more where
+    /// other layers' are between them.
+    pub stride: usize,
 }
 
 /// One layer of the paged KV cache, for writing.
@@ -119,6 +122,9 @@ pub struct PagedKvMut<'a, E> {
     pub v: &'a mut [E],
     /// Shape of both.
     pub layout: KvLayout,
+    /// Elements from the start of a block to that of the next one, of either: [`KvLayout::elements`] of one block, or more where
+    /// other layers' are between them.
+    pub stride: usize,
 }
 
 impl<E> PagedKvMut<'_, E> {
@@ -128,6 +134,7 @@ impl<E> PagedKvMut<'_, E> {
             k: self.k,
             v: self.v,
             layout: self.layout,
+            stride: self.stride,
         }
     }
 }
@@ -162,7 +169,7 @@ impl RunMeta<'_> {
 
     /// Panics unless the blocks of the positions from `lowest` on are in the table, and those of the table exist in a layer
     /// of `elements` elements.
-    pub(crate) fn check(&self, layout: &KvLayout, elements: usize, lowest: usize) {
+    pub(crate) fn check(&self, layout: &KvLayout, stride: usize, elements: usize, lowest: usize) {
         let (first, needed) = (self.first_block, layout.block_size.blocks_for(self.end()));
         assert!(
             first <= lowest / layout.block_size.tokens() && first + self.blocks.len() >= needed,
@@ -170,7 +177,9 @@ impl RunMeta<'_> {
             self.blocks.len(),
             self.end()
         );
-        let blocks = elements / layout.block_elements().max(1);
+        let own = layout.block_elements();
+        assert!(stride >= own, "blocks of {own} elements start {stride} apart");
+        let blocks = (elements + stride - own) / stride.max(1);
         for block in &self.blocks[..needed - first] {
             assert!(block.index() < blocks, "block {} of {blocks}", block.index());
         }

@@ -55,10 +55,13 @@ pub use gguf::GgufFormat;
 pub use kv::{KvElement, KvLayout, PagedKv, PagedKvMut, RunMeta};
 pub use linear::{Linear, LinearShape};
 pub use moe::{ExpertBuffers, ExpertWeights, Route, RouterSoftmax, add_gated, experts, route};
-pub use norm::{add_rms_norm, layer_norm, rms_norm, sandwich_norm};
+pub use norm::{add_normed, add_rms_norm, layer_norm, rms_norm, sandwich_norm};
 pub use parallel::{set_threads, threads};
 pub use pool::sum_rows;
-pub use rope::{QkNorm, QueryScale, qk_norm_rope_kv_write, rope_angles, rope_angles_of_axes};
+pub use rope::{
+    CachedValues, QkNorm, QueryScale, Rotation, qk_norm_rope_kv_write, rope_angles, rope_angles_of_axes,
+    rotate_queries,
+};
 pub use sample::{SampleError, apply_mask, sample, sample_scratch};
 pub use score::{ScoreRow, score};
 pub use simd::instruction_set;

@@ -68,6 +68,34 @@ pub fn sandwich_norm(
     );
 }
 
+/// `residual += rms_norm(x, weight)`, both `[tokens, n]`, `weight` is `[n]`: what a block adds where nothing is normalised right
+/// behind it.
+pub fn add_normed(residual: &mut [f32], x: &[f32], weight: &[f32], eps: f32) {
+    add_normed_at(Level::detect(), residual, x, weight, eps);
+}
+
+fn add_normed_at(level: Level, residual: &mut [f32], x: &[f32], weight: &[f32], eps: f32) {
+    let n = weight.len();
+    assert_eq!(x.len(), residual.len(), "what is added is not [tokens, n]");
+    assert!(
+        n > 0 && x.len().is_multiple_of(n),
+        "{} elements are not rows of {n}",
+        x.len()
+    );
+    let residual = Disjoint::new(residual);
+    run_ranges(x.len() / n, (GRAIN / n).max(1), &|rows| {
+        for row in rows {
+            // SAFETY: rows are disjoint.
+            let residual = unsafe { residual.part(row * n, n) };
+            let x = &x[row * n..(row + 1) * n];
+            let scale = dispatch(level, InverseRms { x, eps });
+            for i in 0..n {
+                residual[i] += x[i] * scale * weight[i];
+            }
+        }
+    });
+}
+
 /// Elements below which another thread costs more than it brings.
 const GRAIN: usize = 8192;
 
@@ -137,11 +165,28 @@ impl Kernel for RmsNorm<'_> {
         let n = x.len();
         assert!(weight.len() == n && out.len() == n);
         // SAFETY: the caller's promise.
-        let sum = unsafe { SquareSum(x).run::<S>() };
-        let scale = 1.0 / (sum / n as f32 + eps).sqrt();
+        let scale = unsafe { InverseRms { x, eps }.run::<S>() };
         for i in 0..n {
             out[i] = x[i] * scale * weight[i];
         }
+    }
+}
+
+/// `1 / sqrt(mean(x²) + eps)`.
+pub(crate) struct InverseRms<'a> {
+    pub(crate) x: &'a [f32],
+    pub(crate) eps: f32,
+}
+
+impl Kernel for InverseRms<'_> {
+    type Out = f32;
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) -> f32 {
+        let Self { x, eps } = self;
+        // SAFETY: the caller's promise.
+        let sum = unsafe { SquareSum(x).run::<S>() };
+        1.0 / (sum / x.len() as f32 + eps).sqrt()
     }
 }
 
@@ -262,6 +307,9 @@ mod tests {
                 norm_rows(level, source, &weight, 1e-5, &mut out);
                 assert_same_bits(&residual, &want_residual, &format!("seed {seed} {level:?}"));
                 assert_same_bits(&out, &want, &format!("seed {seed} {level:?}"));
+                let mut residual = x.clone();
+                add_normed_at(level, &mut residual, &y, &post, 1e-5);
+                assert_same_bits(&residual, &want_residual, &format!("seed {seed} {level:?}"));
             }
         }
     }

@@ -1,5 +1,5 @@
 use crate::kv::{KvElement, PagedKvMut, RunMeta};
-use crate::norm::RmsNorm;
+use crate::norm::{InverseRms, RmsNorm};
 use crate::parallel::{Disjoint, run_ranges};
 use crate::simd::{Level, dispatch};
 
@@ -73,28 +73,112 @@ pub struct QkNorm<'a> {
     pub eps: f32,
 }
 
+/// What positions do to the heads of a step's rows.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Rotation<'a> {
+    /// [`rope_angles`]'; none without positions.
+    pub angles: &'a [f32],
+    /// What q is multiplied by.
+    pub query_scale: Option<QueryScale>,
+}
+
+/// What is cached as values.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum CachedValues {
+    /// What is projected.
+    Projected,
+    /// Each head of it, divided by the root of its mean square and this ([RMSNorm](https://arxiv.org/abs/1910.07467) without a
+    /// weight, Gemma 4).
+    Normalised(f32),
+    /// The same of the keys before their norm and rotation: no values are projected (Gemma 4's `attention_k_eq_v`).
+    NormalisedKeys(f32),
+}
+
+/// The part of [`qk_norm_rope_kv_write`] that makes queries, for layers that attend to what another one has cached: `qkv` is
+/// `[tokens, width]`, a row begins with the heads of q, of `dim` elements each. `norm` is a weight, `[dim]`, and what is added to the
+/// mean square.
+pub fn rotate_queries(
+    qkv: &[f32],
+    dim: usize,
+    norm: Option<(&[f32], f32)>,
+    rotation: Rotation<'_>,
+    runs: &[RunMeta<'_>],
+    q: &mut [f32],
+) {
+    let Rotation { angles, query_scale } = rotation;
+    let tokens: usize = runs.iter().map(|run| run.len).sum();
+    if tokens == 0 {
+        return;
+    }
+    let (width, own, pairs) = (qkv.len() / tokens, q.len() / tokens, angles.len() / (2 * tokens));
+    assert!(
+        q.len() == tokens * own && own.is_multiple_of(dim),
+        "q is not [tokens, heads, head_dim]"
+    );
+    assert!(
+        qkv.len() == tokens * width && width >= own,
+        "qkv is not [tokens, at least q]"
+    );
+    assert!(
+        angles.len() == tokens * 2 * pairs && 2 * pairs <= dim,
+        "angles are not [tokens, 2, pairs]"
+    );
+    let level = Level::detect();
+    let q = Disjoint::new(q);
+    let write = |run: &RunMeta<'_>, i: usize| {
+        let row = run.first_row + i;
+        let angles = angles[row * 2 * pairs..(row + 1) * 2 * pairs].split_at(pairs);
+        // SAFETY: rows are disjoint.
+        let out = unsafe { q.part(row * own, own) };
+        let scale = query_scale.map(|scale| scale.at(run.start + i));
+        queries(level, &qkv[row * width..][..own], dim, norm, angles, scale, out);
+    };
+    for run in runs {
+        run_ranges(run.len, 16, &|rows| rows.for_each(|i| write(run, i)));
+    }
+}
+
+/// The heads of q of one row.
+fn queries(
+    level: Level,
+    heads: &[f32],
+    dim: usize,
+    norm: Option<(&[f32], f32)>,
+    (cos, sin): (&[f32], &[f32]),
+    scale: Option<f32>,
+    out: &mut [f32],
+) {
+    for (head, out) in heads.chunks_exact(dim).zip(out.chunks_exact_mut(dim)) {
+        norm_and_rotate(level, head, norm, cos, sin, out);
+    }
+    if let Some(scale) = scale {
+        out.iter_mut().for_each(|q| *q *= scale);
+    }
+}
+
 /// From the fused projection to attention's inputs: normalises the heads of q and k if asked to, rotates them
 /// ([RoFormer](https://arxiv.org/abs/2104.09864), the "NeoX" pairing of element `i` with `i + pairs`), multiplies q by
-/// `query_scale` and writes k and v into the cache and q into `q`.
+/// its scale and writes k and what `values` says into the cache and q into `q`.
 ///
 /// `qkv` is `[tokens, width]`: a row begins with the heads of q and ends with those of k and of v, and what is between them
-/// (attention's gates, if it has any) is left alone. `angles` is [`rope_angles`]' (elements beyond `2 × pairs` of a
+/// (attention's gates, if it has any) is left alone; where values are keys, it ends with those. `rotation` has [`rope_angles`]' (elements beyond `2 × pairs` of a
 /// head are not rotated; a layer without rotary embedding has no pairs), `q` is `[tokens, heads × head_dim]`. Every row must
 /// belong to one of `runs`.
 pub fn qk_norm_rope_kv_write<E: KvElement>(
     qkv: &[f32],
     norm: Option<QkNorm<'_>>,
-    angles: &[f32],
-    query_scale: Option<QueryScale>,
+    rotation: Rotation<'_>,
+    values: CachedValues,
     runs: &[RunMeta<'_>],
     kv: &mut PagedKvMut<'_, E>,
     q: &mut [f32],
 ) {
+    let Rotation { angles, query_scale } = rotation;
     let tokens: usize = runs.iter().map(|run| run.len).sum();
     if tokens == 0 {
         return;
     }
-    let layout = kv.layout;
+    let (layout, stride) = (kv.layout, kv.stride);
     let dim = layout.head_dim;
     let heads = q.len() / (tokens * dim);
     let width = qkv.len() / tokens;
@@ -103,9 +187,14 @@ pub fn qk_norm_rope_kv_write<E: KvElement>(
         tokens * heads * dim,
         "q is not [tokens, heads, head_dim]"
     );
+    let key_size = layout.kv_heads * dim;
+    let projected = match values {
+        CachedValues::NormalisedKeys(_) => 1,
+        CachedValues::Projected | CachedValues::Normalised(_) => 2,
+    };
     assert!(
-        qkv.len() == tokens * width && width >= (heads + 2 * layout.kv_heads) * dim,
-        "qkv is not [tokens, at least heads + 2 kv_heads, head_dim]"
+        qkv.len() == tokens * width && width >= heads * dim + projected * key_size,
+        "qkv is not [tokens, at least heads and those of k and v, head_dim]"
     );
     let pairs = angles.len() / (2 * tokens);
     assert!(
@@ -113,7 +202,7 @@ pub fn qk_norm_rope_kv_write<E: KvElement>(
         "angles are not [tokens, 2, pairs]"
     );
     runs.iter()
-        .for_each(|run| run.check(&layout, kv.k.len().min(kv.v.len()), run.start));
+        .for_each(|run| run.check(&layout, kv.stride, kv.k.len().min(kv.v.len()), run.start));
 
     let level = Level::detect();
     let (q, k_cache, v_cache) = (Disjoint::new(q), Disjoint::new(kv.k), Disjoint::new(kv.v));
@@ -123,21 +212,27 @@ pub fn qk_norm_rope_kv_write<E: KvElement>(
         let (cos, sin) = angles[row * 2 * pairs..(row + 1) * 2 * pairs].split_at(pairs);
         let row_in = &qkv[row * width..(row + 1) * width];
         let q_in = &row_in[..heads * dim];
-        let (k_in, v_in) = row_in[width - 2 * layout.kv_heads * dim..].split_at(layout.kv_heads * dim);
+        let (k_in, v_in) = (
+            &row_in[width - projected * key_size..],
+            &row_in[width - key_size..],
+        );
         // SAFETY: rows are disjoint.
         let q_out = unsafe { q.part(row * heads * dim, heads * dim) };
-        for (head, out) in q_in.chunks_exact(dim).zip(q_out.chunks_exact_mut(dim)) {
-            norm_and_rotate(level, head, norm.map(|n| (n.q, n.eps)), cos, sin, out);
-        }
-        if let Some(scale) = query_scale {
-            let scale = scale.at(run.start + i);
-            q_out.iter_mut().for_each(|q| *q *= scale);
-        }
+        let scale = query_scale.map(|scale| scale.at(run.start + i));
+        queries(
+            level,
+            q_in,
+            dim,
+            norm.map(|n| (n.q, n.eps)),
+            (cos, sin),
+            scale,
+            q_out,
+        );
         let slot = (run.start + i) % block_size;
         let mut rotated = [0f32; MAX_HEAD_DIM];
         let rotated = &mut rotated[..dim];
         for head in 0..layout.kv_heads {
-            let offset = layout.head_offset(run.block_of(run.start + i, block_size), head);
+            let offset = layout.head_offset(stride, run.block_of(run.start + i, block_size), head);
             norm_and_rotate(
                 level,
                 &k_in[head * dim..][..dim],
@@ -154,8 +249,15 @@ pub fn qk_norm_rope_kv_write<E: KvElement>(
             for (d, &value) in rotated.iter().enumerate() {
                 put(&k_cache, offset + d * block_size + slot, value);
             }
-            for (d, &value) in v_in[head * dim..][..dim].iter().enumerate() {
-                put(&v_cache, offset + slot * dim + d, value);
+            let v_in = &v_in[head * dim..][..dim];
+            let scale = match values {
+                CachedValues::Projected => 1.0,
+                CachedValues::Normalised(eps) | CachedValues::NormalisedKeys(eps) => {
+                    dispatch(level, InverseRms { x: v_in, eps })
+                }
+            };
+            for (d, &value) in v_in.iter().enumerate() {
+                put(&v_cache, offset + slot * dim + d, value * scale);
             }
         }
     };
@@ -164,7 +266,7 @@ pub fn qk_norm_rope_kv_write<E: KvElement>(
     }
 }
 
-/// Largest head this crate handles; those of known models end at 256.
+/// Largest head this crate handles; those of known models end at 512.
 pub(crate) const MAX_HEAD_DIM: usize = 1024;
 
 fn norm_and_rotate(

@@ -11,7 +11,7 @@ mod vision;
 use std::path::Path;
 
 use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
-use plimsoll_core::{ImageInput, Matryoshka, MetaValue, Metadata, Pooling, TokenId};
+use plimsoll_core::{CacheLayoutError, ImageInput, Matryoshka, MetaValue, Metadata, Pooling, TokenId};
 use plimsoll_kernels::{DeltaLayout, WeightType};
 use serde_json::{Map, Value};
 
@@ -219,8 +219,8 @@ impl ModelConfig {
     }
 }
 
-/// Largest head the kernels keep in registers and on the stack; those of known models end at 256.
-const MOST_HEAD_DIM: usize = 256;
+/// Largest head the kernels keep in registers and on the stack; those of known models end at 512.
+const MOST_HEAD_DIM: usize = 512;
 
 /// What every family needs and the decoder relies on.
 fn check(path: &Path, spec: &DecoderSpec) -> Result<(), ModelError> {
@@ -242,7 +242,10 @@ fn check(path: &Path, spec: &DecoderSpec) -> Result<(), ModelError> {
     for layer in &spec.layers {
         match &layer.mlp {
             Mlp::Dense(mlp) => sizes(&[("intermediate_size", mlp.intermediate_size)])?,
-            Mlp::Moe(moe) => {
+            Mlp::Moe(moe) | Mlp::Both(_, moe) => {
+                if let Mlp::Both(mlp, _) = &layer.mlp {
+                    sizes(&[("intermediate_size", mlp.intermediate_size)])?;
+                }
                 sizes(&[("moe_intermediate_size", moe.intermediate_size)])?;
                 let shared = moe.shared.map_or(1, |shared| shared.intermediate_size);
                 sizes(&[("shared_expert_intermediate_size", shared)])?;
@@ -269,26 +272,26 @@ fn check(path: &Path, spec: &DecoderSpec) -> Result<(), ModelError> {
         }
         check_norm(path, layer.norm)?;
     }
-    let Some(first) = spec.attention().next() else {
+    if spec.attention().next().is_none() {
         return Err(ModelError::unsupported(
             "layer_types",
             format!("{LINEAR} in all layers"),
             "at least one layer with attention is",
         ));
-    };
-    if spec
-        .attention()
-        .any(|attention| attention.kv_size() != first.kv_size())
-    {
-        // The KV cache has pages of one size.
-        return Err(ModelError::unsupported(
-            "num_key_value_heads",
-            "not the same in all layers",
-            "equally large keys and values in all layers are",
-        ));
     }
-    spec.own_cache_layout()
-        .map_err(|error| ModelError::config(path, format!("`sliding_window`: {error}")))?;
+    if let Some(per_layer) = &spec.per_layer {
+        sizes(&[
+            ("hidden_size_per_layer_input", per_layer.width),
+            ("vocab_size_per_layer_input", per_layer.vocab_size),
+        ])?;
+    }
+    spec.own_cache_layout().map_err(|error| {
+        let field = match error {
+            CacheLayoutError::NotShared { .. } => "num_kv_shared_layers",
+            _ => "sliding_window",
+        };
+        ModelError::config(path, format!("`{field}`: {error}"))
+    })?;
     check_soft_cap(path, "final_logit_softcapping", spec.logit_soft_cap)?;
     check_norm(path, spec.final_norm)
 }

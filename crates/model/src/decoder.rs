@@ -1,21 +1,23 @@
 //! The network on a CPU: the blocks' operations on `f32` activations in the step arena.
 
+mod beside;
+
 use std::sync::Arc;
 
 use half::f16;
 use plimsoll_core::{KvConfig, Oom};
 use plimsoll_device::Arena;
 use plimsoll_kernels::{
-    AttentionOptions, DeltaGates, Embedding, ExpertBuffers, ExpertWeights, KvElement, KvLayout, Linear,
-    PagedKvMut, QkNorm, Route, add_gated, add_rms_norm, attention, causal_conv, experts, gated_delta_rule,
-    glu, qk_norm_rope_kv_write, rms_norm, rope_angles, rope_angles_of_axes, route, sandwich_norm,
-    sigmoid_gate, soft_cap,
+    AttentionOptions, CachedValues, DeltaGates, Embedding, ExpertBuffers, ExpertWeights, KvElement, KvLayout,
+    Linear, PagedKvMut, QkNorm, Rotation, Route, add_gated, add_normed, add_rms_norm, attention, causal_conv,
+    experts, gated_delta_rule, glu, qk_norm_rope_kv_write, rms_norm, rope_angles, rope_angles_of_axes,
+    rotate_queries, route, sandwich_norm, sigmoid_gate, soft_cap,
 };
 
 use crate::batch::Batch;
-use crate::blocks::{self, DeltaRule, Moe, Norms, Operations, Widths};
+use crate::blocks::{self, Beside, DeltaRule, LayerInput, Moe, Norms, Operations, Widths};
 use crate::rope::{RopeSpec, RopeTable};
-use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec, PerLayerSpec, Values};
 use crate::state::{KvCache, KvElementType, LayerPlace, StateCache};
 use crate::tables::LayerPage;
 use crate::weights::Loader;
@@ -93,6 +95,7 @@ impl Decoder {
             gathered,
             projected,
             router_logits,
+            layer_inputs,
         ] = activation_widths(spec).map(|width| arena.alloc::<f32>(n * width));
         let routes = arena.alloc::<Route>(n * Widths::of(spec).routes);
         let mut step = Step {
@@ -103,6 +106,7 @@ impl Decoder {
             ropes: Vec::with_capacity(self.ropes.len()),
             kv: kv.slab.as_mut_slice::<E>(),
             kv_config: kv.config,
+            kv_column: spec.kv_column(),
             arena,
             rows: n,
             is_fresh: true,
@@ -119,6 +123,7 @@ impl Decoder {
             gathered: gathered?,
             projected: projected?,
             router_logits: router_logits?,
+            layer_inputs: layer_inputs?,
             routes: routes?,
         };
         let mut angles: &'a mut [f32] = angles?;
@@ -133,6 +138,10 @@ impl Decoder {
             .embedding
             .forward(batch.tokens, spec.embedding_scale, step.hidden);
         step.put_image();
+        if let (Some(per_layer), Some(own)) = (&self.weights.per_layer, &spec.per_layer) {
+            let scale = (own.width as f32).sqrt();
+            per_layer.table.forward(batch.tokens, scale, step.layer_inputs);
+        }
         self.weights.forward(spec, &mut step)?;
         let len = rows.len() * spec.hidden_size;
         Ok(&step.normed[..len])
@@ -184,8 +193,9 @@ impl Head<'_> {
 
 /// Elements of a row of each activation that a step takes from the arena for all of its rows: the residual stream, what is
 /// to be added to it, its norm; angles; q, k and v, gates of states, rotated q, the mixer's output; gate and up, their product;
-/// inputs and outputs of an expert, the router's logits. [`Widths::routes`] come after them.
-pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 13] {
+/// inputs and outputs of an expert, the router's logits; inputs of layers beside the residual stream. [`Widths::routes`] come after
+/// them.
+pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 14] {
     let Widths {
         hidden,
         qkv,
@@ -197,6 +207,7 @@ pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 13] {
         routes: _,
         // Experts are computed one after the other on a CPU.
         expert_inner: _,
+        layer_inputs,
         // Inputs are not quantised on a CPU.
         quantised: _,
         scales: _,
@@ -219,6 +230,7 @@ pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 13] {
         expert,
         expert,
         experts,
+        layer_inputs,
     ]
 }
 
@@ -235,6 +247,8 @@ struct Step<'a, 'b, E> {
     ropes: Vec<(&'b RopeSpec, &'a [f32])>,
     kv: &'b mut [E],
     kv_config: KvConfig,
+    /// As [`DecoderSpec::kv_column`].
+    kv_column: usize,
     arena: &'a Arena,
     /// Rows that are computed.
     rows: usize,
@@ -254,10 +268,11 @@ struct Step<'a, 'b, E> {
     gathered: &'a mut [f32],
     projected: &'a mut [f32],
     router_logits: &'a mut [f32],
+    layer_inputs: &'a mut [f32],
     routes: &'a mut [Route],
 }
 
-impl<E: KvElement> Step<'_, '_, E> {
+impl<'a, E: KvElement> Step<'a, '_, E> {
     fn add_norm(&mut self, norms: &Norms<'_, Vec<f32>>) {
         let Norms { added, weight, eps } = *norms;
         let len = self.rows * weight.len();
@@ -282,7 +297,17 @@ impl<E: KvElement> Step<'_, '_, E> {
         }
     }
 
-    /// Where the layer keeps KV.
+    /// What positions do to the layer's heads.
+    fn rotation(&self, spec: &AttentionSpec) -> Rotation<'a> {
+        let rope = spec.rope.as_deref();
+        let own = rope.and_then(|rope| self.ropes.iter().find(|(known, _)| *known == rope));
+        Rotation {
+            angles: own.map(|(_, angles)| *angles).unwrap_or_default(),
+            query_scale: rope.and_then(|rope| rope.query_scale),
+        }
+    }
+
+    /// Where the layer has KV.
     fn page(&self) -> LayerPage {
         match self.places[self.layer] {
             LayerPlace::Page(page) => page,
@@ -290,10 +315,11 @@ impl<E: KvElement> Step<'_, '_, E> {
         }
     }
 
-    /// The cache of a layer of each page.
+    /// The cache of a layer of each page. Layers that are all of one width are column by column one after the other, keys first. Pages
+    /// of others are one after the other, first those of all keys: what a page has is its own, whichever layers it serves.
     fn layer_kv<'k>(
         kv: &'k mut [E],
-        config: KvConfig,
+        (config, kv_column): (KvConfig, usize),
         column: usize,
         spec: &AttentionSpec,
     ) -> PagedKvMut<'k, E> {
@@ -302,14 +328,30 @@ impl<E: KvElement> Step<'_, '_, E> {
             head_dim: spec.head_dim,
             block_size: config.block_size,
         };
-        let elements = layout.elements(config.num_pages);
-        let (k, v) = kv[2 * column * elements..2 * (column + 1) * elements].split_at_mut(elements);
-        PagedKvMut { k, v, layout }
+        let own = kv_column * config.block_size.tokens();
+        let (k, v, stride) = if config.groups.has_wide_layers() {
+            let (k, v) = kv.split_at_mut(kv.len() / 2);
+            let start = (column * own).min(k.len());
+            (
+                &mut k[start..],
+                &mut v[start..],
+                config.groups.columns_per_page() * own,
+            )
+        } else {
+            let elements = layout.elements(config.num_pages);
+            let (k, v) = kv[2 * column * elements..2 * (column + 1) * elements].split_at_mut(elements);
+            (k, v, own)
+        };
+        PagedKvMut { k, v, layout, stride }
     }
 }
 
 impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
     type Error = Oom;
+
+    fn make_layer_inputs(&mut self, projection: &Arc<Linear>, norm: &Vec<f32>, eps: f32) -> Result<(), Oom> {
+        self.project_layer_inputs(projection, norm, eps)
+    }
 
     fn begin_layer(&mut self, index: usize) {
         self.layer = index;
@@ -328,22 +370,37 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         qk_norm: Option<&[Vec<f32>; 2]>,
     ) -> Result<(), Oom> {
         let page = self.page();
-        let angles = spec.rope.as_deref().and_then(|rope| {
-            let own = self.ropes.iter().find(|(known, _)| *known == rope);
-            own.map(|(_, angles)| *angles)
-        });
-        let norm = qk_norm.map(|[q, k]| QkNorm {
-            q,
-            k,
-            eps: layer.norm.eps,
-        });
+        let eps = layer.norm.eps;
+        let norm = qk_norm.map(|[q, k]| QkNorm { q, k, eps });
+        let values = match spec.values {
+            Values::Projected => CachedValues::Projected,
+            Values::Normalised => CachedValues::Normalised(eps),
+            Values::NormalisedKeys => CachedValues::NormalisedKeys(eps),
+        };
         qk_norm_rope_kv_write(
             &self.qkv[..self.rows * spec.qkv_size()],
             norm,
-            angles.unwrap_or_default(),
-            spec.rope.as_deref().and_then(|rope| rope.query_scale),
+            self.rotation(spec),
+            values,
             &self.batch.tables[page.table],
-            &mut Self::layer_kv(self.kv, self.kv_config, page.column, spec),
+            &mut Self::layer_kv(self.kv, (self.kv_config, self.kv_column), page.column, spec),
+            &mut self.q[..self.rows * spec.q_size()],
+        );
+        Ok(())
+    }
+
+    fn rotate_queries(
+        &mut self,
+        layer: &LayerSpec,
+        spec: &AttentionSpec,
+        q_norm: Option<&Vec<f32>>,
+    ) -> Result<(), Oom> {
+        rotate_queries(
+            &self.qkv[..self.rows * spec.qkv_size()],
+            spec.head_dim,
+            q_norm.map(|weight| (weight.as_slice(), layer.norm.eps)),
+            self.rotation(spec),
+            &self.batch.tables[self.page().table],
             &mut self.q[..self.rows * spec.q_size()],
         );
         Ok(())
@@ -359,7 +416,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         };
         let page = self.page();
         let len = self.rows * spec.q_size();
-        let kv = Self::layer_kv(self.kv, self.kv_config, page.column, spec);
+        let kv = Self::layer_kv(self.kv, (self.kv_config, self.kv_column), page.column, spec);
         let out = &mut self.attended[..len];
         attention(
             &self.q[..len],
@@ -431,6 +488,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         let width = self.hidden.len() / self.rows;
         keep_rows(self.hidden, width, self.given);
         keep_rows(self.attended, attended, self.given);
+        keep_rows(self.layer_inputs, self.layer_inputs.len() / self.rows, self.given);
         self.rows = self.given.len();
         Ok(())
     }
@@ -496,6 +554,39 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             shared.gate.forward(normed, gates, arena)?;
             add_gated(out, gates, delta);
         }
+        Ok(())
+    }
+
+    fn experts_beside(
+        &mut self,
+        spec: &MoeSpec,
+        eps: f32,
+        beside: &Beside<Arc<Linear>, Vec<f32>>,
+    ) -> Result<(), Oom> {
+        self.add_experts(spec, eps, beside)
+    }
+
+    fn settle(&mut self, added: Option<&Vec<f32>>, eps: f32) -> Result<(), Oom> {
+        let len = self.rows * (self.hidden.len() / self.batch.tokens.len());
+        let (hidden, delta) = (&mut self.hidden[..len], &self.delta[..len]);
+        match added {
+            Some(weight) => add_normed(hidden, delta, weight, eps),
+            None => hidden.iter_mut().zip(delta).for_each(|(to, x)| *to += x),
+        }
+        self.is_fresh = true;
+        Ok(())
+    }
+
+    fn gate_layer_input(
+        &mut self,
+        spec: &PerLayerSpec,
+        input: &LayerInput<Arc<Linear>, Vec<f32>>,
+    ) -> Result<(), Oom> {
+        self.project_gated_input(spec, input)
+    }
+
+    fn scale(&mut self, scalar: &Vec<f32>) -> Result<(), Oom> {
+        self.hidden.iter_mut().for_each(|value| *value *= scalar[0]);
         Ok(())
     }
 

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use plimsoll_core::{BlockSize, Component, Image, ImageGrid, Oom, PageId, Scratch};
 use plimsoll_device::{Arena, Budget, DryArena};
 use plimsoll_kernels::{
-    AttentionOptions, Gelu, KvLayout, Linear, LinearShape, PagedKvMut, RunMeta, WeightType, attention,
-    attention_scratch, gelu, layer_norm, qk_norm_rope_kv_write, rope_angles_of_axes,
+    AttentionOptions, CachedValues, Gelu, KvLayout, Linear, LinearShape, PagedKvMut, Rotation, RunMeta,
+    WeightType, attention, attention_scratch, gelu, layer_norm, qk_norm_rope_kv_write, rope_angles_of_axes,
 };
 
 use crate::blocks::{self, EncoderLayer, EncoderOperations, LayerNorm, Merger};
@@ -223,16 +223,23 @@ impl EncoderOperations<Arc<Linear>, Vec<f32>> for Step<'_, '_> {
             })
             .collect();
         let head_dim = self.spec.head_dim();
+        let layout = KvLayout {
+            kv_heads: self.spec.heads,
+            head_dim,
+            block_size: BlockSize::new(BLOCK).expect("a legal size"),
+        };
         let mut kv = PagedKvMut {
             k: &mut *self.keys,
             v: &mut *self.values,
-            layout: KvLayout {
-                kv_heads: self.spec.heads,
-                head_dim,
-                block_size: BlockSize::new(BLOCK).expect("a legal size"),
-            },
+            layout,
+            stride: layout.elements(1),
         };
-        qk_norm_rope_kv_write(self.qkv, None, self.angles, None, &runs, &mut kv, self.q);
+        let rotation = Rotation {
+            angles: self.angles,
+            query_scale: None,
+        };
+        let values = CachedValues::Projected;
+        qk_norm_rope_kv_write(self.qkv, None, rotation, values, &runs, &mut kv, self.q);
         let options = AttentionOptions {
             scale: 1.0 / (head_dim as f32).sqrt(),
             window: None,

@@ -7,13 +7,15 @@ use plimsoll_core::{KvConfig, Pooling, StepLimits};
 use plimsoll_device::DryArena;
 use plimsoll_kernels::{LinearShape, Route, WeightType, attention_scratch, sample_scratch};
 
-use crate::blocks::{self, DeltaRule, Matrix, Moe, Norms, Operations, Stack, Vector, Visitor, Widths};
+use crate::blocks::{
+    self, Beside, DeltaRule, LayerInput, Matrix, Moe, Norms, Operations, Stack, Vector, Visitor, Widths,
+};
 use crate::decoder::activation_widths;
 use crate::encoder::{self, EncoderState};
 use crate::model::{Description, check_cpu};
 use crate::quantization::MatrixFormat;
 use crate::runner::LOGIT_ROWS;
-use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec, PerLayerSpec};
 use crate::state::{KvElementType, Staging, StateCache};
 use crate::weights::Checked;
 use crate::{DecoderSpec, EncoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError};
@@ -237,6 +239,10 @@ impl CountStep<'_> {
 impl Operations<LinearShape, ()> for CountStep<'_> {
     type Error = Boundless;
 
+    fn make_layer_inputs(&mut self, projection: &LinearShape, _: &(), _: f32) -> Result<(), Boundless> {
+        self.linear(projection)
+    }
+
     fn begin_layer(&mut self, _: usize) {}
 
     fn project_qkv(&mut self, _: &Norms<'_, ()>, qkv: &LinearShape) -> Result<(), Boundless> {
@@ -244,6 +250,10 @@ impl Operations<LinearShape, ()> for CountStep<'_> {
     }
 
     fn write_kv(&mut self, _: &LayerSpec, _: &AttentionSpec, _: Option<&[(); 2]>) -> Result<(), Boundless> {
+        Ok(())
+    }
+
+    fn rotate_queries(&mut self, _: &LayerSpec, _: &AttentionSpec, _: Option<&()>) -> Result<(), Boundless> {
         Ok(())
     }
 
@@ -294,6 +304,37 @@ impl Operations<LinearShape, ()> for CountStep<'_> {
 
     fn project_down(&mut self, _: &DenseMlpSpec, down: &LinearShape) -> Result<(), Boundless> {
         self.linear(down)
+    }
+
+    fn experts_beside(
+        &mut self,
+        spec: &MoeSpec,
+        eps: f32,
+        beside: &Beside<LinearShape, ()>,
+    ) -> Result<(), Boundless> {
+        let norms = Norms {
+            added: None,
+            weight: &(),
+            eps,
+        };
+        self.experts(spec, &norms, &beside.moe)
+    }
+
+    fn settle(&mut self, _: Option<&()>, _: f32) -> Result<(), Boundless> {
+        Ok(())
+    }
+
+    fn gate_layer_input(
+        &mut self,
+        _: &PerLayerSpec,
+        input: &LayerInput<LinearShape, ()>,
+    ) -> Result<(), Boundless> {
+        self.linear(&input.gate)?;
+        self.linear(&input.projection)
+    }
+
+    fn scale(&mut self, (): &()) -> Result<(), Boundless> {
+        Ok(())
     }
 
     /// Each expert that is hit takes as much as if all rows went to it.
@@ -374,6 +415,12 @@ impl Visitor for Sizes<'_> {
 
     fn embedding(&mut self, table: &Matrix) -> Result<LinearShape, ModelError> {
         self.matrices(std::slice::from_ref(table))
+    }
+
+    fn idle(&mut self, name: String) {
+        if let Types::Stored(tensors) = &mut self.types {
+            tensors.idle(&name);
+        }
     }
 
     fn tied(&mut self, embedding: &LinearShape) -> LinearShape {

@@ -47,7 +47,7 @@ pub use quantization::{
 pub use runner::Runner;
 pub use spec::{
     AttentionSpec, DecoderSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, MoeNames, MoeSpec,
-    NormSpec, OutputHead, Projections, StackedExperts,
+    NormSpec, OutputHead, PerLayerSpec, Projections, StackedExperts, Values,
 };
 pub use state::KvCacheDtype;
 pub use weights::Progress;

@@ -51,6 +51,14 @@ pub enum RopeScaling {
         /// At least 1.
         factor: f64,
     },
+    /// Gemma 4: pairs of the whole head, of which the first turn as the first of a head that is rotated in full, divided by
+    /// `factor`, and the others do not turn (transformers 5.23, `_compute_proportional_rope_parameters`).
+    Proportional {
+        /// Pairs that turn.
+        pairs: usize,
+        /// At least 1.
+        factor: f64,
+    },
     /// Llama 3.1: low frequencies divided by `factor`, high ones kept, those between blended.
     Llama3 {
         /// At least 1.
@@ -145,7 +153,10 @@ impl RopeSpec {
             attention_factor: match self.scaling {
                 RopeScaling::Yarn { attention_factor, .. }
                 | RopeScaling::LongRope { attention_factor, .. } => attention_factor as f32,
-                RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => 1.0,
+                RopeScaling::None
+                | RopeScaling::Linear { .. }
+                | RopeScaling::Proportional { .. }
+                | RopeScaling::Llama3 { .. } => 1.0,
             },
         }
     }
@@ -157,6 +168,10 @@ impl RopeSpec {
         match self.scaling {
             RopeScaling::None | RopeScaling::LongRope { .. } => frequency,
             RopeScaling::Linear { factor } => frequency / factor,
+            RopeScaling::Proportional { pairs, factor } => match pair < pairs {
+                true => frequency / factor,
+                false => 0.0,
+            },
             RopeScaling::Llama3 {
                 factor,
                 low_freq_factor,
@@ -217,6 +232,11 @@ mod tests {
         let frequencies = |scaling| spec(10_000.0, 4, scaling).tables()[0].frequencies.clone();
         assert_eq!(frequencies(RopeScaling::None), [1.0, 0.01]);
         assert_eq!(frequencies(RopeScaling::Linear { factor: 4.0 }), [0.25, 0.0025]);
+        let proportional = RopeScaling::Proportional {
+            pairs: 1,
+            factor: 2.0,
+        };
+        assert_eq!(frequencies(proportional), [0.5, 0.0]);
     }
 
     /// Values of transformers 5.23 `ROPE_INIT_FUNCTIONS["llama3"]` for Llama 3.1's parameters are checked by the golden

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_core::{BlockSize, CacheGroups, CacheKind, CacheLayout, CacheLayoutError, KvConfig};
+use plimsoll_core::{BlockSize, CacheGroups, CacheKind, CacheLayer, CacheLayout, CacheLayoutError, KvConfig};
 use plimsoll_kernels::{Activation, DeltaLayout, ExpertActivation, RouterSoftmax};
 
 use crate::quantization::Quantization;
@@ -30,6 +30,8 @@ pub struct DecoderSpec {
     pub quantization: Quantization,
     /// Logits become `cap × tanh(logit / cap)` (Gemma 2).
     pub logit_soft_cap: Option<f32>,
+    /// What each layer gets of each token beside the residual stream (Gemma 4 E2B and E4B).
+    pub per_layer: Option<PerLayerSpec>,
 }
 
 /// One layer: a mixer of tokens, then an MLP, each of the norm of the residual stream.
@@ -43,6 +45,22 @@ pub struct LayerSpec {
     pub mixer: Mixer,
     /// What follows it.
     pub mlp: Mlp,
+    /// The residual stream behind the layer is multiplied by a number of the layer (Gemma 4).
+    pub scalar: bool,
+}
+
+/// Per-layer embeddings: a second table has a row of `width` elements for each layer and token. The row, times
+/// `sqrt(width)`, and a normalised projection of the token's embedding, times `1 / sqrt(hidden_size)`, are added up and divided by
+/// `sqrt(2)`; behind each layer, what is so made for it is multiplied by a gate of the residual stream, projected, normalised
+/// and added to the stream (transformers 5.23, `Gemma4TextModel.project_per_layer_inputs`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PerLayerSpec {
+    /// Rows of the table, at least as many as the vocabulary has.
+    pub vocab_size: usize,
+    /// Elements for a layer.
+    pub width: usize,
+    /// Of the gates.
+    pub activation: Activation,
 }
 
 /// [RMSNorm](https://arxiv.org/abs/1910.07467).
@@ -87,6 +105,11 @@ pub struct AttentionSpec {
     pub rope: Option<Arc<RopeSpec>>,
     /// Each head of q and k is normalised before the rotation (Qwen3, Gemma 3).
     pub qk_norm: bool,
+    /// How values are made.
+    pub values: Values,
+    /// The index of the layer whose keys and values are attended; those of its own without (Gemma 4 E2B and E4B). A layer that
+    /// shares them has projections to q alone and no place in the KV cache.
+    pub shares_kv: Option<usize>,
     /// The q, k and v projections have a bias (Qwen2).
     pub qkv_bias: bool,
     /// The output projection has a bias (gpt-oss).
@@ -102,6 +125,18 @@ pub struct AttentionSpec {
     pub gated: bool,
     /// How q, k and v are stored.
     pub projections: Projections,
+}
+
+/// How values are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Values {
+    /// By a projection of their own.
+    Projected,
+    /// The same, and each head is normalised, without a weight (Gemma 4).
+    Normalised,
+    /// They are the keys before these are normalised and rotated, and each head is normalised, without a weight
+    /// (Gemma 4's `attention_k_eq_v`).
+    NormalisedKeys,
 }
 
 /// How matrices that take the same input are stored.
@@ -120,6 +155,9 @@ pub enum Mlp {
     Dense(DenseMlpSpec),
     /// A few of many experts for each token.
     Moe(MoeSpec),
+    /// Both, of the same residual stream: what either adds is normalised, and so is the sum (Gemma 4). The router has a norm of its
+    /// own, whose output is divided by `sqrt(hidden_size)`, and what an expert adds is multiplied by a number of the expert.
+    Both(DenseMlpSpec, MoeSpec),
 }
 
 /// A [gated MLP](https://arxiv.org/abs/2002.05202): `down(activation(gate x) * up x)`.
@@ -160,7 +198,7 @@ pub struct MoeSpec {
 /// Names of a mixture's modules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MoeNames {
-    /// All of it, within the layer.
+    /// All of it, within the layer; empty where it is the layer.
     pub module: &'static str,
     /// The router.
     pub router: &'static str,
@@ -205,7 +243,7 @@ impl DecoderSpec {
     /// The mixtures of experts of all layers that have any, in order.
     pub fn mixtures(&self) -> impl Iterator<Item = &MoeSpec> {
         self.layers.iter().filter_map(|layer| match &layer.mlp {
-            Mlp::Moe(moe) => Some(moe),
+            Mlp::Moe(moe) | Mlp::Both(_, moe) => Some(moe),
             Mlp::Dense(_) => None,
         })
     }
@@ -244,7 +282,8 @@ impl DecoderSpec {
 
     /// Bytes that a token takes in the KV cache while all layers keep it, for elements of so many bytes.
     pub fn kv_bytes_per_token(&self, element: usize) -> u64 {
-        let elements: usize = self.attention().map(|attention| 2 * attention.kv_size()).sum();
+        let kept = self.attention().filter(|attention| attention.shares_kv.is_none());
+        let elements: usize = kept.map(|attention| 2 * attention.kv_size()).sum();
         (elements * element) as u64
     }
 
@@ -256,9 +295,18 @@ impl DecoderSpec {
 
     /// Elements of one page of a KV cache.
     pub fn kv_elements_per_page(&self, groups: &CacheGroups, block_size: BlockSize) -> usize {
-        let layers = self.cache_layout(groups).groups.layers_per_page();
-        let layer = self.attention().map(|attention| 2 * attention.kv_size()).max();
-        layers * layer.unwrap_or(0) * block_size.tokens()
+        self.cache_layout(groups).groups.columns_per_page() * 2 * self.kv_column() * block_size.tokens()
+    }
+
+    /// Elements of the keys of a token in one column of a page (and of the values): all layers' are multiples of it.
+    pub fn kv_column(&self) -> usize {
+        let gcd = |mut a: usize, mut b: usize| {
+            while b > 0 {
+                (a, b) = (b, a % b);
+            }
+            a
+        };
+        self.attention().map(AttentionSpec::kv_size).fold(0, gcd)
     }
 
     /// What the layers keep of a request.
@@ -271,8 +319,9 @@ impl DecoderSpec {
     /// Where the layers keep what they do in a cache of these groups: those of [`Self::cache_groups`], or one in which all
     /// layers keep everything.
     pub fn cache_layout(&self, groups: &CacheGroups) -> CacheLayout {
-        let kinds = vec![CacheKind::Full; self.attention().count()];
-        let all_full = || CacheLayout::new(&kinds, usize::MAX).expect("a decoder has layers with attention");
+        let mut layers = self.cache_layers();
+        layers.iter_mut().for_each(|layer| layer.kind = CacheKind::Full);
+        let all_full = || CacheLayout::of(&layers, usize::MAX).expect("a decoder has layers with attention");
         match self.own_cache_layout() {
             Ok(own) if own.groups == *groups => own,
             _ => all_full().with_states(self.delta_nets().count()),
@@ -282,10 +331,23 @@ impl DecoderSpec {
     /// # Errors
     /// [`CacheLayoutError`] where there can be no cache.
     pub(crate) fn own_cache_layout(&self) -> Result<CacheLayout, CacheLayoutError> {
-        let kind = |attention: &AttentionSpec| attention.window.map_or(CacheKind::Full, CacheKind::Window);
-        let kinds: Vec<CacheKind> = self.attention().map(kind).collect();
-        let layout = CacheLayout::new(&kinds, self.max_position_embeddings)?;
+        let layout = CacheLayout::of(&self.cache_layers(), self.max_position_embeddings)?;
         Ok(layout.with_states(self.delta_nets().count()))
+    }
+
+    /// What each layer with attention asks of the cache.
+    fn cache_layers(&self) -> Vec<CacheLayer> {
+        let column = self.kv_column().max(1);
+        let attending = |until: usize| {
+            let layers = self.layers.iter().take(until);
+            layers.filter(|layer| layer.attention().is_some()).count()
+        };
+        let layer = |attention: &AttentionSpec| CacheLayer {
+            kind: attention.window.map_or(CacheKind::Full, CacheKind::Window),
+            columns: attention.kv_size() / column,
+            shares: attention.shares_kv.map(attending),
+        };
+        self.attention().map(layer).collect()
     }
 }
 
@@ -312,7 +374,7 @@ impl LayerSpec {
     /// The MLP that every token goes through: that of a layer without experts, or the expert that is shared.
     pub(crate) fn mlp_of_all(&self) -> Option<&DenseMlpSpec> {
         match &self.mlp {
-            Mlp::Dense(mlp) => Some(mlp),
+            Mlp::Dense(mlp) | Mlp::Both(mlp, _) => Some(mlp),
             Mlp::Moe(moe) => moe.shared.as_ref(),
         }
     }
@@ -320,10 +382,10 @@ impl LayerSpec {
     /// The MLP of a layer without experts.
     ///
     /// # Panics
-    /// If it has any.
+    /// If it has experts alone.
     pub fn dense_mlp(&self) -> &DenseMlpSpec {
         match &self.mlp {
-            Mlp::Dense(mlp) => mlp,
+            Mlp::Dense(mlp) | Mlp::Both(mlp, _) => mlp,
             Mlp::Moe(_) => panic!("a layer with experts"),
         }
     }
@@ -331,7 +393,7 @@ impl LayerSpec {
     /// The same, to change it.
     pub(crate) fn dense_mlp_mut(&mut self) -> &mut DenseMlpSpec {
         match &mut self.mlp {
-            Mlp::Dense(mlp) => mlp,
+            Mlp::Dense(mlp) | Mlp::Both(mlp, _) => mlp,
             Mlp::Moe(_) => panic!("a layer with experts"),
         }
     }
@@ -353,9 +415,14 @@ impl AttentionSpec {
         self.q_size() * if self.gated { 2 } else { 1 }
     }
 
-    /// Elements of q, gates, k and v.
+    /// Elements of what is projected: q, gates, k and v, as far as the layer has them.
     pub fn qkv_size(&self) -> usize {
-        self.gated_q_size() + 2 * self.kv_size()
+        let projected = match (self.shares_kv, self.values) {
+            (Some(_), _) => 0,
+            (None, Values::NormalisedKeys) => 1,
+            (None, Values::Projected | Values::Normalised) => 2,
+        };
+        self.gated_q_size() + projected * self.kv_size()
     }
 }
 

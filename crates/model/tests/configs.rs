@@ -8,7 +8,8 @@ use plimsoll_model::rope::{RopeScaling, RopeSpec};
 use plimsoll_model::{Architecture, HfOverrides, ModelConfig, OutputHead};
 use serde_json::{Value, json};
 
-/// Files of every family as Hugging Face publishes them.
+/// Files of every family as Hugging Face publishes them; those of Gemma 4 have the fields of text that public repositories quote
+/// of them, and no towers.
 #[test]
 fn published_files_mean_what_they_say() {
     // Number and first of the layers of a kind: query/key heads x size, and what sets them apart.
@@ -35,6 +36,8 @@ fn published_files_mean_what_they_say() {
         gemma-3-1b-it => Gemma3, Tied: 22 from 0: 4/1 x 256, window 512, theta 10000, qk norm; 4 from 5: 4/1 x 256, theta 1000000, qk norm
         gemma-3-4b-it => Gemma3, Tied: 29 from 0: 8/4 x 256, window 1024, theta 10000, qk norm; 5 from 5: 8/4 x 256, theta 1000000 linear 8, qk norm
         gemma-3-27b-it => Gemma3, Tied: 52 from 0: 32/16 x 128, window 1024, theta 10000, scale 1/12.9615, qk norm; 10 from 5: 32/16 x 128, theta 1000000 linear 8, scale 1/12.9615, qk norm
+        gemma-4-E2B-it => Gemma4, Tied capped at 30: 12 from 0: 8/1 x 256, window 512, theta 10000, scale 1/1.0000, v norm, qk norm; 3 from 4: 8/1 x 512, theta 1000000 proportional 64 pairs / 1, scale 1/1.0000, v norm, qk norm; 16 from 15: 8/1 x 256, window 512, theta 10000, scale 1/1.0000, v norm, kv of 13, qk norm; 4 from 19: 8/1 x 512, theta 1000000 proportional 64 pairs / 1, scale 1/1.0000, v norm, kv of 14, qk norm
+        gemma-4-31B-it => Gemma4, Tied capped at 30: 50 from 0: 32/16 x 256, window 1024, theta 10000, scale 1/1.0000, v norm, qk norm; 10 from 5: 32/4 x 512, theta 1000000 proportional 64 pairs / 1, scale 1/1.0000, v = k norm, qk norm
         Ministral-3-3B-Instruct-2512-BF16 => Ministral3, Tied: 26 from 0: 32/8 x 128, theta 1000000 yarn 16 x 1.0000, queries 0.1 per 16384
         Devstral-2-123B-Instruct-2512 => Ministral3, Own: 88 from 0: 96/8 x 128, theta 1000000 yarn 64 x 1.4159
         Phi-3-mini-4k-instruct => Phi3, Own: 32 from 0: 32/32 x 96, window 2047, theta 10000, fused
@@ -60,6 +63,27 @@ fn published_files_mean_what_they_say() {
         let cap = cap.map_or(String::new(), |cap| format!(" capped at {cap}"));
         let found = format!("{:?}, {:?}{cap}: {layers}", config.architecture, config.spec.head);
         assert_eq!(found, expected, "{name}");
+    }
+}
+
+/// As their cards say, less the towers for images and audio: of the 5.1 B of the E2B, these are half a billion.
+#[test]
+fn gemma_4_is_as_large_as_its_cards_say() {
+    for (text, weights, kv) in [
+        (
+            include_str!("configs/gemma-4-E2B-it.json"),
+            4628569379,
+            12 * 2 * 256 + 3 * 2 * 512,
+        ),
+        (
+            include_str!("configs/gemma-4-31B-it.json"),
+            30697345340,
+            50 * 2 * 16 * 256 + 10 * 2 * 4 * 512,
+        ),
+    ] {
+        let config = ModelConfig::from_json(Path::new("config.json"), text, &HfOverrides::default()).unwrap();
+        assert_eq!(config.spec.num_parameters(), weights);
+        assert_eq!(config.spec.kv_bytes_per_token(1), kv);
     }
 }
 
@@ -92,7 +116,7 @@ fn unsupported_fields_are_named() {
         llama(json!({"num_key_value_heads": 3}), "num_key_value_heads"),
         llama(json!({"num_attention_heads": 0}), "num_attention_heads"),
         llama(json!({"head_dim": 15}), "head_dim"),
-        llama(json!({"head_dim": 512}), "head_dim"),
+        llama(json!({"head_dim": 1024}), "head_dim"),
         llama(json!({"vocab_size": 1u64 << 40}), "vocab_size"),
         llama(json!({"rms_norm_eps": 0.0}), "rms_norm_eps"),
         llama(json!({"hidden_act": "gelu"}), "hidden_act"),
@@ -143,6 +167,63 @@ fn unsupported_fields_are_named() {
             "mistral-window",
             json!({"sliding_window": 0}),
             "`sliding_window` is 0",
+        ),
+        (
+            "gemma4",
+            json!({"hidden_activation": "gelu"}),
+            "`hidden_activation` is `gelu`",
+        ),
+        (
+            "gemma4",
+            json!({"use_bidirectional_attention": "all"}),
+            "`use_bidirectional_attention` is `all`",
+        ),
+        (
+            "gemma4",
+            json!({"global_head_dim": 64}),
+            "`global_head_dim` is 64, which is not supported; it, or `per_layer_config`, is",
+        ),
+        (
+            "gemma4",
+            json!({"per_layer_config": {"1": {"head_dim": 64, "sliding_window": 3}}}),
+            "`per_layer_config`: unknown field `sliding_window`",
+        ),
+        (
+            "gemma4",
+            json!({"per_layer_config": {"4": {"head_dim": 64}}}),
+            "`per_layer_config` is 4",
+        ),
+        (
+            "gemma4",
+            json!({"num_kv_shared_layers": 3}),
+            "`num_kv_shared_layers` is 3, which is not supported; as many as leave a layer of full_attention",
+        ),
+        (
+            "gemma4",
+            json!({"num_experts_per_tok": 2}),
+            "`num_experts_per_tok`",
+        ),
+        ("gemma4", json!({"altup_num_inputs": 4}), "has no such field here"),
+        (
+            "gemma4",
+            json!({"layer_types": ["full_attention", "full_attention", "full_attention", "sliding_attention"]}),
+            "`layer_types[3]` is `sliding_attention`",
+        ),
+        (
+            "gemma4",
+            json!({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}),
+            "rope_parameters.full_attention.rope_type",
+        ),
+        (
+            "gemma4-moe",
+            json!({"top_k_experts": 6}),
+            "`top_k_experts` is 6, which is not supported; 1 to 5",
+        ),
+        ("gemma4-moe", json!({"num_experts": null}), "`num_experts"),
+        (
+            "gemma4-moe",
+            json!({"moe_intermediate_size": 0}),
+            "moe_intermediate_size",
         ),
         ("gemma2", json!({"hidden_act": "gelu"}), "`hidden_act` is `gelu`"),
         (

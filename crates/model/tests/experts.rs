@@ -33,6 +33,7 @@ fn published_files_mean_what_they_say() {
         Qwen3.6-35B-A3B => Qwen3_5Moe: 40 of 40 layers 8 of 256 x 512, Chosen, shared 512; 34660610688 weights, 3454988928 for a token
         Qwen1.5-MoE-A2.7B => Qwen2Moe: 24 of 24 layers 4 of 60 x 1408, All, shared 5632; 14315784192 weights, 2689173504 for a token
         Mixtral-8x7B-Instruct-v0.1 => Mixtral: 32 of 32 layers 2 of 8 x 14336, Chosen; 46702792704 weights, 12879925248 for a token
+        gemma-4-26B-A4B-it => Gemma4: 30 of 30 layers 8 of 128 x 704, Chosen; 25233141790 weights, 3822530590 for a token
         gpt-oss-20b => GptOss, mxfp4: 24 of 24 layers 4 of 32 x 2880, Chosen; 20914757184 weights, 4187440704 for a token
     ";
     let cases: Vec<_> = expected
@@ -49,7 +50,7 @@ fn published_files_mean_what_they_say() {
         let spec = &config.spec;
         let moe = |mlp: &Mlp| match mlp {
             Mlp::Dense(_) => None,
-            Mlp::Moe(moe) => Some(moe.clone()),
+            Mlp::Moe(moe) | Mlp::Both(_, moe) => Some(moe.clone()),
         };
         let all: Vec<_> = spec.layers.iter().filter_map(|layer| moe(&layer.mlp)).collect();
         let first = &all[0];
@@ -176,13 +177,13 @@ fn wrong_configurations_are_named() {
 }
 
 /// A directory with a configuration alone.
-fn bare(config: &Value) -> TempDir {
+pub(crate) fn bare(config: &Value) -> TempDir {
     let directory = TempDir::new().unwrap();
     std::fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
     directory
 }
 
-fn on_a_gpu(directory: &TempDir) -> Result<GpuFootprint, ModelError> {
+pub(crate) fn on_a_gpu(directory: &TempDir) -> Result<GpuFootprint, ModelError> {
     let shape = GpuStateShape {
         limits: LIMITS,
         block_size: BlockSize::new(16).unwrap(),
@@ -207,7 +208,7 @@ fn a_gpu_has_room_for_every_route() {
         };
         let [few, many] = [64, 256].map(|tokens| footprint.arena(&[(step(tokens), false)]).scratch[0]);
         let moe = spec.layers.iter().find_map(|layer| match &layer.mlp {
-            Mlp::Moe(moe) => Some(moe),
+            Mlp::Moe(moe) | Mlp::Both(_, moe) => Some(moe),
             Mlp::Dense(_) => None,
         });
         let moe = moe.unwrap();

@@ -7,6 +7,7 @@ mod configs;
 mod embeddings;
 mod experts;
 mod footprint;
+mod gemma4;
 mod gguf;
 mod golden;
 mod groups;

@@ -14,6 +14,8 @@ pub struct GroupReport {
     pub window: Option<usize>,
     /// Layers that keep the same.
     pub layers: usize,
+    /// Further layers, which read what these keep and keep nothing themselves.
+    pub sharing_layers: usize,
     /// Pages of one block of tokens.
     pub pages_per_block: usize,
     /// Bytes that a token takes while it is kept, rounding included.
@@ -57,8 +59,8 @@ impl GroupReport {
     /// The groups of `spec`, in their order.
     pub(crate) fn all(spec: &ProfileSpec) -> Vec<Self> {
         let groups = spec.groups.iter().map(|group| {
-            let layer = spec.layer_bytes_per_token();
-            let unused = spec.groups.unused_layers(group) as u64;
+            let column = spec.column_bytes_per_token();
+            let unused = spec.groups.unused_columns(group) as u64;
             let blocks = group.most_blocks(spec.block_size, spec.limits.max_model_len, 1);
             let (kind, window) = match group.kind {
                 CacheKind::Full => ("full", None),
@@ -68,10 +70,11 @@ impl GroupReport {
                 kind,
                 window,
                 layers: group.layers,
+                sharing_layers: group.sharing_layers,
                 pages_per_block: group.pages_per_block,
-                bytes_per_token: layer * (group.layers as u64 + unused),
+                bytes_per_token: column * (group.columns as u64 + unused),
                 request_tokens: blocks * spec.block_size.tokens(),
-                rounding_bytes: layer * unused,
+                rounding_bytes: column * unused,
             }
         });
         groups.collect()

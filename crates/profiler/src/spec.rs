@@ -219,14 +219,14 @@ impl ProfileSpec {
 
     /// Bytes of one page, as declared.
     pub fn page_bytes(&self) -> u64 {
-        let layers = self.groups.layers_per_page() as u64;
-        layers * self.layer_bytes_per_token() * self.block_size.tokens() as u64
+        let columns = self.groups.columns_per_page() as u64;
+        columns * self.column_bytes_per_token() * self.block_size.tokens() as u64
     }
 
-    /// Bytes that a token takes in one layer.
-    pub(crate) fn layer_bytes_per_token(&self) -> u64 {
-        let layers: usize = self.groups.iter().map(|group| group.layers).sum();
-        self.kv_bytes_per_token / layers as u64
+    /// Bytes that a token takes in one column of a page.
+    pub(crate) fn column_bytes_per_token(&self) -> u64 {
+        let columns: usize = self.groups.iter().map(|group| group.columns).sum();
+        self.kv_bytes_per_token / columns as u64
     }
 }
 

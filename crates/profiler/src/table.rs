@@ -111,9 +111,13 @@ impl fmt::Display for Size<'_> {
             let kind = group
                 .window
                 .map_or("full".to_owned(), |window| format!("window of {window}"));
+            let shared = match group.sharing_layers {
+                0 => String::new(),
+                layers => format!(", read by {layers} more"),
+            };
             write!(
                 f,
-                "\n  {:>3} layers, {kind}: {} bytes a token ({} lost to rounding), {} pages a block, {} tokens of a request \
+                "\n  {:>3} layers, {kind}{shared}: {} bytes a token ({} lost to rounding), {} pages a block, {} tokens of a request \
                  of {max_model_len}",
                 group.layers,
                 group.bytes_per_token,

@@ -36,7 +36,7 @@ pub struct StartNumbers {
 /// The cache groups of a KV cache.
 pub(crate) fn kv_groups(kv: &KvConfig, stats: &SchedulerStats, meters: &Meters) -> Vec<KvGroupNow> {
     let page_bytes = meters.by_component.get(Component::Kv) / kv.num_pages.max(1) as u64;
-    let layer_bytes = page_bytes / kv.groups.layers_per_page() as u64;
+    let column_bytes = page_bytes / kv.groups.columns_per_page() as u64;
     let groups = kv.groups.iter().zip(&stats.groups).map(|(group, stats)| {
         let (kind, window) = match group.kind {
             CacheKind::Full => ("full", None),
@@ -46,11 +46,12 @@ pub(crate) fn kv_groups(kv: &KvConfig, stats: &SchedulerStats, meters: &Meters) 
             kind,
             window,
             layers: group.layers,
+            sharing_layers: group.sharing_layers,
             pages_per_block: group.pages_per_block,
             blocks: kv.num_pages / group.pages_per_block,
             blocks_used: stats.used,
             blocks_cached: stats.cached,
-            rounding_bytes: (stats.used * kv.groups.unused_layers(group)) as u64 * layer_bytes,
+            rounding_bytes: (stats.used * kv.groups.unused_columns(group)) as u64 * column_bytes,
         }
     });
     groups.collect()
@@ -91,9 +92,9 @@ mod tests {
         *meters.by_component.get_mut(Component::Kv) = 31 * 50 * 7;
         let groups = serde_json::to_value(kv_groups(&kv, &stats, &meters)).unwrap();
         let expected = serde_json::json!([
-            { "kind": "full", "window": null, "layers": 50, "pages_per_block": 1, "blocks": 31,
+            { "kind": "full", "window": null, "layers": 50, "sharing_layers": 0, "pages_per_block": 1, "blocks": 31,
               "blocks_used": 5, "blocks_cached": 2, "rounding_bytes": 0 },
-            { "kind": "window", "window": 100, "layers": 99, "pages_per_block": 2, "blocks": 15,
+            { "kind": "window", "window": 100, "layers": 99, "sharing_layers": 0, "pages_per_block": 2, "blocks": 15,
               "blocks_used": 3, "blocks_cached": 1, "rounding_bytes": 3 * 7 },
         ]);
         assert_eq!(groups, expected);

@@ -16,6 +16,7 @@ const FORMATS: &[(ToolFormat, &str)] = &[
     (ToolFormat::Phi4Mini, ""),
     (ToolFormat::Json, "\n"),
     (ToolFormat::Pythonic, ""),
+    (ToolFormat::Gemma4, ""),
 ];
 
 struct Case {

@@ -162,10 +162,10 @@ struct SimWeights {
 
 /// Bytes of a KV cache.
 fn kv_bytes(kv: &KvConfig) -> u64 {
-    let layers: usize = kv.groups.iter().map(|group| group.layers).sum();
-    let layer_bytes = KV_BYTES_PER_TOKEN / layers as u64;
-    let page_tokens = (kv.groups.layers_per_page() * kv.block_size.tokens()) as u64;
-    (kv.num_pages as u64).saturating_mul(page_tokens * layer_bytes)
+    let columns: usize = kv.groups.iter().map(|group| group.columns).sum();
+    let column_bytes = KV_BYTES_PER_TOKEN / columns as u64;
+    let page_tokens = (kv.groups.columns_per_page() * kv.block_size.tokens()) as u64;
+    (kv.num_pages as u64).saturating_mul(page_tokens * column_bytes)
 }
 
 /// What a step takes from its arena.

@@ -25,8 +25,8 @@ pub(super) struct Limits {
 /// Layers that keep the same part of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub(super) struct Group {
-    /// How many.
-    pub(super) layers: usize,
+    /// Pages of one block of what they keep.
+    pub(super) pages_per_block: usize,
     /// Tokens that they see; `None` for all.
     pub(super) window: Option<usize>,
 }
@@ -54,11 +54,12 @@ impl Limits {
 
     /// The KV cache.
     fn kv(&self) -> KvConfig {
-        let layers = self.groups.iter().flat_map(|group| {
+        // Pages stand for layers: only how groups compare matters.
+        let pages = self.groups.iter().flat_map(|group| {
             let kind = group.window.map_or(CacheKind::Full, CacheKind::Window);
-            repeat_n(kind, group.layers)
+            repeat_n(kind, group.pages_per_block)
         });
-        let layout = CacheLayout::new(&layers.collect::<Vec<_>>(), usize::MAX);
+        let layout = CacheLayout::new(&pages.collect::<Vec<_>>(), usize::MAX);
         let groups = layout.map_or_else(|_| CacheGroups::default(), |layout| layout.groups);
         KvConfig {
             block_size: BlockSize::new(self.block_size).unwrap_or_default(),
@@ -127,7 +128,7 @@ mod tests {
             kv_tokens: 131072,
             block_size: 16,
             groups: vec![Group {
-                layers: 30,
+                pages_per_block: 1,
                 window: None,
             }],
         }
@@ -138,10 +139,13 @@ mod tests {
         let [all, window] = [None, Some(1024)];
         let groups = vec![
             Group {
-                layers: 1,
+                pages_per_block: 1,
                 window: all,
             },
-            Group { layers: 3, window },
+            Group {
+                pages_per_block: 3,
+                window,
+            },
         ];
         // Of 8192 tokens, three of four layers keep 1024.
         let limits = Limits {

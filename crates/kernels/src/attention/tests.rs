@@ -6,7 +6,7 @@ use rand::seq::SliceRandom;
 
 use super::*;
 use crate::testing::{arena, assert_close, assert_same_bits, normal, rng, seeds};
-use crate::{KvLayout, PagedKvMut, QkNorm, qk_norm_rope_kv_write, rope_angles};
+use crate::{CachedValues, KvLayout, PagedKvMut, QkNorm, Rotation, qk_norm_rope_kv_write, rope_angles};
 
 /// Some requests with all their queries, keys and values, `[tokens, heads, dim]` each.
 struct Case {
@@ -32,7 +32,7 @@ impl Case {
         let kv_heads = pick(rng, &[1, 2, 3]);
         let layout = KvLayout {
             kv_heads,
-            head_dim: pick(rng, &[2, 20, 64, 80, 96, 128, 256]),
+            head_dim: pick(rng, &[2, 20, 64, 80, 96, 128, 256, 512]),
             block_size: BlockSize::new(pick(rng, &[8, 16, 32])).unwrap(),
         };
         let heads = kv_heads * pick(rng, &[1, 2, 3, 7]);
@@ -129,9 +129,18 @@ impl Case {
                 k: &mut k,
                 v: &mut v,
                 layout: self.layout,
+                stride: self.layout.elements(1),
             };
             // No rotation: the cosines of no pairs.
-            qk_norm_rope_kv_write::<E>(&qkv, None, &[], None, &runs, &mut kv, &mut q);
+            qk_norm_rope_kv_write::<E>(
+                &qkv,
+                None,
+                Rotation::default(),
+                CachedValues::Projected,
+                &runs,
+                &mut kv,
+                &mut q,
+            );
             let mut out = vec![f32::NAN; q.len()];
             attention_at(level, &q, kv.as_ref(), &runs, self.options(), &mut out, &arena()).unwrap();
             for (run, &(r, start, len)) in runs.iter().zip(step) {
@@ -299,7 +308,12 @@ fn sinks_of_any_size() {
             bidirectional: false,
         };
         let (k, v) = (vec![key; size], vec![3.0; size]);
-        let kv = PagedKv { k: &k, v: &v, layout };
+        let kv = PagedKv {
+            k: &k,
+            v: &v,
+            layout,
+            stride: layout.elements(1),
+        };
         let mut out = [f32::NAN; 2];
         attention(&[1.0; 2], kv, &[run], options, &mut out, &arena()).unwrap();
         out
@@ -365,6 +379,7 @@ fn scratch_does_not_grow_with_the_context() {
             k: &kv,
             v: &kv,
             layout,
+            stride: layout.elements(1),
         };
         attention(&[0.5; 64], kv, &[run], options, &mut out, &arena).unwrap();
         assert_eq!(out, [0.0; 64]);
@@ -415,8 +430,20 @@ fn heads_are_normalised_then_rotated() {
             k: &mut k,
             v: &mut v,
             layout,
+            stride: layout.elements(1),
         };
-        qk_norm_rope_kv_write(&qkv, Some(norm), &angles, None, &runs, &mut kv, &mut q);
+        qk_norm_rope_kv_write(
+            &qkv,
+            Some(norm),
+            Rotation {
+                angles: &angles,
+                query_scale: None,
+            },
+            CachedValues::Projected,
+            &runs,
+            &mut kv,
+            &mut q,
+        );
 
         let head = |token: usize, head: usize| &qkv[(token * (heads + 2 * kv_heads) + head) * dim..][..dim];
         let expect = |token: usize, x: &[f32], weight: &[f32]| -> Vec<f64> {
@@ -447,7 +474,7 @@ fn heads_are_normalised_then_rotated() {
             }
             let (block, slot) = ((start + token) / 8, (start + token) % 8);
             for h in 0..kv_heads {
-                let offset = layout.head_offset(table[block], h);
+                let offset = layout.head_offset(layout.elements(1), table[block], h);
                 let key: Vec<f32> = (0..dim).map(|d| k[offset + d * 8 + slot]).collect();
                 assert_close(
                     &key,

@@ -305,6 +305,7 @@ fn on_cpu(case: &Case) -> Vec<f32> {
         k: &k,
         v: &v,
         layout: case.layout,
+        stride: case.layout.elements(1),
     };
     let options = case.scores.on_cpu(case.window);
     attention(&q, kv, &runs, options, &mut out, &arena).expect("room in the arena");

@@ -240,6 +240,7 @@ impl Case {
             k: &k,
             v: &v,
             layout: self.layout,
+            stride: self.layout.elements(1),
         };
         let mut packed = vec![f32::NAN; q.len()];
         attention::<f32>(&q, kv, &runs, options, &mut packed, &arena).expect("room");

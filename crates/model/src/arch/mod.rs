@@ -3,6 +3,9 @@
 mod gemma;
 mod gemma2;
 mod gemma3;
+mod gemma4;
+mod gemma4_layers;
+mod gemma4_unified;
 mod gpt_oss;
 mod hybrid;
 mod llama;
@@ -32,7 +35,7 @@ use crate::ModelError;
 use crate::config::RawConfig;
 use crate::spec::{
     AttentionSpec, DecoderSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, Projections,
-    shared,
+    Values, shared,
 };
 
 /// A supported family of models.
@@ -42,6 +45,10 @@ pub enum Architecture {
     Gemma2,
     /// Gemma 3, text.
     Gemma3,
+    /// Gemma 4, text.
+    Gemma4,
+    /// Gemma 4 12B, text.
+    Gemma4Unified,
     /// gpt-oss.
     GptOss,
     /// Llama 2, 3, 3.x, SmolLM2 and everything else that calls itself Llama.
@@ -92,7 +99,7 @@ struct Family {
 
 impl Architecture {
     /// All of them.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 19] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
@@ -103,6 +110,8 @@ impl Architecture {
         Self::Qwen3VL,
         Self::Gemma2,
         Self::Gemma3,
+        Self::Gemma4,
+        Self::Gemma4Unified,
         Self::Ministral3,
         Self::Phi3,
         Self::SmolLM3,
@@ -116,6 +125,8 @@ impl Architecture {
         match self {
             Self::Gemma2 => gemma2::FAMILY,
             Self::Gemma3 => gemma3::FAMILY,
+            Self::Gemma4 => gemma4::FAMILY,
+            Self::Gemma4Unified => gemma4_unified::FAMILY,
             Self::GptOss => gpt_oss::FAMILY,
             Self::Llama => llama::FAMILY,
             Self::Ministral3 => ministral3::FAMILY,
@@ -228,6 +239,7 @@ fn decoder(config: &RawConfig, change: impl Fn(usize, &mut LayerSpec)) -> Result
         },
         quantization: config.quantization.clone(),
         logit_soft_cap: None,
+        per_layer: None,
     })
 }
 
@@ -248,6 +260,8 @@ fn layer(config: &RawConfig) -> Result<LayerSpec, ModelError> {
             window: None,
             rope: Some(Arc::new(rope::read(config)?)),
             qk_norm: false,
+            values: Values::Projected,
+            shares_kv: None,
             qkv_bias: false,
             output_bias: false,
             scale: 1.0 / (head_dim as f32).sqrt(),
@@ -261,6 +275,7 @@ fn layer(config: &RawConfig) -> Result<LayerSpec, ModelError> {
             activation: Activation::Silu,
             projections: Projections::Separate,
         }),
+        scalar: false,
     })
 }
 

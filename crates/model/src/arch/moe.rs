@@ -65,22 +65,33 @@ pub(super) fn check_gpt_oss(config: &RawConfig) -> Result<(), ModelError> {
 
 /// Experts of SwiGLU without biases, of whose logits the softmax is over all.
 pub(super) fn spec(config: &RawConfig, intermediate_size: usize) -> Result<MoeSpec, ModelError> {
+    let top_k = ("num_experts_per_tok", config.num_experts_per_tok);
+    sized(config, top_k, intermediate_size)
+}
+
+/// The same, with the field that says how many experts a token goes to, and what it says.
+pub(super) fn sized(
+    config: &RawConfig,
+    (top_k_field, top_k): (&str, Option<usize>),
+    intermediate_size: usize,
+) -> Result<MoeSpec, ModelError> {
     let (field, experts) = match (config.num_experts, config.num_local_experts) {
         (Some(one), Some(other)) if one != other => {
             let value = format!("{one}, and `num_local_experts` {other}");
             return Err(ModelError::unsupported("num_experts", value, "one number is"));
         }
         (Some(experts), _) => ("num_experts", experts),
-        (None, experts) => ("num_local_experts", experts.unwrap_or(0)),
+        (None, Some(experts)) => ("num_local_experts", experts),
+        (None, None) => ("num_experts", 0),
     };
     if !(1..=MOST_EXPERTS).contains(&experts) {
         let supported = format!("1 to {MOST_EXPERTS} are");
         return Err(ModelError::unsupported(field, experts, supported));
     }
-    let top_k = config.num_experts_per_tok.unwrap_or(0);
+    let top_k = top_k.unwrap_or(0);
     if !(1..=experts).contains(&top_k) {
         let supported = format!("1 to {experts}, as many as there are (`{field}`), are");
-        return Err(ModelError::unsupported("num_experts_per_tok", top_k, supported));
+        return Err(ModelError::unsupported(top_k_field, top_k, supported));
     }
     Ok(MoeSpec {
         experts,

@@ -56,8 +56,14 @@ impl<'a> Reader<'a> {
                 "more than 0 and at most 1 is",
             ));
         }
+        let is_proportional = raw.kind() == Some("proportional");
         // Rounded down, but for what the product is too small by.
-        let rotary_dim = (config.head_dim() as f64 * partial + 1e-6) as usize;
+        let rotated = (config.head_dim() as f64 * partial + 1e-6) as usize;
+        let rotary_dim = if is_proportional {
+            config.head_dim()
+        } else {
+            rotated
+        };
         let query_scale = match raw.llama_4_scaling_beta {
             // Devstral 2 has it, and does not use it.
             None | Some(0.0) => None,
@@ -69,7 +75,7 @@ impl<'a> Reader<'a> {
         Ok(RopeSpec {
             theta: raw.rope_theta.or(config.rope_theta).unwrap_or(DEFAULT_THETA),
             rotary_dim,
-            scaling: self.scaling(rotary_dim / 2)?,
+            scaling: self.scaling(rotated / 2)?,
             query_scale,
             sections: self.sections(rotary_dim / 2)?,
         })
@@ -111,6 +117,10 @@ impl<'a> Reader<'a> {
             Some("linear") => RopeScaling::Linear {
                 factor: self.positive("factor", raw.factor)?,
             },
+            Some("proportional") => RopeScaling::Proportional {
+                pairs,
+                factor: self.positive("factor", raw.factor.or(Some(1.0)))?,
+            },
             Some("llama3") => RopeScaling::Llama3 {
                 factor: self.positive("factor", raw.factor)?,
                 low_freq_factor: self.positive("low_freq_factor", raw.low_freq_factor)?,
@@ -149,7 +159,7 @@ impl<'a> Reader<'a> {
                 return Err(ModelError::unsupported(
                     format!("{}.rope_type", self.field),
                     format!("`{other}`"),
-                    "default, linear, llama3, yarn and longrope are",
+                    "default, linear, llama3, yarn, longrope and proportional are",
                 ));
             }
         })

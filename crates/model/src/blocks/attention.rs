@@ -1,14 +1,16 @@
 use super::{Norms, Operations, Scope, Stack, Vector, Visitor, Widths};
-use crate::spec::{AttentionSpec, LayerSpec, Projections};
+use crate::spec::{AttentionSpec, LayerSpec, Projections, Values};
 
 /// Attention and the norms around it.
 #[derive(Clone, Debug)]
 pub(crate) struct Attention<L, V> {
     norm: V,
-    /// q, its gates if it has any, k and v, stacked.
+    /// q, its gates if it has any, k and v, stacked, as far as the layer has them.
     pub(crate) qkv: L,
     /// Of the heads of q and of k.
     qk_norm: Option<[V; 2]>,
+    /// Of the heads of q, where keys and values are another layer's.
+    q_norm: Option<V>,
     /// A logit of each query head that has no value.
     sinks: Option<V>,
     pub(crate) output: L,
@@ -31,17 +33,27 @@ impl<L, V> Attention<L, V> {
         let own = scope.part("self_attn");
         let matrix = |name, outputs| own.matrix(name, outputs, hidden);
         let parts = match spec.projections {
-            Projections::Separate => vec![
-                match spec.gated {
+            Projections::Separate => {
+                let queries = match spec.gated {
                     false => matrix("q_proj", q),
                     true => own.grouped("q_proj", spec.heads, [spec.head_dim, spec.head_dim, 0, 0], hidden),
-                },
-                matrix("k_proj", kv),
-                matrix("v_proj", kv),
-            ],
+                };
+                match (spec.shares_kv, spec.values) {
+                    (Some(_), _) => vec![queries],
+                    (None, Values::NormalisedKeys) => vec![queries, matrix("k_proj", kv)],
+                    (None, _) => vec![queries, matrix("k_proj", kv), matrix("v_proj", kv)],
+                }
+            }
             Projections::Fused => vec![matrix("qkv_proj", spec.qkv_size())],
         };
         let norm = |name: String, len| Vector::norm(name, len, layer.norm);
+        let shares = spec.shares_kv.is_some();
+        if shares {
+            // As transformers, which ignores them in published checkpoints of Gemma 4.
+            for idle in ["k_proj", "v_proj", "k_norm", "v_norm"] {
+                visitor.idle(own.name(&format!("{idle}.weight")));
+            }
+        }
         Ok(Self {
             norm: visitor.vector(&norm(scope.name("input_layernorm.weight"), hidden))?,
             qkv: visitor.linear(&Stack {
@@ -52,7 +64,11 @@ impl<L, V> Attention<L, V> {
                 },
                 ..Stack::new(parts)
             })?,
-            qk_norm: match spec.qk_norm {
+            q_norm: match spec.qk_norm && shares {
+                false => None,
+                true => Some(visitor.vector(&norm(own.name("q_norm.weight"), spec.head_dim))?),
+            },
+            qk_norm: match spec.qk_norm && !shares {
                 false => None,
                 true => Some([
                     visitor.vector(&norm(own.name("q_norm.weight"), spec.head_dim))?,
@@ -88,7 +104,10 @@ impl<L, V> Attention<L, V> {
             eps: layer.norm.eps,
         };
         step.project_qkv(&norms, &self.qkv)?;
-        step.write_kv(layer, spec, self.qk_norm.as_ref())
+        match spec.shares_kv {
+            None => step.write_kv(layer, spec, self.qk_norm.as_ref()),
+            Some(_) => step.rotate_queries(layer, spec, self.q_norm.as_ref()),
+        }
     }
 
     /// The rest, of the last layer only for the rows that are given out.

@@ -15,7 +15,7 @@ impl DecoderSpec {
     pub fn num_active_parameters(&self) -> u64 {
         let idle = self.layers.iter().map(|layer| match &layer.mlp {
             spec::Mlp::Dense(_) => 0,
-            spec::Mlp::Moe(moe) => {
+            spec::Mlp::Moe(moe) | spec::Mlp::Both(_, moe) => {
                 let (inner, hidden) = (moe.intermediate_size as u64, self.hidden_size as u64);
                 let biases = if moe.bias { 2 * inner + hidden } else { 0 };
                 let expert = (3 * inner).saturating_mul(hidden).saturating_add(biases);

@@ -1,20 +1,21 @@
-use super::{DenseMlp, Moe, Norms, Operations, Scope, Vector, Visitor};
+use super::{Beside, DenseMlp, Moe, Norms, Operations, Scope, Vector, Visitor};
 use crate::spec::{self, LayerSpec};
 
 /// What follows a layer's mixer, and the norms around it.
 #[derive(Clone, Debug)]
 pub(crate) struct Mlp<L, V> {
     norm: V,
-    pub(crate) kind: MlpKind<L>,
+    pub(crate) kind: MlpKind<L, V>,
     /// Of what is added to the residual stream.
     pub(super) post_norm: Option<V>,
 }
 
 /// As [`spec::Mlp`].
 #[derive(Clone, Debug)]
-pub(crate) enum MlpKind<L> {
+pub(crate) enum MlpKind<L, V> {
     Dense(DenseMlp<L>),
     Moe(Moe<L>),
+    Both(DenseMlp<L>, Box<Beside<L, V>>),
 }
 
 impl<L, V> Mlp<L, V> {
@@ -40,6 +41,10 @@ impl<L, V> Mlp<L, V> {
                     MlpKind::Dense(DenseMlp::visit(spec, hidden, &scope.part("mlp"), visitor)?)
                 }
                 spec::Mlp::Moe(spec) => MlpKind::Moe(Moe::visit(spec, hidden, scope, visitor)?),
+                spec::Mlp::Both(mlp, moe) => MlpKind::Both(
+                    DenseMlp::visit(mlp, hidden, &scope.part("mlp"), visitor)?,
+                    Box::new(Beside::visit(layer, moe, hidden, scope, visitor)?),
+                ),
             },
             post_norm: match layer.post_norms {
                 false => None,
@@ -63,6 +68,10 @@ impl<L, V> Mlp<L, V> {
         match (&layer.mlp, &self.kind) {
             (spec::Mlp::Dense(spec), MlpKind::Dense(mlp)) => mlp.forward(spec, &norms, step),
             (spec::Mlp::Moe(spec), MlpKind::Moe(moe)) => step.experts(spec, &norms, moe),
+            (spec::Mlp::Both(dense, spec), MlpKind::Both(mlp, beside)) => {
+                mlp.forward(dense, &norms, step)?;
+                step.experts_beside(spec, layer.norm.eps, beside)
+            }
             _ => unreachable!("a layer has the MLP of its specification"),
         }
     }
@@ -70,7 +79,7 @@ impl<L, V> Mlp<L, V> {
     /// What every token goes through: the MLP of a layer without experts, or the expert that is shared.
     pub(crate) fn of_all(&self) -> Option<&DenseMlp<L>> {
         match &self.kind {
-            MlpKind::Dense(mlp) => Some(mlp),
+            MlpKind::Dense(mlp) | MlpKind::Both(mlp, _) => Some(mlp),
             MlpKind::Moe(moe) => moe.shared.as_ref().map(|shared| &shared.mlp),
         }
     }
@@ -80,16 +89,17 @@ impl<L, V> Mlp<L, V> {
         match &self.kind {
             MlpKind::Dense(_) => None,
             MlpKind::Moe(moe) => Some(moe),
+            MlpKind::Both(_, beside) => Some(&beside.moe),
         }
     }
 
     /// The MLP of a layer without experts.
     ///
     /// # Panics
-    /// If it has any.
+    /// If it has experts alone.
     pub(crate) fn dense(&self) -> &DenseMlp<L> {
         match &self.kind {
-            MlpKind::Dense(mlp) => mlp,
+            MlpKind::Dense(mlp) | MlpKind::Both(mlp, _) => mlp,
             MlpKind::Moe(_) => panic!("a layer with experts"),
         }
     }

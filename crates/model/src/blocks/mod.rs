@@ -9,6 +9,7 @@ mod encoder;
 mod formats;
 mod mlp;
 mod moe;
+mod per_layer;
 mod row_order;
 mod tensors;
 
@@ -20,12 +21,13 @@ pub(crate) use dense_mlp::DenseMlp;
 pub(crate) use encoder::{Encoder, EncoderLayer, EncoderOperations, LayerNorm, Merger};
 pub(crate) use formats::check_formats;
 pub(crate) use mlp::Mlp;
-pub(crate) use moe::Moe;
+pub(crate) use moe::{Beside, Moe};
+pub(crate) use per_layer::{LayerInput, PerLayer};
 pub(crate) use row_order::{Among, RowOrder};
 pub(crate) use tensors::{InExperts, Matrix, Scope, Stack, Vector};
 
 use crate::quantization::{EMBEDDING, FP8_BLOCK, Fp8Scales};
-use crate::spec::{self, AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec};
+use crate::spec::{self, AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec, PerLayerSpec};
 use crate::{DecoderSpec, OutputHead};
 
 /// Makes something of each tensor of a decoder: weights, sizes, places.
@@ -47,6 +49,9 @@ pub(crate) trait Visitor {
 
     fn embedding(&mut self, table: &Matrix) -> Result<Self::Embedding, Self::Error>;
 
+    /// A tensor that checkpoints may have, and that nothing reads.
+    fn idle(&mut self, _: String) {}
+
     /// The embedding as a projection to logits.
     fn tied(&mut self, embedding: &Self::Embedding) -> Self::Linear;
 }
@@ -60,6 +65,8 @@ pub(crate) struct Decoder<E, L, V> {
     /// A model for embeddings has none.
     pub(crate) head: Option<L>,
     pub(crate) final_norm: V,
+    /// Where layers have inputs beside the residual stream.
+    pub(crate) per_layer: Option<PerLayer<E, L, V>>,
     pub(crate) layers: Vec<Layer<L, V>>,
 }
 
@@ -69,6 +76,9 @@ pub(crate) struct Layer<L, V> {
     pub(crate) spec: Arc<LayerSpec>,
     pub(crate) mixer: Mixer<L, V>,
     pub(crate) mlp: Mlp<L, V>,
+    input: Option<LayerInput<L, V>>,
+    /// What the residual stream behind it is multiplied by, one number.
+    scalar: Option<V>,
 }
 
 /// What lets tokens see each other, and the norms around it.
@@ -105,33 +115,54 @@ impl<E, L, V> Decoder<E, L, V> {
             },
             embedding,
             final_norm: visitor.vector(&Vector::norm("model.norm.weight", hidden, spec.final_norm))?,
+            per_layer: match &spec.per_layer {
+                None => None,
+                Some(own) => Some(PerLayer::visit(spec, own, &scope, visitor)?),
+            },
             layers: (spec.layers.iter().enumerate())
                 .map(|(index, layer)| {
                     let scope = scope.part(&format!("model.layers.{index}"));
-                    Layer::visit(layer, hidden, &scope, visitor)
+                    Layer::visit(layer, spec, &scope, visitor)
                 })
                 .collect::<Result<_, _>>()?,
         })
     }
 
-    /// All layers and the last norm, of a step whose embedding is there. After the last layer's keys and values are written,
-    /// only the rows that are given out matter; nothing more is done if there are none.
+    /// All layers and the last norm, of a step whose embeddings are there. After the last keys and values are written, only the rows
+    /// that are given out matter; nothing more is done if there are none.
     pub(crate) fn forward<O: Operations<L, V>>(
         &self,
         spec: &DecoderSpec,
         step: &mut O,
     ) -> Result<(), O::Error> {
+        if let Some(per_layer) = &self.per_layer {
+            step.make_layer_inputs(&per_layer.projection, &per_layer.norm, spec.final_norm.eps)?;
+        }
+        let keeps = |layer: &Layer<L, V>| {
+            let attention = layer.spec.attention();
+            attention.is_none_or(|attention| attention.shares_kv.is_none())
+        };
+        let last_kept = self.layers.iter().rposition(keeps);
         let mut added = None;
         for (index, layer) in self.layers.iter().enumerate() {
             let is_last = index + 1 == self.layers.len();
             step.begin_layer(index);
             layer.mixer.write(&layer.spec, added, step)?;
-            if is_last && step.rows_given() == 0 {
+            if last_kept == Some(index) && step.rows_given() == 0 {
                 return Ok(());
             }
             layer.mixer.finish(&layer.spec, is_last, step)?;
             layer.mlp.forward(&layer.spec, layer.mixer.post_norm(), step)?;
             added = layer.mlp.post_norm.as_ref();
+            if layer.input.is_some() || layer.scalar.is_some() {
+                step.settle(added.take(), layer.spec.norm.eps)?;
+            }
+            if let (Some(input), Some(spec)) = (&layer.input, &spec.per_layer) {
+                input.forward(&layer.spec, spec, step)?;
+            }
+            if let Some(scalar) = &layer.scalar {
+                step.scale(scalar)?;
+            }
             step.add_features(index);
         }
         step.finish(&Norms {
@@ -145,16 +176,25 @@ impl<E, L, V> Decoder<E, L, V> {
 impl<L, V> Layer<L, V> {
     fn visit<T>(
         spec: &Arc<LayerSpec>,
-        hidden: usize,
+        decoder: &DecoderSpec,
         scope: &Scope<'_>,
         visitor: &mut T,
     ) -> Result<Self, T::Error>
     where
         T: Visitor<Linear = L, Vector = V>,
     {
+        let hidden = decoder.hidden_size;
         Ok(Self {
             mixer: Mixer::visit(spec, hidden, scope, visitor)?,
             mlp: Mlp::visit(spec, hidden, scope, visitor)?,
+            input: match &decoder.per_layer {
+                None => None,
+                Some(own) => Some(LayerInput::visit(spec, own, hidden, scope, visitor)?),
+            },
+            scalar: match spec.scalar {
+                false => None,
+                true => Some(visitor.vector(&Vector::plain(scope.name("layer_scalar"), 1))?),
+            },
             spec: Arc::clone(spec),
         })
     }
@@ -240,6 +280,9 @@ pub(crate) struct Norms<'a, V> {
 pub(crate) trait Operations<L, V> {
     type Error;
 
+    /// From the embeddings of the residual stream and the rows of the second table to the inputs of all layers.
+    fn make_layer_inputs(&mut self, projection: &L, norm: &V, eps: f32) -> Result<(), Self::Error>;
+
     /// What follows is that layer's.
     fn begin_layer(&mut self, index: usize);
 
@@ -252,6 +295,14 @@ pub(crate) trait Operations<L, V> {
         layer: &LayerSpec,
         attention: &AttentionSpec,
         qk_norm: Option<&[V; 2]>,
+    ) -> Result<(), Self::Error>;
+
+    /// Norms of the heads of q and rotation, where the cache has the keys and values of another layer.
+    fn rotate_queries(
+        &mut self,
+        layer: &LayerSpec,
+        attention: &AttentionSpec,
+        q_norm: Option<&V>,
     ) -> Result<(), Self::Error>;
 
     /// From q and the layer's cache to what is attended, times the sigmoids of the gates if there are any.
@@ -292,6 +343,19 @@ pub(crate) trait Operations<L, V> {
     /// From the norm of the residual stream through each row's experts to what is added to it.
     fn experts(&mut self, spec: &MoeSpec, norms: &Norms<'_, V>, moe: &Moe<L>) -> Result<(), Self::Error>;
 
+    /// The same of experts beside an MLP, whose output is there: their sum takes its place. The residual stream has been normalised,
+    /// and so is complete.
+    fn experts_beside(&mut self, spec: &MoeSpec, eps: f32, beside: &Beside<L, V>) -> Result<(), Self::Error>;
+
+    /// Adds what the block before gave to the residual stream, normalised where it has a norm: nothing is to be added then.
+    fn settle(&mut self, added: Option<&V>, eps: f32) -> Result<(), Self::Error>;
+
+    /// From the residual stream, which is complete, and the layer's input to what is added to the stream.
+    fn gate_layer_input(&mut self, spec: &PerLayerSpec, input: &LayerInput<L, V>) -> Result<(), Self::Error>;
+
+    /// Multiplies the residual stream, which is complete, by a number.
+    fn scale(&mut self, scalar: &V) -> Result<(), Self::Error>;
+
     /// What an image's rows have for the output of that layer is added to the residual stream.
     fn add_features(&mut self, layer: usize);
 
@@ -320,6 +384,8 @@ pub(crate) struct Widths {
     pub(crate) routes: usize,
     /// Inside an expert.
     pub(crate) expert_inner: usize,
+    /// Inputs of all layers beside the residual stream.
+    pub(crate) layer_inputs: usize,
     /// The widest inputs, where a device quantises them for products in eight bits.
     pub(crate) quantised: usize,
     /// Their scales.
@@ -344,7 +410,16 @@ impl Widths {
             match &layer.mlp {
                 spec::Mlp::Dense(mlp) => dense_mlp::widen(mlp, &mut widths),
                 spec::Mlp::Moe(moe) => moe::widen(moe, &mut widths),
+                spec::Mlp::Both(mlp, moe) => {
+                    dense_mlp::widen(mlp, &mut widths);
+                    moe::widen(moe, &mut widths);
+                    // What the experts give, beside what the MLP gave.
+                    widths.qkv = widths.qkv.max(spec.hidden_size);
+                }
             }
+        }
+        if let Some(per_layer) = &spec.per_layer {
+            per_layer::widen(per_layer, spec.layers.len(), &mut widths);
         }
         let widest = widths.hidden.max(widths.attended).max(widths.activated);
         for scales in spec.quantization.kept_scales() {

@@ -1,5 +1,5 @@
-use super::{Among, DenseMlp, InExperts, Scope, Stack, Visitor, Widths, dense_mlp};
-use crate::spec::{MoeSpec, StackedExperts};
+use super::{Among, DenseMlp, InExperts, Scope, Stack, Vector, Visitor, Widths, dense_mlp};
+use crate::spec::{LayerSpec, MoeSpec, StackedExperts};
 
 /// A mixture of experts.
 #[derive(Clone, Debug)]
@@ -11,6 +11,47 @@ pub(crate) struct Moe<L> {
     /// Of each expert.
     pub(crate) down: Vec<L>,
     pub(crate) shared: Option<SharedExpert<L>>,
+}
+
+/// A mixture of experts beside an MLP.
+#[derive(Clone, Debug)]
+pub(crate) struct Beside<L, V> {
+    pub(crate) moe: Moe<L>,
+    /// Of what the router sees.
+    pub(crate) router_norm: V,
+    /// What each expert's output is multiplied by, `[experts]`.
+    pub(crate) expert_scale: V,
+    /// Of what experts see.
+    pub(crate) norm: V,
+    /// Of what the MLP and of what the experts add.
+    pub(crate) post_norms: [V; 2],
+}
+
+impl<L, V> Beside<L, V> {
+    /// `scope` is the layer's.
+    pub(super) fn visit<T>(
+        layer: &LayerSpec,
+        spec: &MoeSpec,
+        hidden: usize,
+        scope: &Scope<'_>,
+        visitor: &mut T,
+    ) -> Result<Self, T::Error>
+    where
+        T: Visitor<Linear = L, Vector = V>,
+    {
+        let norm = |part: &str| Vector::norm(scope.name(part), hidden, layer.norm);
+        let router = scope.part("router");
+        Ok(Self {
+            moe: Moe::visit(spec, hidden, scope, visitor)?,
+            router_norm: visitor.vector(&Vector::plain(router.name("scale"), hidden))?,
+            expert_scale: visitor.vector(&Vector::plain(router.name("per_expert_scale"), spec.experts))?,
+            norm: visitor.vector(&norm("pre_feedforward_layernorm_2.weight"))?,
+            post_norms: [
+                visitor.vector(&norm("post_feedforward_layernorm_1.weight"))?,
+                visitor.vector(&norm("post_feedforward_layernorm_2.weight"))?,
+            ],
+        })
+    }
 }
 
 /// An expert that every token goes to.
@@ -33,7 +74,10 @@ impl<L> Moe<L> {
         T: Visitor<Linear = L>,
     {
         let inner = spec.intermediate_size;
-        let own = scope.part(spec.names.module);
+        let own = match spec.names.module {
+            "" => scope.clone(),
+            module => scope.part(module),
+        };
         let experts = own.part("experts");
         let [gate, up, down] = spec.names.projections;
         let biased = |parts| Stack {

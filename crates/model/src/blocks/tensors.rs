@@ -96,7 +96,7 @@ impl Matrix {
 
     /// Whether it chooses experts, or weighs the one of all tokens.
     pub(crate) fn is_router(&self) -> bool {
-        let names = [".gate", ".router", ".shared_expert_gate"];
+        let names = [".gate", ".router", ".router.proj", ".shared_expert_gate"];
         names.iter().any(|name| self.module.ends_with(name))
     }
 

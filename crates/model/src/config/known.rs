@@ -141,6 +141,21 @@ const INERT: &[&str] = &[
     "use_cache",
 ];
 
+/// Fields around Gemma 4's text part.
+const AROUND_GEMMA4: &[&str] = &[
+    "audio_config",
+    "audio_token_id",
+    "boa_token_id",
+    "boi_token_id",
+    "eoa_token_id",
+    "eoa_token_index",
+    "eoi_token_id",
+    "image_token_id",
+    "video_token_id",
+    "vision_config",
+    "vision_soft_tokens_per_image",
+];
+
 /// Models of images and text whose text part is served: the name in `architectures`, the `model_type` of a text part that
 /// does not say, and the fields around it, which are read where images are served.
 const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
@@ -154,6 +169,12 @@ const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
             "mm_tokens_per_image",
             "vision_config",
         ],
+    ),
+    ("Gemma4ForConditionalGeneration", "gemma4_text", AROUND_GEMMA4),
+    (
+        "Gemma4UnifiedForConditionalGeneration",
+        "gemma4_unified_text",
+        AROUND_GEMMA4,
     ),
     (
         "Qwen3_5ForConditionalGeneration",

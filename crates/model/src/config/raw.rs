@@ -1,5 +1,6 @@
 //! The fields of config.json, as they are written.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use plimsoll_core::{Matryoshka, TokenId};
@@ -71,6 +72,18 @@ pub(crate) struct RawConfig {
     pub(crate) mlp_only_layers: Option<Vec<usize>>,
     /// The family's positions may have three dimensions.
     pub(crate) has_mrope: bool,
+    pub(crate) top_k_experts: Option<usize>,
+    pub(crate) enable_moe_block: Option<bool>,
+    pub(crate) use_double_wide_mlp: Option<bool>,
+    pub(crate) global_head_dim: Option<usize>,
+    pub(crate) num_global_key_value_heads: Option<usize>,
+    /// From transformers 5.23 on, in place of the two before.
+    pub(crate) per_layer_config: Option<BTreeMap<usize, RawLayer>>,
+    pub(crate) attention_k_eq_v: Option<bool>,
+    pub(crate) num_kv_shared_layers: Option<usize>,
+    pub(crate) hidden_size_per_layer_input: Option<usize>,
+    pub(crate) vocab_size_per_layer_input: Option<usize>,
+    pub(crate) use_bidirectional_attention: Option<String>,
     pub(crate) quantization: Quantization,
     pub(super) eos_token_ids: Vec<TokenId>,
     pub(super) dtype: Option<WeightType>,
@@ -138,6 +151,17 @@ impl RawConfig {
             norm_topk_prob: fields.get("norm_topk_prob")?,
             decoder_sparse_step: fields.get("decoder_sparse_step")?,
             mlp_only_layers: fields.get("mlp_only_layers")?,
+            top_k_experts: fields.get("top_k_experts")?,
+            enable_moe_block: fields.get("enable_moe_block")?,
+            use_double_wide_mlp: fields.get("use_double_wide_mlp")?,
+            global_head_dim: fields.get("global_head_dim")?,
+            num_global_key_value_heads: fields.get("num_global_key_value_heads")?,
+            per_layer_config: fields.get("per_layer_config")?,
+            attention_k_eq_v: fields.get("attention_k_eq_v")?,
+            num_kv_shared_layers: fields.get("num_kv_shared_layers")?,
+            hidden_size_per_layer_input: fields.get("hidden_size_per_layer_input")?,
+            vocab_size_per_layer_input: fields.get("vocab_size_per_layer_input")?,
+            use_bidirectional_attention: both_ways(fields)?,
             eos_token_ids: fields
                 .get("eos_token_id")?
                 .map_or_else(Vec::new, |EosTokenIds(ids)| ids),
@@ -184,6 +208,14 @@ impl<'a> Fields<'a> {
 #[derive(Debug, Deserialize)]
 struct EosTokenIds(#[serde(deserialize_with = "token_ids")] Vec<TokenId>);
 
+/// Other families have a flag of the same name, which says no where it is known.
+fn both_ways(fields: &Fields<'_>) -> Result<Option<String>, ModelError> {
+    match fields.get::<Value>("use_bidirectional_attention")? {
+        Some(Value::Bool(false)) => Ok(None),
+        _ => fields.get("use_bidirectional_attention"),
+    }
+}
+
 fn weight_type(fields: &Fields<'_>) -> Result<Option<WeightType>, ModelError> {
     // `torch_dtype` up to transformers 4.
     let name = match fields.get::<String>("dtype")? {
@@ -210,6 +242,14 @@ fn weight_type(fields: &Fields<'_>) -> Result<Option<WeightType>, ModelError> {
 pub(super) fn matryoshka(fields: &Fields<'_>) -> Result<Matryoshka, ModelError> {
     let (is_matryoshka, sizes) = (fields.get("is_matryoshka")?, fields.get("matryoshka_dimensions")?);
     Ok(Matryoshka::new(is_matryoshka, sizes))
+}
+
+/// What one layer has in place of what all have.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct RawLayer {
+    pub(crate) head_dim: Option<usize>,
+    pub(crate) num_key_value_heads: Option<usize>,
 }
 
 /// `rope_scaling` or `rope_parameters`.

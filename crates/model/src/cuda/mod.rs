@@ -34,7 +34,7 @@ use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
 use plimsoll_kernels::cuda::{DeltaKernels, DeltaSize, FusedKernels, GpuKvElement, HEAD_DIMS};
 
 use crate::model::Description;
-use crate::spec::Mlp;
+use crate::spec::{AttentionSpec, Mlp, Values};
 use crate::state::StateCache;
 use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress};
 use decoder::Decoder;
@@ -174,6 +174,42 @@ fn kv_element(dtype: KvCacheDtype) -> Result<GpuKvElement, ModelError> {
     }
 }
 
+/// Parts of networks that a CPU alone computes.
+fn check_parts(spec: &DecoderSpec) -> Result<(), ModelError> {
+    let refused = |field: &str, value: String| {
+        let supported = "on a GPU no model that has it is; --device cpu serves it";
+        Err(ModelError::unsupported(field, value, supported))
+    };
+    if let Some(per_layer) = &spec.per_layer {
+        return refused("hidden_size_per_layer_input", per_layer.width.to_string());
+    }
+    let shares = |attention: &&AttentionSpec| attention.shares_kv.is_some();
+    match spec.attention().filter(shares).count() {
+        0 => {}
+        layers => return refused("num_kv_shared_layers", layers.to_string()),
+    }
+    if spec.layers.iter().any(|layer| matches!(layer.mlp, Mlp::Both(..))) {
+        return refused("enable_moe_block", "true".to_owned());
+    }
+    if spec
+        .attention()
+        .any(|attention| attention.values != Values::Projected)
+    {
+        return refused("values", "normalised, as in Gemma 4".to_owned());
+    }
+    if spec.layers.iter().any(|layer| layer.scalar) {
+        return refused("layer_scalar", "stored for each layer".to_owned());
+    }
+    let sizes = spec.attention().map(AttentionSpec::kv_size);
+    match sizes.max() {
+        Some(most) if most != spec.kv_column() => refused(
+            "num_key_value_heads x head_dim",
+            "not the same in all layers".to_owned(),
+        ),
+        _ => Ok(()),
+    }
+}
+
 /// What the kernels ask of a model, beyond what the CPU does.
 fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
     let unsupported = |field: &str, value: usize, supported: String| ModelError::Unsupported {
@@ -185,10 +221,13 @@ fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
         true => Ok(()),
         false => Err(unsupported(field, width, format!("it is a multiple of {of}"))),
     };
+    check_parts(spec)?;
     multiple("hidden_size", spec.hidden_size, 8)?;
     for layer in &spec.layers {
         match &layer.mlp {
-            Mlp::Dense(mlp) => multiple("intermediate_size", mlp.intermediate_size, 8)?,
+            Mlp::Dense(mlp) | Mlp::Both(mlp, _) => {
+                multiple("intermediate_size", mlp.intermediate_size, 8)?;
+            }
             Mlp::Moe(moe) => {
                 multiple("moe_intermediate_size", moe.intermediate_size, 8)?;
                 if let Some(shared) = &moe.shared {

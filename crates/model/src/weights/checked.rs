@@ -24,6 +24,8 @@ pub(crate) struct Checked<'a> {
     source: &'a dyn Source,
     /// Names of those not yet taken, as the source calls them.
     left: HashSet<String>,
+    /// Of these, such as nothing reads.
+    idle: HashSet<String>,
     /// Modules of those taken.
     modules: HashSet<String>,
 }
@@ -34,6 +36,7 @@ impl<'a> Checked<'a> {
         Self {
             source,
             left,
+            idle: HashSet::new(),
             modules: HashSet::new(),
         }
     }
@@ -282,6 +285,11 @@ impl<'a> Checked<'a> {
         }
     }
 
+    /// A tensor that checkpoints may have, and that nothing reads.
+    pub(crate) fn idle(&mut self, name: &str) {
+        self.idle.insert(self.source.stored_name(name));
+    }
+
     /// A positive number, of shape `[]` or `[1]`, that a model may do without.
     pub(crate) fn optional_scale(&mut self, name: &str) -> Result<Option<f32>, ModelError> {
         if !self.left.contains(&self.source.stored_name(name)) {
@@ -313,7 +321,8 @@ impl<'a> Checked<'a> {
             .partition(|name| {
                 // What is left of a module that was taken, such as a bias or a scale, would have changed it.
                 let is_of_module = self.modules.contains(module(name));
-                is_of_module
+                let is_idle = self.idle.contains(name);
+                (is_of_module
                     || self.is_of_tower(name)
                     || [
                         "model.layers.",
@@ -323,7 +332,8 @@ impl<'a> Checked<'a> {
                         "language_model.model.layers.",
                     ]
                     .iter()
-                    .any(|of| name.starts_with(of))
+                    .any(|of| name.starts_with(of)))
+                    && !is_idle
             });
         if !others.is_empty() {
             tracing::info!(

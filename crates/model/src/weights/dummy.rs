@@ -42,10 +42,13 @@ impl Source for DummyWeights {
             .bytes()
             .fold(self.seed, |hash, byte| mix(hash ^ u64::from(byte)));
         let len: usize = expected.iter().product();
+        let is_factor = ["norm.weight", "layer_scalar", "router.scale", "per_expert_scale"]
+            .iter()
+            .any(|end| name.ends_with(end));
         // Norms scale by about 1; matrices keep the variance of what they are applied to.
         let (centre, spread) = match expected {
+            [_] if is_factor => (1.0, 0.1),
             _ if is_scale(name) => (DUMMY_SCALE, 0.0),
-            [_] if name.ends_with("norm.weight") => (1.0, 0.1),
             [_] => (0.0, 0.1),
             [.., inputs] => (0.0, (3.0 / *inputs as f32).sqrt()),
             [] => (0.0, 1.0),

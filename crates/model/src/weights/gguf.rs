@@ -53,7 +53,7 @@ impl<'a> GgufWeights<'a> {
         );
         let experts = spec.layers.iter().map(|layer| match &layer.mlp {
             Mlp::Dense(_) => 0,
-            Mlp::Moe(moe) => moe.experts,
+            Mlp::Moe(moe) | Mlp::Both(_, moe) => moe.experts,
         });
         Self {
             file,

@@ -120,6 +120,10 @@ impl Visitor for Loader<'_> {
         Embedding::new(tensor.matrix()?, self.budget).map_err(|error| weight_error(error, &tensor.name))
     }
 
+    fn idle(&mut self, name: String) {
+        self.tensors.idle(&name);
+    }
+
     /// Shares the embedding's memory.
     fn tied(&mut self, embedding: &Embedding) -> Arc<Linear> {
         embedding.tied()

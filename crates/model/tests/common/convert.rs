@@ -37,6 +37,7 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
     add("context_length", size(spec.max_position_embeddings));
     add("embedding_length", size(spec.hidden_size));
     match &layer.mlp {
+        Mlp::Both(..) => unreachable!("no GGUF file has both"),
         Mlp::Dense(mlp) => add("feed_forward_length", size(mlp.intermediate_size)),
         Mlp::Moe(moe) => {
             // Qwen's is that of dense layers, of which there are none; newer ones do not say.
@@ -136,6 +137,7 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
             add("rope.scaling.original_context_length", size(original_context));
             add("rope.scaling.attn_factor", float(attention_factor));
         }
+        RopeScaling::Proportional { .. } => unreachable!("no GGUF file has it"),
         RopeScaling::None | RopeScaling::Llama3 { .. } => {}
     }
     if let Some(scale) = rope.query_scale {
@@ -509,6 +511,7 @@ pub fn random_tensors(spec: &DecoderSpec) -> Tensors {
             add(&format!("{module}.down_proj"), normal(spec.hidden_size, inner));
         };
         match &of.mlp {
+            Mlp::Both(..) => unreachable!("no GGUF file has both"),
             Mlp::Dense(mlp) => add_mlp("mlp", mlp.intermediate_size),
             Mlp::Moe(moe) => {
                 for expert in 0..moe.experts {

@@ -26,10 +26,13 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 41] = [
+pub const MODELS: [&str; 44] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
+    "gemma4",
+    "gemma4-moe",
+    "gemma4-shared",
     "gpt-oss",
     "gpt-oss-mxfp4",
     "llama",
@@ -106,10 +109,13 @@ pub fn tolerance(name: &str) -> f64 {
 }
 
 /// Those with windows, which all but the shortest prompts leave.
-pub const WINDOW_MODELS: [&str; 8] = [
+pub const WINDOW_MODELS: [&str; 11] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
+    "gemma4",
+    "gemma4-moe",
+    "gemma4-shared",
     "gpt-oss",
     "mistral-window",
     "mixtral",

@@ -1,7 +1,7 @@
 //! The layers of a network in words.
 
 use plimsoll_model::rope::RopeScaling;
-use plimsoll_model::{AttentionSpec, DecoderSpec, DeltaLayout, DeltaNetSpec, Mixer, Projections};
+use plimsoll_model::{AttentionSpec, DecoderSpec, DeltaLayout, DeltaNetSpec, Mixer, Projections, Values};
 
 /// Each kind of layer: how many there are, from which on, and what sets it apart.
 pub fn summary(spec: &DecoderSpec) -> String {
@@ -53,6 +53,9 @@ fn attention_summary(attention: &AttentionSpec) -> String {
             let scaling = match &rope.scaling {
                 RopeScaling::None => String::new(),
                 RopeScaling::Linear { factor } => format!(" linear {factor}"),
+                RopeScaling::Proportional { pairs, factor } => {
+                    format!(" proportional {pairs} pairs / {factor}")
+                }
                 RopeScaling::Llama3 { factor, .. } => format!(" llama3 {factor}"),
                 RopeScaling::Yarn {
                     factor,
@@ -76,6 +79,12 @@ fn attention_summary(attention: &AttentionSpec) -> String {
         parts.push(format!("scale 1/{:.4}", attention.scale.recip()));
     }
     parts.extend(attention.soft_cap.map(|cap| format!("soft cap {cap}")));
+    match attention.values {
+        Values::Projected => {}
+        Values::Normalised => parts.push("v norm".to_owned()),
+        Values::NormalisedKeys => parts.push("v = k norm".to_owned()),
+    }
+    parts.extend(attention.shares_kv.map(|of| format!("kv of {of}")));
     for (is, name) in [
         (attention.qk_norm, "qk norm"),
         (attention.qkv_bias, "qkv bias"),

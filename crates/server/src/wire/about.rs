@@ -182,6 +182,8 @@ pub(crate) struct KvGroupNow {
     /// Tokens that the layers see; `null` for all.
     pub(crate) window: Option<usize>,
     pub(crate) layers: usize,
+    /// Further layers, which read what these keep and keep nothing themselves.
+    pub(crate) sharing_layers: usize,
     pub(crate) pages_per_block: usize,
     /// Blocks that fit the cache if no other group needs pages.
     pub(crate) blocks: usize,

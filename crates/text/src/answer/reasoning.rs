@@ -19,6 +19,8 @@ pub enum ReasoningFormat {
     Mistral,
     /// `<seed:think>..</seed:think>` (Seed OSS).
     SeedOss,
+    /// `<|channel>thought`, a line break, .., `<channel|>` (Gemma 4).
+    Gemma4,
     /// `<|channel|>analysis<|message|>..<|end|>`, as often as the model likes (gpt-oss).
     Harmony,
 }
@@ -30,6 +32,7 @@ impl ReasoningFormat {
         ("deepseek_r1", Self::DeepseekR1),
         ("mistral", Self::Mistral),
         ("seed_oss", Self::SeedOss),
+        ("gemma4", Self::Gemma4),
         ("openai_gptoss", Self::Harmony),
     ];
 
@@ -38,7 +41,7 @@ impl ReasoningFormat {
         if harmony::is_in(template) {
             return Some(Self::Harmony);
         }
-        let formats = [Self::SeedOss, Self::Mistral, Self::Think];
+        let formats = [Self::Gemma4, Self::SeedOss, Self::Mistral, Self::Think];
         formats.into_iter().find(|format| {
             let [_, close] = format.marks();
             template.contains(close)
@@ -51,7 +54,16 @@ impl ReasoningFormat {
             Self::Think | Self::DeepseekR1 => &["<think>", "</think>"],
             Self::Mistral => &["[THINK]", "[/THINK]"],
             Self::SeedOss => &["<seed:think>", "</seed:think>"],
+            Self::Gemma4 => &["<|channel>", "<channel|>"],
             Self::Harmony => &harmony::REASONING,
+        }
+    }
+
+    /// What follows the opening mark and is no reasoning.
+    fn label(self) -> &'static str {
+        match self {
+            Self::Gemma4 => "thought\n",
+            _ => "",
         }
     }
 
@@ -70,9 +82,10 @@ impl ReasoningFormat {
         }
         let [open, close] = self.marks();
         let prompt = prompt.trim_end();
+        let unlabelled = prompt.strip_suffix(self.label().trim_end()).unwrap_or(prompt);
         if prompt.ends_with(close) {
             Position::Answer
-        } else if prompt.ends_with(open) || self == Self::DeepseekR1 {
+        } else if unlabelled.ends_with(open) || self == Self::DeepseekR1 {
             Position::Reasoning
         } else {
             Position::Before
@@ -128,6 +141,10 @@ pub(super) struct Splitter {
     marks: Marks,
     /// Whitespace that is dropped if nothing follows.
     space: String,
+    /// What is still to come of the label behind the opening mark, and what came of it.
+    label: (&'static str, String),
+    /// The whole label.
+    whole_label: &'static str,
     /// Text from the first mark of a call on. If reasoning is never closed, it is the answer: some models forget `</think>` before
     /// a call.
     call: Option<String>,
@@ -156,6 +173,8 @@ impl Splitter {
             state: if is_open { State::Begun } else { State::Before },
             marks: Marks::new(&marks),
             space: String::new(),
+            label: ("", String::new()),
+            whole_label: format.label(),
             call: None,
         }
     }
@@ -197,6 +216,7 @@ impl Splitter {
         match mark {
             Some((OPEN, _)) if only_space => {
                 self.space.clear();
+                self.label = (self.whole_label, String::new());
                 self.state = State::Begun;
             }
             // The model omitted the opening mark.
@@ -242,6 +262,15 @@ impl Splitter {
     }
 
     fn think(&mut self, c: char, out: &mut String) {
+        if !self.label.0.is_empty() {
+            if let Some(rest) = self.label.0.strip_prefix(c) {
+                self.label.0 = rest;
+                self.label.1.push(c);
+                return;
+            }
+            let (_, came) = std::mem::take(&mut self.label);
+            came.chars().for_each(|c| self.think(c, out));
+        }
         if c.is_whitespace() {
             if self.state == State::Inside {
                 self.space.push(c);

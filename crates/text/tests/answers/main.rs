@@ -1,5 +1,6 @@
 //! Answers taken apart: every format, however the text is cut.
 
+mod gemma4;
 mod write;
 
 use std::sync::Arc;
@@ -61,6 +62,7 @@ const FORMATS: &[ToolFormat] = &[
     ToolFormat::Mistral,
     ToolFormat::Phi4Mini,
     ToolFormat::Json,
+    ToolFormat::Gemma4,
     ToolFormat::Harmony,
 ];
 
@@ -85,7 +87,7 @@ fn value() -> impl Strategy<Value = Value> {
     let text = prop_oneof![
         "[a-zé\"'\\\\\n\t {}\\[\\](),;=<>]{0,12}",
         Just("</tool_call> [TOOL_CALLS] <think>".to_owned()),
-        any::<String>().prop_map(|text| text.replace("</parameter>", "")),
+        any::<String>().prop_map(|text| text.replace("</parameter>", "").replace("<|\"|>", "")),
     ];
     let leaf = prop_oneof![
         Just(Value::Null),
@@ -196,7 +198,7 @@ proptest! {
             Just("[TOOL_CALLS]"), Just("f[ARGS]{"), Just("[CALL_ID]"), Just("<|python_tag|>"), Just(";"), Just("f(a=1"),
             Just(", b='x')"), Just("<function=f>"), Just("<parameter=a>"), Just("</parameter>"), Just("</function>"),
             Just("<|start|>assistant"), Just("<|channel|>"), Just("analysis"), Just("commentary to=functions.f"), Just("<|constrain|>json"),
-            Just("<|message|>"), Just("<|end|>"), Just("<|call|>"), Just(" to=f"), Just("<think>"), Just("</think>"), Just("<|python_start|>"), Just("functools"), Just("<|/tool_call|>"), Just(","), Just("\n"), Just(" "), Just("word"), Just("é"), Just("<"),
+            Just("<|message|>"), Just("<|end|>"), Just("<|call|>"), Just(" to=f"), Just("<think>"), Just("</think>"), Just("<|python_start|>"), Just("functools"), Just("<|/tool_call|>"), Just("<|tool_call>"), Just("call:f{"), Just("a:"), Just("<|\"|>"), Just("<tool_call|>"), Just(","), Just("\n"), Just(" "), Just("word"), Just("é"), Just("<"),
         ], 0..16),
         format in prop::sample::select(FORMATS),
         reasons: bool,
@@ -268,6 +270,9 @@ fn what_is_no_call_is_content() {
         ),
         (ToolFormat::LlamaJson, "{\"name\": \"f\", \"parameters\": 5}"),
         (ToolFormat::Json, "{\"name\": \"f\", \"arguments\": [1]}"),
+        (ToolFormat::Gemma4, "<|tool_call>f{}"),
+        (ToolFormat::Gemma4, "a <|tool_call>call:<tool_call|>"),
+        (ToolFormat::Gemma4, "a <|tool"),
         (ToolFormat::QwenCoder, "<tool_call>\n<func=f>"),
         (ToolFormat::QwenCoder, "<function=\n"),
         (ToolFormat::QwenCoder, "<tool_call> <function=f"),

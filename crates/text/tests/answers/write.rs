@@ -45,10 +45,39 @@ pub(crate) fn write_calls(format: ToolFormat, calls: &[Call], style: bool) -> St
                 false => format!("functools{list}"),
             }
         }
+        (ToolFormat::Gemma4, true) => each(
+            &|(name, value)| {
+                format!(
+                    "<|tool_call>call:{name}{}<tool_call|>",
+                    write_gemma4(&json!(value))
+                )
+            },
+            "\n",
+        ),
+        (ToolFormat::Gemma4, false) => each(&|(name, value)| format.call(name, &json!(value)), ""),
         (ToolFormat::Harmony, true) => each(&|call| write_harmony(call, style), "<|start|>assistant"),
         (ToolFormat::Harmony, false) => each(&|call| write_harmony(call, style), ""),
         (ToolFormat::Json, true) => format!("[{}]", each(&|call| object("arguments", call), ", ")),
         (ToolFormat::Json, false) => each(&|call| object("arguments", call), "\n"),
+    }
+}
+
+/// As the chat template writes values.
+fn write_gemma4(value: &Value) -> String {
+    match value {
+        Value::String(text) => format!("<|\"|>{text}<|\"|>"),
+        Value::Array(items) => {
+            let items: Vec<_> = items.iter().map(write_gemma4).collect();
+            format!("[{}]", items.join(","))
+        }
+        Value::Object(fields) => {
+            let fields: Vec<_> = fields
+                .iter()
+                .map(|(key, value)| format!("{key}:{}", write_gemma4(value)))
+                .collect();
+            format!("{{{}}}", fields.join(","))
+        }
+        other => other.to_string(),
     }
 }
 

@@ -294,11 +294,23 @@ fn run_on_cpu(case: &Case) -> Out {
     let norm = case.norm.as_ref().map(|(q, k)| cpu::QkNorm { q, k, eps: EPS });
     let mut kv = cpu::PagedKvMut {
         layout,
+        stride: layout.elements(1),
         k: &mut k,
         v: &mut v,
     };
     let qkv = widen(&case.qkv);
-    cpu::qk_norm_rope_kv_write(&qkv, norm, &angles, case.query_scale, &runs, &mut kv, &mut q);
+    cpu::qk_norm_rope_kv_write(
+        &qkv,
+        norm,
+        cpu::Rotation {
+            angles: &angles,
+            query_scale: case.query_scale,
+        },
+        cpu::CachedValues::Projected,
+        &runs,
+        &mut kv,
+        &mut q,
+    );
     let index = |block: usize, head: usize, token: usize, d: usize| {
         let base = (block * case.kv_heads + head) * case.block_size * case.dim;
         [base + d * case.block_size + token, base + token * case.dim + d]

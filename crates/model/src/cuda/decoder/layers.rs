@@ -9,13 +9,13 @@ use plimsoll_kernels::cuda::{
 };
 
 use super::{Decoder, StepState};
-use crate::blocks::{DeltaRule, DenseMlp, Moe, Norms, Operations};
+use crate::blocks::{Beside, DeltaRule, DenseMlp, LayerInput, Moe, Norms, Operations};
 use crate::cuda::input::StepInput;
 use crate::cuda::planners::AttentionKind;
 use crate::cuda::scores::ScoreSlices;
 use crate::cuda::step::Activations;
 use crate::cuda::weights::{GpuLayer, GpuVector};
-use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mlp, MoeSpec};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mlp, MoeSpec, PerLayerSpec};
 use crate::state::LayerPlace;
 use crate::tables::LayerPage;
 
@@ -255,8 +255,15 @@ fn norm<'a>(norms: &Norms<'a, GpuVector>) -> GpuNorm<'a> {
     }
 }
 
+/// `check_parts` is asked before weights are read.
+const REFUSED: &str = "a network with this part is refused on a GPU";
+
 impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     type Error = GpuError;
+
+    fn make_layer_inputs(&mut self, _: &GpuLinear, _: &GpuVector, _: f32) -> Result<(), GpuError> {
+        unreachable!("{REFUSED}")
+    }
 
     fn begin_layer(&mut self, index: usize) {
         self.layer = index;
@@ -302,6 +309,15 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         };
         let qkv = self.rows(self.act.qkv, spec.qkv_size());
         self.decoder.fused.qk_norm_rope_kv_write(qkv, norm, rope, write)
+    }
+
+    fn rotate_queries(
+        &mut self,
+        _: &LayerSpec,
+        _: &AttentionSpec,
+        _: Option<&GpuVector>,
+    ) -> Result<(), GpuError> {
+        unreachable!("{REFUSED}")
     }
 
     fn attend(&mut self, spec: &AttentionSpec, sinks: Option<&GpuVector>) -> Result<(), GpuError> {
@@ -493,6 +509,31 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         let normed = self.rows(self.act.normed, moe.router.inputs());
         self.add_norm(norms, normed.into())?;
         self.route_to_experts(spec, moe, normed)
+    }
+
+    fn experts_beside(
+        &mut self,
+        _: &MoeSpec,
+        _: f32,
+        _: &Beside<GpuLinear, GpuVector>,
+    ) -> Result<(), GpuError> {
+        unreachable!("{REFUSED}")
+    }
+
+    fn settle(&mut self, _: Option<&GpuVector>, _: f32) -> Result<(), GpuError> {
+        unreachable!("{REFUSED}")
+    }
+
+    fn gate_layer_input(
+        &mut self,
+        _: &PerLayerSpec,
+        _: &LayerInput<GpuLinear, GpuVector>,
+    ) -> Result<(), GpuError> {
+        unreachable!("{REFUSED}")
+    }
+
+    fn scale(&mut self, _: &GpuVector) -> Result<(), GpuError> {
+        unreachable!("{REFUSED}")
     }
 
     /// No step has images on a GPU.

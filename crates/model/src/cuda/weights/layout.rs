@@ -360,7 +360,9 @@ pub(super) mod tests {
         QuantizationGroup,
     };
     use crate::rope::{RopeScaling, RopeSpec};
-    use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, Projections, shared};
+    use crate::spec::{
+        AttentionSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, Projections, Values, shared,
+    };
 
     fn projections(rng: &mut StdRng) -> Projections {
         [Projections::Separate, Projections::Fused][rng.random_range(0..2)]
@@ -391,6 +393,8 @@ pub(super) mod tests {
                         sections: None,
                     })),
                     qk_norm: rng.random(),
+                    values: Values::Projected,
+                    shares_kv: None,
                     qkv_bias: rng.random(),
                     output_bias: rng.random(),
                     scale: 1.0,
@@ -404,6 +408,7 @@ pub(super) mod tests {
                     activation: Activation::Silu,
                     projections: projections(rng),
                 }),
+                scalar: false,
             }
         };
         DecoderSpec {
@@ -415,6 +420,7 @@ pub(super) mod tests {
             final_norm: norm,
             head: [OutputHead::Own, OutputHead::Tied, OutputHead::None][rng.random_range(0..3)],
             logit_soft_cap: None,
+            per_layer: None,
             quantization: quantization(rng),
         }
     }

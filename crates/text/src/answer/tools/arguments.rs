@@ -4,6 +4,7 @@ use llguidance::regex_to_lark;
 use serde_json::{Map, Value, json};
 
 use super::Function;
+use super::gemma4;
 use super::parameters::{Additional, Object, Parameters};
 use super::qwen_coder::ENDS_OF_VALUE;
 use super::write::{Lark, literal};
@@ -50,6 +51,7 @@ struct Written {
 enum Style {
     Python,
     Xml,
+    Gemma4,
 }
 
 impl Style {
@@ -57,6 +59,7 @@ impl Style {
     fn argument(self, name: &str, value: &str) -> String {
         match self {
             Self::Python => format!("{name} \"=\" {value}"),
+            Self::Gemma4 => format!("{name} \":\" {value}"),
             Self::Xml => format!("\"<parameter=\" {name} \">\\n\" {value}"),
         }
     }
@@ -67,6 +70,15 @@ impl Style {
         bare && match self {
             Self::Python => !name.contains('=') && !name.starts_with(')'),
             Self::Xml => !name.contains('>'),
+            Self::Gemma4 => !name.contains(':') && !name.starts_with(['"', '<', '}']),
+        }
+    }
+
+    /// What no unquoted string holds.
+    fn ends_of_text(self) -> &'static [&'static str] {
+        match self {
+            Self::Gemma4 => &[gemma4::QUOTE],
+            Self::Python | Self::Xml => &ENDS_OF_VALUE,
         }
     }
 }
@@ -100,17 +112,44 @@ impl Lark<'_> {
 
     /// `name(key=value)`.
     pub(super) fn python(&mut self, rule: &str, function: &Function) -> Result<String, GrammarError> {
-        let body = Arguments::new(self, function, Style::Python).all(rule, |written| {
+        let body = self.list(rule, function, Style::Python, ", ")?;
+        let open = literal(&format!("{}(", function.name));
+        Ok(format!("{open} {body} \")\""))
+    }
+
+    /// `call:name{key:value}`, up to the end of the call.
+    pub(super) fn gemma4(&mut self, rule: &str, function: &Function) -> Result<String, GrammarError> {
+        let close = self.mark(gemma4::CLOSE);
+        let body = self.list(rule, function, Style::Gemma4, ",")?;
+        let open = literal(&format!("call:{}{{", function.name));
+        Ok(format!("{open} {body} \"}}\" {close}"))
+    }
+
+    /// Arguments with `separator` between them.
+    fn list(
+        &mut self,
+        rule: &str,
+        function: &Function,
+        style: Style,
+        separator: &str,
+    ) -> Result<String, GrammarError> {
+        let separator = literal(separator);
+        Arguments::new(self, function, style).all(rule, |written| {
             let (required, optional): (Vec<_>, Vec<_>) =
                 written.arguments.iter().partition(|(_, required)| *required);
             let more = |rest: &[&(String, bool)]| {
-                let rest = rest.iter().map(|(argument, _)| format!("(\", \" {argument})?"));
-                let additional = written.other.iter().map(|other| format!("(\", \" {other})*"));
+                let rest = rest
+                    .iter()
+                    .map(|(argument, _)| format!("({separator} {argument})?"));
+                let additional = written
+                    .other
+                    .iter()
+                    .map(|other| format!("({separator} {other})*"));
                 rest.chain(additional).collect::<Vec<_>>().join(" ")
             };
             let first: Vec<_> = required.iter().map(|(argument, _)| argument.as_str()).collect();
             if !first.is_empty() {
-                return format!("{} {}", first.join(" \", \" "), more(&optional));
+                return format!("{} {}", first.join(&format!(" {separator} ")), more(&optional));
             }
             // Any of the optional arguments may come first.
             let begun = optional
@@ -123,9 +162,7 @@ impl Lark<'_> {
                 [] => String::new(),
                 begun => format!("({})?", begun.join(" | ")),
             }
-        })?;
-        let open = literal(&format!("{}(", function.name));
-        Ok(format!("{open} {body} \")\""))
+        })
     }
 }
 
@@ -207,6 +244,25 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
         is_text: bool,
     ) -> Result<String, GrammarError> {
         self.lark.check_size()?;
+        if self.style == Style::Gemma4 && is_text {
+            let text = self.text(name, schemas)?;
+            let regex = text
+                .regex()
+                .unwrap_or_else(|| format!("/(?s:.*)/ & {}", without(&[gemma4::QUOTE])));
+            let quote = self.lark.mark(gemma4::QUOTE);
+            // A string ends where the mark comes, which is a token of its own or text.
+            return Ok(match (self.lark.token)(gemma4::QUOTE) {
+                Some(_) => {
+                    let terminal = rule.to_uppercase();
+                    self.lark.rule(&terminal, &regex);
+                    format!("{quote} {terminal} {quote}")
+                }
+                None => {
+                    self.lark.rule(&format!("{rule}[suffix={quote}]"), &regex);
+                    format!("{quote} {rule}")
+                }
+            });
+        }
         if self.style == Style::Xml && is_text {
             let text = self.text(name, schemas)?;
             let rule = match text.regex() {
@@ -227,7 +283,7 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
         let schema = alone(schema, &self.function.parameters);
         self.lark.schema(rule, schema, self.function.strict);
         Ok(match self.style {
-            Style::Python => rule.to_owned(),
+            Style::Python | Style::Gemma4 => rule.to_owned(),
             Style::Xml => format!("{rule} {}", literal(&format!("{END}\n"))),
         })
     }
@@ -236,7 +292,7 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
     fn any_text(&mut self) -> &'static str {
         if !std::mem::replace(&mut self.lark.has_text, true) {
             let rule = format!("{TEXT}[suffix={}]", literal(END_OF_TEXT));
-            let body = format!("/(?s:.*)/ & {}", without_ends());
+            let body = format!("/(?s:.*)/ & {}", without(&ENDS_OF_VALUE));
             self.lark.rule(&rule, &body);
         }
         TEXT
@@ -244,7 +300,10 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
 
     /// Constraints on a string from `schemas`, all of which apply.
     fn text(&self, name: &str, schemas: &[&'f Value]) -> Result<Text, GrammarError> {
-        let mut text = Text::default();
+        let mut text = Text {
+            ends: self.style.ends_of_text(),
+            ..Text::default()
+        };
         for schema in schemas {
             let mut schema = *schema;
             // References may be circular.
@@ -298,6 +357,8 @@ struct Text {
     patterns: Vec<String>,
     min: u64,
     max: Option<u64>,
+    /// What the string does not hold.
+    ends: &'static [&'static str],
 }
 
 impl Text {
@@ -334,7 +395,7 @@ impl Text {
         if let Some(choices) = &mut self.choices {
             choices.retain(|text| {
                 (min..=max).contains(&(text.chars().count() as u64))
-                    && !ENDS_OF_VALUE.iter().any(|end| text.contains(end))
+                    && !self.ends.iter().any(|end| text.contains(end))
             });
         }
         min <= max && self.choices.as_ref().is_none_or(|choices| !choices.is_empty())
@@ -356,15 +417,16 @@ impl Text {
             None => {}
         }
         if self.choices.is_none() {
-            all.push(without_ends());
+            all.push(without(self.ends));
         }
         Some(all.join(" & "))
     }
 }
 
-/// A terminal of all strings that the parser reads up to their closing tag.
-fn without_ends() -> String {
-    let ends = regex_to_lark(&ENDS_OF_VALUE.join("|"), "");
+/// A terminal of all strings that the parser reads up to what ends them.
+fn without(ends: &[&str]) -> String {
+    let ends: Vec<_> = ends.iter().map(|end| end.replace('|', "\\|")).collect();
+    let ends = regex_to_lark(&ends.join("|"), "");
     format!("~/(?s:.*)({ends})(?s:.*)/")
 }
 

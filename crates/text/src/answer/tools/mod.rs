@@ -2,6 +2,7 @@
 
 mod arguments;
 mod call;
+mod gemma4;
 mod harmony_grammar;
 mod json_calls;
 mod parameters;
@@ -49,6 +50,8 @@ pub enum ToolFormat {
     Phi4Mini,
     /// `{"name": .., "arguments": ..}` or a list of these as the whole answer: for models trained on no format.
     Json,
+    /// `<|tool_call>call:name{key:<|"|>text<|"|>,other:1}<tool_call|>` (Gemma 4).
+    Gemma4,
     /// `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{..}<|call|>` (gpt-oss).
     Harmony,
 }
@@ -65,6 +68,7 @@ impl ToolFormat {
         ("llama4_pythonic", Self::Pythonic),
         ("mistral", Self::Mistral),
         ("phi4_mini_json", Self::Phi4Mini),
+        ("gemma4", Self::Gemma4),
         ("json", Self::Json),
         ("openai", Self::Harmony),
     ];
@@ -79,6 +83,8 @@ impl ToolFormat {
         // The more particular first: many templates mention `<tool_call>`.
         if harmony::is_in(template) {
             Some(Self::Harmony)
+        } else if has(gemma4::OPEN) && has(gemma4::CLOSE) && has(gemma4::QUOTE) {
+            Some(Self::Gemma4)
         } else if has("<tool_call>") && has("<function=") && has("<parameter=") {
             Some(Self::QwenCoder)
         } else if has("[TOOL_CALLS]") {
@@ -101,6 +107,7 @@ impl ToolFormat {
         match self {
             Self::QwenCoder => &qwen_coder::MARKS,
             Self::Pythonic => &pythonic::MARKS,
+            Self::Gemma4 => &gemma4::MARKS,
             Self::Harmony => &harmony::MARKS,
             _ => self.json_layout().marks,
         }
@@ -110,6 +117,7 @@ impl ToolFormat {
     pub fn ends(self) -> &'static [&'static str] {
         match self {
             Self::Harmony => &[harmony::RETURN, harmony::CALL],
+            Self::Gemma4 => &[gemma4::RESPONSE],
             _ => &[],
         }
     }
@@ -121,7 +129,7 @@ impl ToolFormat {
             Self::Phi4Mini => &json_calls::PHI4_MINI,
             Self::Mistral => &json_calls::MISTRAL,
             Self::LlamaJson => &json_calls::LLAMA,
-            Self::Json | Self::QwenCoder | Self::Pythonic | Self::Harmony => &json_calls::JSON,
+            Self::Json | Self::QwenCoder | Self::Pythonic | Self::Gemma4 | Self::Harmony => &json_calls::JSON,
         }
     }
 
@@ -130,6 +138,7 @@ impl ToolFormat {
         match self {
             Self::QwenCoder => Box::new(qwen_coder::QwenCoder::new(functions)),
             Self::Pythonic => Box::new(pythonic::Pythonic::new(functions)),
+            Self::Gemma4 => Box::new(gemma4::Gemma4::new()),
             _ => Box::new(JsonCalls::new(self.json_layout(), functions)),
         }
     }

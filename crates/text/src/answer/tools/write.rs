@@ -4,7 +4,7 @@ use plimsoll_core::TokenId;
 use serde_json::{Map, Value, json};
 
 use super::super::position::Position;
-use super::{Function, ToolFormat};
+use super::{Function, ToolFormat, gemma4};
 use crate::grammar::{GrammarError, MAX_BYTES, close_objects};
 use crate::harmony;
 
@@ -24,6 +24,10 @@ impl ToolFormat {
                 // Only a string can hold a mark.
                 let arguments = arguments.to_string().replace("<|", "\\u003c|");
                 harmony::call(name, &arguments)
+            }
+            Self::Gemma4 => {
+                let arguments = gemma4::written(arguments);
+                format!("{}call:{name}{arguments}{}", gemma4::OPEN, gemma4::CLOSE)
             }
             Self::Phi4Mini => format!("<|tool_call|>[{}]<|/tool_call|>", object("arguments")),
             Self::Mistral => format!("[TOOL_CALLS] [{}]", object("arguments")),
@@ -74,6 +78,7 @@ impl ToolFormat {
             Self::Hermes | Self::QwenCoder => Some("<tool_call>"),
             Self::Mistral => Some("[TOOL_CALLS]"),
             Self::Phi4Mini => Some("<|tool_call|>"),
+            Self::Gemma4 => Some(gemma4::OPEN),
             Self::LlamaJson | Self::Pythonic | Self::Json | Self::Harmony => None,
         }
     }
@@ -173,6 +178,7 @@ impl Lark<'_> {
         let calls = match format {
             ToolFormat::Hermes | ToolFormat::QwenCoder => list(&format!("\"\\n\" {open}")),
             ToolFormat::Mistral if self.has_args() => list(&open),
+            ToolFormat::Gemma4 => list(&open),
             ToolFormat::Mistral => format!("\" \"? \"[\" {} \"]\"", list("\", \"")),
             ToolFormat::Phi4Mini => format!("\"[\" {} \"]\" {}", list("\", \""), self.mark("<|/tool_call|>")),
             ToolFormat::LlamaJson => list("\"; \""),
@@ -196,6 +202,7 @@ impl Lark<'_> {
         let (head, tail) = match format {
             ToolFormat::Pythonic => return self.python(rule, function),
             ToolFormat::QwenCoder => return self.xml(rule, function),
+            ToolFormat::Gemma4 => return self.gemma4(rule, function),
             ToolFormat::Hermes => {
                 let head = format!("\n{{\"name\": {name}, \"arguments\": ");
                 (literal(&head), format!("\"}}\\n\" {}", self.mark("</tool_call>")))

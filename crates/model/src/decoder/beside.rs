@@ -1,0 +1,106 @@
+//! What runs beside the residual stream or an MLP (Gemma 4): inputs of layers, and experts.
+
+use std::f32::consts::FRAC_1_SQRT_2;
+use std::sync::Arc;
+
+use plimsoll_core::Oom;
+use plimsoll_kernels::{
+    ExpertBuffers, ExpertWeights, KvElement, Linear, add_normed, experts, glu, rms_norm, route,
+};
+
+use super::Step;
+use crate::blocks::{Beside, LayerInput};
+use crate::spec::{MoeSpec, PerLayerSpec};
+
+impl<E: KvElement> Step<'_, '_, E> {
+    /// [`Operations::make_layer_inputs`].
+    pub(super) fn project_layer_inputs(
+        &mut self,
+        projection: &Linear,
+        norm: &[f32],
+        eps: f32,
+    ) -> Result<(), Oom> {
+        let (x, len) = (self.rows * projection.inputs(), self.rows * projection.outputs());
+        let projected = &mut self.gate_up[..len];
+        projection.forward(&self.hidden[..x], projected, self.arena)?;
+        let scale = (projection.inputs() as f32).sqrt().recip();
+        projected.iter_mut().for_each(|value| *value *= scale);
+        add_normed(&mut self.layer_inputs[..len], projected, norm, eps);
+        let both = FRAC_1_SQRT_2;
+        self.layer_inputs.iter_mut().for_each(|value| *value *= both);
+        Ok(())
+    }
+
+    /// [`Operations::gate_layer_input`].
+    pub(super) fn project_gated_input(
+        &mut self,
+        spec: &PerLayerSpec,
+        input: &LayerInput<Arc<Linear>, Vec<f32>>,
+    ) -> Result<(), Oom> {
+        let (rows, width) = (self.rows, spec.width);
+        let len = rows * input.gate.inputs();
+        let all = self.layer_inputs.len() / self.batch.tokens.len();
+        let gates = &mut self.activated[..rows * width];
+        input.gate.forward(&self.hidden[..len], gates, self.arena)?;
+        let beside = &mut self.gate_up[..rows * 2 * width];
+        let inputs = self.layer_inputs.chunks_exact(all);
+        for ((to, gate), input) in beside
+            .chunks_exact_mut(2 * width)
+            .zip(gates.chunks_exact(width))
+            .zip(inputs)
+        {
+            to[..width].copy_from_slice(gate);
+            to[width..].copy_from_slice(&input[self.layer * width..][..width]);
+        }
+        glu(spec.activation, beside, width, gates);
+        input
+            .projection
+            .forward(gates, &mut self.delta[..len], self.arena)
+    }
+
+    /// [`Operations::experts_beside`].
+    pub(super) fn add_experts(
+        &mut self,
+        spec: &MoeSpec,
+        eps: f32,
+        beside: &Beside<Arc<Linear>, Vec<f32>>,
+    ) -> Result<(), Oom> {
+        let (rows, arena, moe) = (self.rows, self.arena, &beside.moe);
+        let width = moe.router.inputs();
+        let len = rows * width;
+        let (hidden, normed, delta) = (
+            &self.hidden[..len],
+            &mut self.normed[..len],
+            &mut self.delta[..len],
+        );
+        rms_norm(hidden, &beside.router_norm, eps, normed);
+        let logits = &mut self.router_logits[..rows * spec.experts];
+        moe.router.forward(normed, logits, arena)?;
+        let scale = (width as f32).sqrt().recip();
+        logits.iter_mut().for_each(|logit| *logit *= scale);
+        let routes = &mut self.routes[..rows * spec.top_k];
+        route(logits, spec.experts, spec.softmax, routes);
+        routes
+            .iter_mut()
+            .for_each(|route| route.weight *= beside.expert_scale[route.expert as usize]);
+        rms_norm(hidden, &beside.norm, eps, normed);
+        let weights = ExpertWeights {
+            gate_up: &moe.gate_up,
+            down: &moe.down,
+        };
+        let buffers = ExpertBuffers {
+            gathered: self.gathered,
+            gate_up: self.gate_up,
+            activated: self.activated,
+            out: self.projected,
+        };
+        // Attention is done with it.
+        let out = &mut self.qkv[..len];
+        experts(normed, routes, weights, spec.activation, buffers, out, arena)?;
+        let [of_mlp, of_experts] = &beside.post_norms;
+        rms_norm(delta, of_mlp, eps, normed);
+        add_normed(normed, out, of_experts, eps);
+        delta.copy_from_slice(normed);
+        Ok(())
+    }
+}
