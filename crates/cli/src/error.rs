@@ -7,6 +7,7 @@ use std::time::Duration;
 use plimsoll_core::Oom;
 use plimsoll_device::CapacityError;
 use plimsoll_device::cuda::{GpuError, Holder};
+use plimsoll_images::ProcessorError;
 use plimsoll_kv_events::BindError;
 use plimsoll_model::ModelError;
 use plimsoll_profiler::{Diagnostic, ProfileError};
@@ -45,6 +46,17 @@ pub enum Error {
         /// What the operating system said.
         source: std::io::Error,
     },
+    /// A file of the model that says how images become its input.
+    #[error("{}/{error}; --limit-mm-per-prompt '{{\"image\": 0}}' serves text alone", directory.display())]
+    Images {
+        /// The model's.
+        directory: PathBuf,
+        /// Names the file and what is wrong with it.
+        error: ProcessorError,
+    },
+    /// The tokenizer lacks what prompts with images need.
+    #[error("{0}; --limit-mm-per-prompt '{{\"image\": 0}}' serves text alone")]
+    ImageTokens(String),
     /// Longer than the model was made for.
     #[error("--max-model-len: the model's context is at most {trained_for} tokens, not {asked}")]
     ContextTooLong {
@@ -245,6 +257,7 @@ impl Error {
             Self::NeedsLargerDevice { error, .. } => error.exit_code(),
             Self::WeightsDoNotFit(_) | Self::Profile(ProfileError::DoesNotFit(_)) | Self::GpuFull { .. } => 4,
             Self::NoSuchModel { .. } | Self::Unreadable { .. } => 3,
+            Self::Images { .. } | Self::ImageTokens(_) => 3,
             Self::WrongFormat { .. } | Self::OnlyWeights { .. } => 3,
             Self::Hub(_) | Self::Model(_) | Self::Text(_) => 3,
             Self::Bind { .. } | Self::BindEvents(_) => 5,

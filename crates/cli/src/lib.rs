@@ -15,6 +15,7 @@ pub mod error;
 pub mod exit;
 mod hardware;
 pub mod hub;
+mod images;
 mod keys;
 mod kv_events;
 pub mod layers;

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use plimsoll_core::CacheListener;
 use plimsoll_engine::Drained;
 use plimsoll_profiler::Report;
-use plimsoll_server::{AppState, Memory, ModelInfo, ServeError, Server, Start, StartPhase, StartStatus};
+use plimsoll_server::{
+    AppState, ImageInput, Memory, ModelInfo, ServeError, Server, Start, StartPhase, StartStatus,
+};
 
 use crate::args::ServeArgs;
 use crate::backend::{self, Backend};
@@ -146,6 +148,10 @@ fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Resu
         generation,
         config,
     } = loaded.text;
+    let images = loaded
+        .processor
+        .map(|processor| ImageInput::new(processor, &tokenizer));
+    let images = images.transpose().map_err(Error::ImageTokens)?;
     let template = settings.template(template, tokenizer.special_tokens())?;
     let mut names = settings.names.clone();
     let model = ModelInfo {
@@ -159,7 +165,7 @@ fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Resu
         eos_token_ids,
         defaults: settings.generation_defaults(&generation),
         embedding,
-        images: None,
+        images,
         quantization: report.quantization.clone(),
         bits_per_weight: report.bits_per_weight,
         num_parameters,

@@ -106,7 +106,7 @@ impl ServeSettings {
             return_tokens_as_token_ids: api.return_tokens_as_token_ids(),
             force_include_usage: api.force_include_usage(),
             files: file_store(&files)?,
-            media: media.limits(),
+            media: media.limits(engine.max_images),
             response_store: responses.limits(),
             ..ServerOptions::default()
         };

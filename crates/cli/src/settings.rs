@@ -27,6 +27,10 @@ pub struct EngineSettings {
     pub hub: HubArgs,
     /// Task, pooling, and fields in place of config.json's.
     pub serve_as: ServeAs,
+    /// Images of one request; 0: text alone is served.
+    pub max_images: usize,
+    /// Pixels of one image after resizing; `None`: the default.
+    pub max_pixels: Option<usize>,
     /// Where it runs.
     pub device: DeviceChoice,
     /// Data type of weights and activations.
@@ -95,6 +99,11 @@ impl EngineSettings {
             tokenizer: model.tokenizer,
             hub: model.hub,
             serve_as: pooling.serve_as(model.hf_overrides.unwrap_or_default(), model.quantization),
+            max_images: limits.limit_mm_per_prompt.unwrap_or_default().images(),
+            max_pixels: limits
+                .mm_processor_kwargs
+                .and_then(|args| args.max_pixels)
+                .map(usize::from),
             device: device.device,
             dtype: device.dtype,
             kv_cache_dtype: limits.kv_cache_dtype,

@@ -70,6 +70,24 @@ impl Rule {
         }
     }
 
+    /// The same for pictures of at most so many pixels after resizing, where the rule is one of areas.
+    pub(crate) fn bounded(self, most: usize) -> Self {
+        match self {
+            Self::Area {
+                patch,
+                merge,
+                min_pixels,
+                max_pixels,
+            } => Self::Area {
+                patch,
+                merge,
+                min_pixels: min_pixels.min(most),
+                max_pixels: max_pixels.min(most),
+            },
+            Self::Square { .. } | Self::Edge { .. } => self,
+        }
+    }
+
     pub(crate) fn patch(self) -> usize {
         match self {
             Self::Area { patch, .. } | Self::Square { patch, .. } | Self::Edge { patch, .. } => patch,

@@ -60,6 +60,15 @@ const CLIP: ([f32; 3], [f32; 3]) = (
     [0.268_629_54, 0.261_302_6, 0.275_777_1],
 );
 
+/// The worst picture, with the bytes of its patches.
+fn largest(rule: Rule, cut: Cut) -> Option<Worst> {
+    let worst = worst(rule)?;
+    Some(Worst {
+        plan: sized(worst.plan, cut),
+        ..worst
+    })
+}
+
 impl Processor {
     /// Of a model's files: `preprocessor_config.json`, or `image_processor` of `processor_config.json`, and `config.json`.
     ///
@@ -102,16 +111,28 @@ impl Processor {
             merge: rule.merge(),
             frames,
         };
-        let mut worst = worst(rule).ok_or(wrong)?;
-        worst.plan = sized(worst.plan, cut);
         Ok(Self {
             rule,
             cut,
             filter: common.filter,
             values: Box::new(patches::values(common.mean, common.std, common.scale)),
-            worst,
+            worst: largest(rule, cut).ok_or(wrong)?,
             markers,
         })
+    }
+
+    /// The same for pictures of at most so many pixels after resizing, where the processor resizes to an area; fewer than the
+    /// processor's own.
+    ///
+    /// # Errors
+    /// Where no picture is so small.
+    pub fn bounded(self, max_pixels: usize) -> Result<Self, ProcessorError> {
+        let rule = self.rule.bounded(max_pixels);
+        let worst = largest(rule, self.cut).ok_or_else(|| ProcessorError {
+            file: PREPROCESSOR,
+            message: format!("`max_pixels` of {max_pixels} leaves no picture"),
+        })?;
+        Ok(Self { rule, worst, ..self })
     }
 
     /// What becomes of a picture of this size: cheap, and all that is needed to count the tokens of a prompt.

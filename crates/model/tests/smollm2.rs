@@ -16,7 +16,7 @@ const NEAR_TIE: f32 = 0.01;
 #[test]
 fn chooses_the_tokens_that_transformers_chooses() {
     let model = Model::load(&file(), LoadOptions::default(), &budget(), &mut |_| ()).unwrap();
-    assert_eq!(model.eos_token_ids(), [0, 2]);
+    assert_eq!(model.eos_token_ids(), [2]);
     assert_eq!(
         (model.kv_bytes_per_token(), model.kv_cache_dtype()),
         (2 * 30 * 192 * 2, "f16")

@@ -14,7 +14,7 @@ use plimsoll_profiler::MemFraction;
 use crate::args::values::{
     block_size, context, duration, fraction, json, milliseconds, positive, quantization, tokens,
 };
-use crate::args::{LogArgs, PoolingArgs};
+use crate::args::{LogArgs, MediaCounts, PoolingArgs, ProcessorArgs};
 use crate::bytes::Bytes;
 
 /// Where `plimsoll serve` without MODEL gets its model.
@@ -212,6 +212,13 @@ pub struct LimitArgs {
         hide_possible_values = true
     )]
     pub kv_cache_dtype: KvDtype,
+    /// Maximum number of images of one request, as JSON; 0 serves text alone, without the encoder [default: {"image": 16}]
+    #[arg(long, value_name = "JSON", value_parser = json::<MediaCounts>)]
+    pub limit_mm_per_prompt: Option<MediaCounts>,
+    /// Most pixels of an image after resizing, as JSON such as {"max_pixels": 4194304}, up to the model's own bound: larger
+    /// images are scaled down, and the encoder has memory for so many [default: {"max_pixels": 1048576}]
+    #[arg(long, value_name = "JSON", value_parser = json::<ProcessorArgs>)]
+    pub mm_processor_kwargs: Option<ProcessorArgs>,
     /// Seed of dummy weights, benchmark prompts and requests without a seed [default: 0; requests: random]
     #[arg(long, value_name = "SEED")]
     pub seed: Option<u64>,

@@ -1,5 +1,6 @@
 //! Images of requests.
 
+use std::num::NonZeroUsize;
 use std::str::FromStr;
 
 use clap::{ArgAction, Args};
@@ -8,28 +9,43 @@ use serde::Deserialize;
 
 use crate::args::values::json;
 
-/// Images of requests.
+/// Where images of requests come from.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Server")]
 pub struct MediaArgs {
-    /// Maximum number of images of one request, as JSON; 0 refuses images [default: {"image": 16}]
-    #[arg(long, value_name = "JSON", value_parser = json::<Counts>)]
-    limit_mm_per_prompt: Option<Counts>,
     /// Hosts from which images are fetched when requests have their http(s) addresses, such as upload.wikimedia.org; their
     /// addresses must be public [default: none, images are sent as data URLs]
     #[arg(long, value_name = "HOST", num_args = 1.., action = ArgAction::Set)]
     allowed_media_domains: Option<Vec<Hosts>>,
 }
 
-/// Most media of each kind, as vLLM writes it.
-#[derive(Clone, Copy, Debug, Deserialize)]
+/// `--limit-mm-per-prompt`: most media of each kind, as vLLM writes it.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Counts {
+pub struct MediaCounts {
     image: Option<Count>,
     #[serde(default, rename = "video")]
     _video: Zero,
     #[serde(default, rename = "audio")]
     _audio: Zero,
+}
+
+impl MediaCounts {
+    /// Most images of one request.
+    pub fn images(&self) -> usize {
+        match self.image {
+            Some(Count::Plain(count) | Count::Counted { count }) => count,
+            None => MediaLimits::default().max_images,
+        }
+    }
+}
+
+/// `--mm-processor-kwargs`: how images are resized, where the model's files leave it open.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProcessorArgs {
+    /// Most pixels of an image after resizing.
+    pub max_pixels: Option<NonZeroUsize>,
 }
 
 /// A number, alone or in an object.
@@ -88,17 +104,13 @@ fn host(text: &str) -> Result<String, String> {
 }
 
 impl MediaArgs {
-    /// What the flags say.
-    pub fn limits(&self) -> MediaLimits {
+    /// What the flags say, for requests of up to so many images.
+    pub fn limits(&self, max_images: usize) -> MediaLimits {
         let hosts = self.allowed_media_domains.iter().flatten();
-        let defaults = MediaLimits::default();
         MediaLimits {
-            max_images: match self.limit_mm_per_prompt.and_then(|counts| counts.image) {
-                Some(Count::Plain(count) | Count::Counted { count }) => count,
-                None => defaults.max_images,
-            },
+            max_images,
             allowed_domains: hosts.flat_map(|hosts| hosts.0.iter().cloned()).collect(),
-            ..defaults
+            ..MediaLimits::default()
         }
     }
 }
@@ -111,14 +123,19 @@ mod tests {
 
     #[derive(Parser)]
     struct Cli {
+        #[arg(long, value_parser = json::<MediaCounts>)]
+        limit_mm_per_prompt: Option<MediaCounts>,
         #[command(flatten)]
         media: MediaArgs,
     }
 
     fn limits(words: &[&str]) -> Result<MediaLimits, String> {
         let cli = Cli::try_parse_from([&["x"], words].concat());
-        cli.map(|cli| cli.media.limits())
-            .map_err(|error| error.to_string())
+        cli.map(|cli| {
+            cli.media
+                .limits(cli.limit_mm_per_prompt.unwrap_or_default().images())
+        })
+        .map_err(|error| error.to_string())
     }
 
     #[test]

@@ -34,7 +34,7 @@ pub use engine::{
 pub use events::EventArgs;
 pub use files::FileArgs;
 pub use logs::{LogArgs, LogFormat, LogLevels};
-pub use media::MediaArgs;
+pub use media::{MediaArgs, MediaCounts, ProcessorArgs};
 pub use models::{ListArgs, PullArgs, RmArgs};
 pub use pages::PagesArgs;
 pub use pooling::{PoolerConfig, PoolingArgs, RunnerKind};

@@ -44,7 +44,7 @@ impl PoolingArgs {
             normalize: config.normalize,
             hf_overrides,
             quantization,
-            // The API takes no images yet.
+            // Known once the model's files are.
             images: None,
         }
     }

@@ -11,6 +11,7 @@ use super::{AssumedBytes, AssumedGpu, Backend, CpuBackend, Device, GpuBackend, S
 use crate::args::{DType, DeviceChoice, KvDtype};
 use crate::bytes::Bytes;
 use crate::error::Error;
+use crate::images;
 use crate::lock::DeviceLock;
 use crate::settings::EngineSettings;
 use crate::source::Source;
@@ -27,7 +28,7 @@ const SIM_BYTES: u64 = 4 << 30;
 pub fn look(source: &Source, settings: &Arc<EngineSettings>) -> Result<Box<dyn Device>, Error> {
     match source {
         Source::Sim => Ok(Box::new(simulated(settings)?)),
-        Source::Files { model, .. } => Ok(Place::look(settings)?.with(model, settings)),
+        Source::Files { model, .. } => Place::look(settings)?.with(model, settings),
     }
 }
 
@@ -89,12 +90,19 @@ impl Place {
     }
 
     /// The device with the model at `model`, a directory or a GGUF file.
-    pub fn with(&self, model: &Path, settings: &Arc<EngineSettings>) -> Box<dyn Device> {
-        match self {
+    ///
+    /// # Errors
+    /// Where the files that say how images are taken cannot be read.
+    pub fn with(&self, model: &Path, settings: &Arc<EngineSettings>) -> Result<Box<dyn Device>, Error> {
+        Ok(match self {
             Self::Gpu(gpu) => Box::new(GpuBackend::new(model, settings, gpu.clone())),
             Self::Assumed(bytes) => Box::new(AssumedGpu::new(model, settings, *bytes)),
-            Self::Cpu(budget) => Box::new(CpuBackend::new(model, settings, budget.clone())),
-        }
+            Self::Cpu(budget) => Box::new(CpuBackend::new(
+                model,
+                &images::settings_of(model, settings)?,
+                budget.clone(),
+            )),
+        })
     }
 }
 
@@ -143,7 +151,8 @@ pub fn open(
         "device",
         format_args!("cpu{why}, {}", Bytes(budget.meters().total)),
     );
-    Ok((Arc::new(CpuBackend::new(model, settings, budget)), lock))
+    let settings = images::settings_of(model, settings)?;
+    Ok((Arc::new(CpuBackend::new(model, &settings, budget)), lock))
 }
 
 /// The simulated device is nobody else's.

@@ -3,7 +3,7 @@
 use super::{HubError, RemoteFile, RepoId, Weights};
 
 /// Small files that are taken wherever a repository has them.
-const SIDE_FILES: [&str; 10] = [
+const SIDE_FILES: [&str; 12] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -14,6 +14,8 @@ const SIDE_FILES: [&str; 10] = [
     "chat_template.json",
     "modules.json",
     "sentence_bert_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 ];
 
 /// Ends of the names of directories that say in a config.json how embeddings are made.

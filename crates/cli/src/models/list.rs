@@ -137,7 +137,10 @@ fn judge(
     let mut settings = settings.clone();
     settings.model.clone_from(&model.name);
     let settings = Arc::new(settings);
-    match predict(&settings, &*place.with(path, &settings)) {
+    let predicted = place
+        .with(path, &settings)
+        .and_then(|device| predict(&settings, &*device));
+    match predicted {
         Ok(prediction) => {
             row.kv_tokens = Some(prediction.kv_tokens);
             (Fits::Yes, None)

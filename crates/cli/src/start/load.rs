@@ -6,6 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use plimsoll_core::StepLimits;
+use plimsoll_images::Processor;
 use plimsoll_model::Cancel;
 use plimsoll_profiler::{Disabled, Loading, ProfileSpec};
 use plimsoll_server::{EmbeddingInfo, StartPhase};
@@ -16,6 +17,7 @@ use super::{StartTimes, Text, plans};
 use crate::backend::{Backend, LoadedModel, weights_bytes};
 use crate::bytes::Bytes;
 use crate::error::Error;
+use crate::images;
 use crate::plan_cache::ModelKey;
 use crate::progress::bytes_bar;
 use crate::settings::EngineSettings;
@@ -30,6 +32,8 @@ pub struct Loaded {
     pub(super) settings: Arc<EngineSettings>,
     pub(super) backend: Arc<dyn Backend>,
     pub(super) model: LoadedModel,
+    /// How prompts take images, if they are served.
+    pub(crate) processor: Option<Processor>,
     /// Device memory while it was loaded.
     pub(super) loading: Option<Loading>,
     pub(super) limits: StepLimits,
@@ -85,8 +89,13 @@ impl Loaded {
         text.eos_token_ids.sort_unstable();
         text.eos_token_ids.dedup();
         model.disabled.extend(disabled(&model.facts, settings));
+        let processor = match (source, model.facts.images) {
+            (Source::Files { model, .. }, Some(_)) => images::processor(model, settings)?,
+            _ => None,
+        };
         Ok(Self {
             text,
+            processor,
             settings: Arc::clone(settings),
             backend,
             model,
