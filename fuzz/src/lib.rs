@@ -15,6 +15,8 @@ mod grammars;
 mod readers;
 #[path = "../../crates/server/tests/api/rig.rs"]
 pub mod rig;
+#[path = "../../crates/images/tests/decoded.rs"]
+mod decoded;
 #[path = "../../crates/text/tests/fuzz/targets.rs"]
 mod targets;
 
@@ -57,6 +59,13 @@ impl Target {
             "answer" => of(answers::answer, corpus::ANSWERS, corpus::MARKUP),
             "detokenizer" => of(targets::detokenizer, corpus::TEXTS, corpus::TEXTS),
             "grammar" => of(grammars::grammar, corpus::GRAMMARS, corpus::GRAMMAR_WORDS),
+            "image" => Self {
+                check: |data| {
+                    decoded::check(data, "an image");
+                },
+                inputs: decoded::files().into_iter().map(|(_, bytes)| bytes).collect(),
+                words: ["IHDR", "IDAT", "PLTE", "tRNS", "eXIf", "acTL", "RIFF", "VP8L", "GIF89a", "Exif"].map(str::to_owned).into(),
+            },
             "messages" => of(targets::messages, corpus::CONVERSATIONS, corpus::JSON),
             "request" => Self {
                 check: fuzz::request,
@@ -119,6 +128,9 @@ static CHECK: OnceLock<fn(&[u8])> = OnceLock::new();
 
 /// The argument that makes a fuzz target a worker of its own.
 const WORKER: &str = "render-templates";
+
+/// libFuzzer's `main` is not Rust's, which would catch the signal.
+pub(crate) const NAMES_OVERFLOWS: bool = false;
 
 pub(crate) fn template_worker() -> WorkerProgram {
     WorkerProgram {

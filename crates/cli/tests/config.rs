@@ -22,7 +22,7 @@ fn settings(flags: &[String], environment: &[(String, String)]) -> Result<Vec<Se
 }
 
 /// Texts of all kinds that flags take.
-const TEXTS: [&str; 22] = [
+const TEXTS: [&str; 24] = [
     "1",
     "7",
     "16",
@@ -39,6 +39,8 @@ const TEXTS: [&str; 22] = [
     "http://localhost:4318/v1/traces",
     r#"{"pooling_type": "LAST"}"#,
     r#"{"is_matryoshka": true}"#,
+    r#"{"image": 2}"#,
+    r#"{"max_pixels": 4096}"#,
     "info,plimsoll_engine=debug",
     r#"{"enable_kv_cache_events": true}"#,
     "-x",

@@ -7,6 +7,7 @@ use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
 
 use crate::error::ImageError;
+use crate::format::Format;
 use crate::jpeg;
 
 /// What a file may cost.
@@ -28,80 +29,51 @@ impl Default for DecodeLimits {
     }
 }
 
-/// Formats that are read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    /// PNG; of an animation the default image.
-    Png,
-    /// JPEG.
-    Jpeg,
-    /// WebP; of an animation the first frame.
-    WebP,
-    /// GIF; of an animation the first frame.
-    Gif,
-    /// Windows bitmap.
-    Bmp,
-}
-
-impl fmt::Display for Format {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Png => "PNG",
-            Self::Jpeg => "JPEG",
-            Self::WebP => "WebP",
-            Self::Gif => "GIF",
-            Self::Bmp => "BMP",
-        })
-    }
-}
-
-impl Format {
-    /// By the first bytes of a file.
-    fn of(bytes: &[u8]) -> Result<Self, ImageError> {
-        let other = |name| Err(ImageError::UnknownFormat(name));
-        match bytes {
-            [0x89, b'P', b'N', b'G', b'\r', b'\n', 0x1a, b'\n', ..] => Ok(Self::Png),
-            [0xff, 0xd8, 0xff, ..] => Ok(Self::Jpeg),
-            [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => Ok(Self::WebP),
-            [b'G', b'I', b'F', b'8', b'7' | b'9', b'a', ..] => Ok(Self::Gif),
-            [b'B', b'M', ..] => Ok(Self::Bmp),
-            [] => other("an empty file"),
-            [b'I', b'I', 42, 0, ..] | [b'M', b'M', 0, 42, ..] => other("TIFF"),
-            [
-                _,
-                _,
-                _,
-                _,
-                b'f',
-                b't',
-                b'y',
-                b'p',
-                b'a',
-                b'v',
-                b'i',
-                b'f' | b's',
-                ..,
-            ] => other("AVIF"),
-            [
-                _,
-                _,
-                _,
-                _,
-                b'f',
-                b't',
-                b'y',
-                b'p',
-                b'h',
-                b'e',
-                b'i',
-                b'c' | b'x',
-                ..,
-            ] => other("HEIC"),
-            [_, _, _, _, b'f', b't', b'y', b'p', ..] => other("a video"),
-            [b'%', b'P', b'D', b'F', ..] => other("a PDF document"),
-            [b'<', b's', b'v', b'g', ..] | [b'<', b'?', b'x', b'm', b'l', ..] => other("SVG"),
-            _ => other(""),
-        }
+/// By the first bytes of a file.
+fn format_of(bytes: &[u8]) -> Result<Format, ImageError> {
+    let other = |name| Err(ImageError::UnknownFormat(name));
+    match bytes {
+        [0x89, b'P', b'N', b'G', b'\r', b'\n', 0x1a, b'\n', ..] => Ok(Format::Png),
+        [0xff, 0xd8, 0xff, ..] => Ok(Format::Jpeg),
+        [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => Ok(Format::WebP),
+        [b'G', b'I', b'F', b'8', b'7' | b'9', b'a', ..] => Ok(Format::Gif),
+        [b'B', b'M', ..] => Ok(Format::Bmp),
+        [] => other("an empty file"),
+        [b'I', b'I', 42, 0, ..] | [b'M', b'M', 0, 42, ..] => other("TIFF"),
+        [
+            _,
+            _,
+            _,
+            _,
+            b'f',
+            b't',
+            b'y',
+            b'p',
+            b'a',
+            b'v',
+            b'i',
+            b'f' | b's',
+            ..,
+        ] => other("AVIF"),
+        [
+            _,
+            _,
+            _,
+            _,
+            b'f',
+            b't',
+            b'y',
+            b'p',
+            b'h',
+            b'e',
+            b'i',
+            b'c' | b'x',
+            ..,
+        ] => other("HEIC"),
+        [_, _, _, _, b'f', b't', b'y', b'p', ..] => other("a video"),
+        [b'%', b'P', b'D', b'F', ..] => other("a PDF document"),
+        [b'<', b's', b'v', b'g', ..] | [b'<', b'?', b'x', b'm', b'l', ..] => other("SVG"),
+        _ => other(""),
     }
 }
 
@@ -185,7 +157,7 @@ fn open<'a>(bytes: &'a [u8], limits: &DecodeLimits) -> Result<Opened<'a>, ImageE
             most: limits.max_bytes,
         });
     }
-    let format = Format::of(bytes)?;
+    let format = format_of(bytes)?;
     let of_image = match format {
         Format::Jpeg => {
             let jpeg = jpeg::Jpeg::open(bytes).map_err(broken(format))?;

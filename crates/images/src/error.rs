@@ -1,4 +1,4 @@
-use crate::decode::Format;
+use crate::format::Format;
 
 /// Why an image is refused. The texts are for clients: they say what is wrong with the image and what to send instead.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

@@ -8,6 +8,7 @@ mod config;
 mod decode;
 mod error;
 mod families;
+mod format;
 mod jpeg;
 mod patches;
 mod plan;
@@ -15,7 +16,8 @@ mod processor;
 mod resize;
 mod worst;
 
-pub use decode::{DecodeLimits, Format, Header, Pixels, decode, inspect};
+pub use decode::{DecodeLimits, Header, Pixels, decode, inspect};
 pub use error::{ImageError, ProcessorError};
+pub use format::Format;
 pub use plan::{Layout, Overrides, Plan, Worst};
 pub use processor::{Markers, Processor, Wrap};

@@ -1,31 +1,16 @@
 //! Files that anybody may have sent: mutated ones, cut ones, and those whose headers lie.
 
 use std::fs;
-use std::time::{Duration, Instant};
 
 use plimsoll_images::{DecodeLimits, Format, ImageError, decode, inspect};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 
-use crate::{golden, golden_json};
+use crate::decoded::{LIMITS, check, files};
+use crate::golden;
 
 const CASES: u64 = 2000;
-const LIMITS: DecodeLimits = DecodeLimits {
-    max_bytes: 1 << 20,
-    max_pixels: 1 << 18,
-};
-/// What one file may take in a test's build, on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(5);
-
-fn files() -> Vec<(String, Vec<u8>)> {
-    let golden_file = golden_json("pictures.json");
-    let names = golden_file["pictures"].as_object().unwrap().keys();
-    names
-        .map(|name| (name.clone(), fs::read(golden(name)).unwrap()))
-        .collect()
-}
-
 /// Writes numbers, cuts, removes, repeats or exchanges bytes.
 fn disturb(bytes: &mut Vec<u8>, rng: &mut StdRng) {
     const NUMBERS: [u32; 10] = [0, 1, 2, 7, 255, 256, 65_535, 65_536, i32::MAX as u32, u32::MAX];
@@ -60,31 +45,6 @@ fn disturb(bytes: &mut Vec<u8>, rng: &mut StdRng) {
                     *place = byte;
                 }
             }
-        }
-    }
-}
-
-/// Whatever a file holds, it is decoded within its announced size or refused.
-fn check(bytes: &[u8], what: &str) -> bool {
-    let began = Instant::now();
-    let header = inspect(bytes, &LIMITS);
-    let pixels = decode(bytes, &LIMITS);
-    assert!(began.elapsed() < PATIENCE, "{what}: {:?}", began.elapsed());
-    match (header, pixels) {
-        (Ok(header), Ok(pixels)) => {
-            assert_eq!(
-                (header.width, header.height),
-                (pixels.width, pixels.height),
-                "{what}"
-            );
-            assert_eq!(pixels.rgb.len(), pixels.width * pixels.height * 3, "{what}");
-            assert!(header.memory >= pixels.rgb.len(), "{what}");
-            true
-        }
-        (Err(_), Ok(_)) => panic!("{what}: decoded, but its header is refused"),
-        (_, Err(error)) => {
-            assert!(error.to_string().len() < 1000, "{what}: {error}");
-            false
         }
     }
 }

@@ -2,6 +2,7 @@
 
 #![allow(missing_docs, reason = "tests")]
 
+mod decoded;
 mod hostile;
 mod pictures;
 mod processors;
@@ -9,13 +10,9 @@ mod settings;
 mod worst;
 
 use std::fs;
-use std::path::PathBuf;
 
+use decoded::golden;
 use serde_json::Value;
-
-fn golden(name: &str) -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/images")).join(name)
-}
 
 fn golden_json(name: &str) -> Value {
     serde_json::from_slice(&fs::read(golden(name)).unwrap()).unwrap()

@@ -1,6 +1,7 @@
 //! The network on a CPU: the blocks' operations on `f32` activations in the step arena.
 
 mod beside;
+mod images;
 
 use std::sync::Arc;
 
@@ -10,8 +11,8 @@ use plimsoll_device::Arena;
 use plimsoll_kernels::{
     AttentionOptions, CachedValues, DeltaGates, Embedding, ExpertBuffers, ExpertWeights, KvElement, KvLayout,
     Linear, PagedKvMut, QkNorm, Rotation, Route, add_gated, add_normed, add_rms_norm, attention, causal_conv,
-    experts, gated_delta_rule, glu, qk_norm_rope_kv_write, rms_norm, rope_angles, rope_angles_of_axes,
-    rotate_queries, route, sandwich_norm, sigmoid_gate, soft_cap,
+    experts, gated_delta_rule, glu, qk_norm_rope_kv_write, rms_norm, rotate_queries, route, sandwich_norm,
+    sigmoid_gate, soft_cap,
 };
 
 use crate::batch::Batch;
@@ -130,7 +131,7 @@ impl Decoder {
         for rope in &self.ropes {
             let table = &rope.tables[rope.spec.variant(max_model_len)];
             let (own, rest) = angles.split_at_mut(n * rope.spec.rotary_dim);
-            angles_of(rope, table, batch, own);
+            images::angles_of(rope, table, batch, own);
             step.ropes.push((&rope.spec, own));
             angles = rest;
         }
@@ -153,23 +154,6 @@ impl Decoder {
             linear: self.weights.head.as_deref()?,
             soft_cap: self.spec.logit_soft_cap,
         })
-    }
-}
-
-/// The angles of all rows of a batch.
-fn angles_of(rope: &Rope, table: &RopeTable, batch: &Batch<'_>, out: &mut [f32]) {
-    let (frequencies, factor) = (&table.frequencies, table.attention_factor);
-    let Some(axes) = rope.axes.as_deref().filter(|_| !batch.positions.is_empty()) else {
-        return rope_angles(frequencies, factor, batch.runs(), out);
-    };
-    for (run, positions) in batch.runs().iter().zip(&batch.positions) {
-        match positions {
-            None => rope_angles(frequencies, factor, std::slice::from_ref(run), out),
-            Some(positions) => {
-                let own = &mut out[run.first_row * rope.spec.rotary_dim..][..run.len * rope.spec.rotary_dim];
-                rope_angles_of_axes(frequencies, factor, axes, positions, own);
-            }
-        }
     }
 }
 
@@ -284,16 +268,6 @@ impl<'a, E: KvElement> Step<'a, '_, E> {
         match added {
             None => add_rms_norm(hidden, delta, weight, eps, normed),
             Some(added) => sandwich_norm(hidden, delta, added, weight, eps, normed),
-        }
-    }
-
-    /// Embeddings of images in place of those of their tokens.
-    fn put_image(&mut self) {
-        let Some(image) = &self.batch.image else { return };
-        let width = self.hidden.len() / self.rows;
-        for &(row, of_image) in &image.rows {
-            let embedding = image.embeddings.row(&image.encoded, of_image, 0);
-            self.hidden[row * width..(row + 1) * width].copy_from_slice(embedding);
         }
     }
 
@@ -591,15 +565,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
     }
 
     fn add_features(&mut self, layer: usize) {
-        let Some(image) = self.batch.image.as_ref().filter(|image| layer < image.features) else {
-            return;
-        };
-        let width = self.hidden.len() / self.rows;
-        for &(row, of_image) in &image.rows {
-            let feature = image.embeddings.row(&image.encoded, of_image, 1 + layer);
-            let hidden = &mut self.hidden[row * width..(row + 1) * width];
-            hidden.iter_mut().zip(feature).for_each(|(x, y)| *x += y);
-        }
+        self.add_features_of_images(layer);
     }
 
     fn finish(&mut self, norms: &Norms<'_, Vec<f32>>) -> Result<(), Oom> {

@@ -25,7 +25,8 @@ fn parse(config: &Value) -> Result<ModelConfig, ModelError> {
     )
 }
 
-/// Files as Hugging Face publishes them; counts of weights are those of the models' cards.
+/// Files as Hugging Face publishes them; counts of weights are those of the models' cards. Gemma 4's is put together from the shapes
+/// that public repositories quote.
 #[test]
 fn published_files_mean_what_they_say() {
     let expected = "

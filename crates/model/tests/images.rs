@@ -394,7 +394,7 @@ fn towers_that_are_not_known_are_refused_where_images_are_asked_for() {
     refused(|c| c["image_token_id"] = 1000.into(), "image_token_id");
 }
 
-/// Of a published file: 27 layers of 1152, of which three give features, and a first projection of 16 x 16 pixels of two frames.
+/// Of a file with the fields and numbers of the published one: 27 layers of 1152, of which three give features, and a first projection of 16 x 16 pixels of two frames.
 #[test]
 fn a_published_encoder_means_what_it_says() {
     let directory = tempfile::tempdir().unwrap();

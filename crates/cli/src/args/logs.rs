@@ -53,11 +53,12 @@ pub enum LogFormat {
 }
 
 /// Our crates: their lines are logged under these names behind `plimsoll_`, and the modules below them.
-const CRATES: [&str; 13] = [
+const CRATES: [&str; 14] = [
     "cli",
     "core",
     "device",
     "engine",
+    "images",
     "kernels",
     "kv",
     "kv_events",

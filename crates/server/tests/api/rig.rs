@@ -392,7 +392,19 @@ impl Rig {
         let config = EngineConfig {
             max_queue: setup.max_queue,
             vocab_size,
-            images: None,
+            images: setup.images.as_ref().map(|images| {
+                let processor = images.processor();
+                plimsoll_core::ImageInput {
+                    placeholder: processor.markers().placeholder,
+                    processor: plimsoll_core::ImageProcessor::Qwen2Vl,
+                    patch_values: processor.patch_values(),
+                    merge: 2,
+                    limits: plimsoll_core::EncoderLimits {
+                        max_patches: processor.worst_image().plan.grid.patches(),
+                        max_images_per_prompt: setup.options.media.max_images,
+                    },
+                }
+            }),
             enable_prefix_caching: true,
             steps_in_flight: 1,
             outage_patience: setup.outage_patience,

@@ -12,6 +12,9 @@ use inputs::inputs;
 use plimsoll_text::WorkerProgram;
 use proptest::prelude::*;
 
+/// Whether a worker whose stack overflows says so.
+pub(crate) const NAMES_OVERFLOWS: bool = true;
+
 /// What renders templates.
 pub(crate) fn template_worker() -> WorkerProgram {
     WorkerProgram {
