@@ -259,7 +259,7 @@ def test_what_claude_code_sends(agent):
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"messages": []}, "messages must not be empty"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "`messages[0].role`: unknown variant `tool`"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type = image"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].source"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type = web_search_20250305"),
         ({"tools": [{"name": "f"}]}, "`tools[0].input_schema`"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),

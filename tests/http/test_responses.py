@@ -379,7 +379,7 @@ def test_tokens_are_counted_as_they_are_read(agent):
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
     ],
 )
 def test_refusals_name_the_field(agent, fields, param):

@@ -1,7 +1,7 @@
 //! Images of prompts: files are decoded within bounds, and resized, normalised and cut into patches as the model's reference
 //! processor does, so that the encoder reads the numbers with which it was trained.
 //!
-//! [`decode`] makes [`Pixels`] of the bytes of a file, a [`Processor`] makes a [`plimsoll_core::Image`] of those. Both take
+//! [`decode()`] makes [`Pixels`] of the bytes of a file, a [`Processor`] makes a [`plimsoll_core::Image`] of those. Both take
 //! long: they are for threads that may block. Nothing here has side effects or reads files.
 
 mod config;

@@ -13,7 +13,7 @@ use crate::blocks::{Beside, LayerInput};
 use crate::spec::{MoeSpec, PerLayerSpec};
 
 impl<E: KvElement> Step<'_, '_, E> {
-    /// [`Operations::make_layer_inputs`].
+    /// [`Operations::make_layer_inputs`](crate::blocks::Operations::make_layer_inputs).
     pub(super) fn project_layer_inputs(
         &mut self,
         projection: &Linear,
@@ -31,7 +31,7 @@ impl<E: KvElement> Step<'_, '_, E> {
         Ok(())
     }
 
-    /// [`Operations::gate_layer_input`].
+    /// [`Operations::gate_layer_input`](crate::blocks::Operations::gate_layer_input).
     pub(super) fn project_gated_input(
         &mut self,
         spec: &PerLayerSpec,
@@ -58,7 +58,7 @@ impl<E: KvElement> Step<'_, '_, E> {
             .forward(gates, &mut self.delta[..len], self.arena)
     }
 
-    /// [`Operations::experts_beside`].
+    /// [`Operations::experts_beside`](crate::blocks::Operations::experts_beside).
     pub(super) fn add_experts(
         &mut self,
         spec: &MoeSpec,
