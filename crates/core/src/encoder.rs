@@ -9,20 +9,11 @@ pub struct EncoderLimits {
     pub max_images_per_prompt: usize,
 }
 
-/// By which rule pictures become patches.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ImageProcessor {
-    /// Qwen2-VL's and its successors': sizes rounded to whole merged patches, patches in the order in which they are merged.
-    Qwen2Vl,
-}
-
 /// What images a model takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageInput {
     /// Id of each token that stands for a row of an image.
     pub placeholder: TokenId,
-    /// How pictures become patches.
-    pub processor: ImageProcessor,
     /// Values of a patch.
     pub patch_values: usize,
     /// Rows and columns of patches that become one row of the encoder's output.
@@ -90,7 +81,6 @@ mod tests {
     fn images_lie_in_order_at_placeholders_and_fill_them() {
         let input = ImageInput {
             placeholder: 7,
-            processor: ImageProcessor::Qwen2Vl,
             patch_values: 3,
             merge: 2,
             limits: EncoderLimits {

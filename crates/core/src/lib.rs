@@ -32,7 +32,7 @@ pub use cache_layout::{
 };
 pub use config::{KvConfig, Scratch, StateConfig, StepLimits};
 pub use constraint::{Constraint, ConstraintError, Constraints, Progress};
-pub use encoder::{EncoderLimits, ImageInput, ImageProcessor};
+pub use encoder::{EncoderLimits, ImageInput};
 pub use event::{Event, FinishReason, PromptEvent, TokenEvent};
 pub use executor::{DeviceTime, Executor, FillMasks, StepError, allow_all};
 pub use ids::{PageId, RequestId, StateSlot, TenantId, TokenId};

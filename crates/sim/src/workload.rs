@@ -3,8 +3,8 @@ use std::time::Duration;
 
 use plimsoll_core::{
     Bans, BlockSize, CacheGroups, CacheKind, CacheLayout, Constraint, EncoderLimits, Image, ImageGrid,
-    ImageInput, ImageProcessor, ImageSpan, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions,
-    SamplingOptions, StepCost, StepCosts, StepLimits, TenantId, TokenId,
+    ImageInput, ImageSpan, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions, SamplingOptions,
+    StepCost, StepCosts, StepLimits, TenantId, TokenId,
 };
 use plimsoll_scheduler::{PromptBudget, SchedulerConfig};
 use rand::{
@@ -292,7 +292,6 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
 /// What images the simulated model takes.
 const IMAGES: ImageInput = ImageInput {
     placeholder: 0,
-    processor: ImageProcessor::Qwen2Vl,
     patch_values: 1,
     merge: 1,
     limits: EncoderLimits {

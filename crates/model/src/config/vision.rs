@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use plimsoll_core::{EncoderLimits, ImageInput, ImageProcessor, TokenId};
+use plimsoll_core::{EncoderLimits, ImageInput, TokenId};
 use plimsoll_kernels::Gelu;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -74,7 +74,6 @@ impl Around {
         let spec = EncoderSpec {
             input: ImageInput {
                 placeholder,
-                processor: ImageProcessor::Qwen2Vl,
                 patch_values: patch_shape.iter().product(),
                 merge: reader.size("spatial_merge_size", Some(2))?,
                 limits,

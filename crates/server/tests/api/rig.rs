@@ -396,7 +396,6 @@ impl Rig {
                 let processor = images.processor();
                 plimsoll_core::ImageInput {
                     placeholder: processor.markers().placeholder,
-                    processor: plimsoll_core::ImageProcessor::Qwen2Vl,
                     patch_values: processor.patch_values(),
                     merge: 2,
                     limits: plimsoll_core::EncoderLimits {
