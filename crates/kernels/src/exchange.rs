@@ -118,6 +118,13 @@ impl Exchange {
         self.shared.changed.notify_all();
     }
 
+    /// This rank takes part in nothing any more: whatever others wait for ends with [`StepError::RankLost`].
+    pub fn leave(&self) {
+        let why = || "has ended".to_owned();
+        self.shared.lock()[self.rank].lost.get_or_insert_with(why);
+        self.shared.changed.notify_all();
+    }
+
     /// Replaces `values` by their sums over all ranks, added in the order of ranks.
     ///
     /// # Errors
@@ -260,11 +267,7 @@ impl Shared {
 
 impl Drop for Exchange {
     fn drop(&mut self) {
-        let mut ranks = self.shared.lock();
-        ranks[self.rank]
-            .lost
-            .get_or_insert_with(|| "has ended".to_owned());
-        self.shared.changed.notify_all();
+        self.leave();
     }
 }
 
