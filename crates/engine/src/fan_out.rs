@@ -76,11 +76,11 @@ impl<S: Executor + 'static> FanOut<S> {
     /// What `work` comes to on each rank of `ranks`, in their order.
     ///
     /// # Errors
-    /// [`StepError::RankLost`] where one does not answer.
+    /// [`StepError::RankLost`] where one does not answer, or knows that another is lost: that one is not waited for.
     fn on<R: Send + 'static>(
         &self,
         ranks: &[usize],
-        work: impl Fn(&mut S) -> R + Send + Sync + 'static,
+        work: impl Fn(&mut S) -> Result<R, StepError> + Send + Sync + 'static,
     ) -> Result<Vec<Result<R, StepError>>, StepError> {
         if let Some(why) = &self.lost {
             return Err(StepError::RankLost(why.clone()));
@@ -91,7 +91,8 @@ impl<S: Executor + 'static> FanOut<S> {
             let (work, answers) = (Arc::clone(&work), answers.clone());
             let job: Job<S> = Box::new(move |state| {
                 let done = catch_unwind(AssertUnwindSafe(|| work(state)));
-                let done = done.map_err(|panic| StepError::Panicked(crate::thread::message(panic.as_ref())));
+                let done = done
+                    .unwrap_or_else(|panic| Err(StepError::Panicked(crate::thread::message(panic.as_ref()))));
                 // Nobody waits any more where a rank was lost.
                 let _ = answers.send((rank, done));
             });
@@ -116,6 +117,9 @@ impl<S: Executor + 'static> FanOut<S> {
                     self.patience.as_secs_f64()
                 )));
             };
+            if let Err(lost @ StepError::RankLost(_)) = result {
+                return Err(lost);
+            }
             if let Some(at) = ranks.iter().position(|&known| known == rank) {
                 done[at] = Some(result);
             }
@@ -132,25 +136,24 @@ impl<S: Executor + 'static> FanOut<S> {
     ) -> Result<Vec<R>, StepError> {
         let all: Vec<usize> = (0..self.ranks.len()).collect();
         let done = match self.on(&all, work) {
-            Ok(done) => done.into_iter().map(|done| done.and_then(|done| done)),
+            Ok(done) => done,
             Err(lost) => return Err(self.lose(lost)),
         };
-        let done: Vec<_> = done.collect();
         let errors = done.iter().filter_map(|done| done.as_ref().err());
         // One that only could not go on without another says the least.
         let worst = errors.min_by_key(|error| match error {
-            StepError::RankLost(_) => 0,
-            StepError::Oom(_) => 1,
-            StepError::OtherRank(_) => 3,
-            _ => 2,
+            StepError::Oom(_) => 0,
+            StepError::OtherRank(_) => 2,
+            _ => 1,
         });
         let Some(worst) = worst.cloned() else {
             return Ok(done.into_iter().flatten().collect());
         };
-        if let StepError::RankLost(_) = worst {
-            return Err(self.lose(worst));
-        }
         let well: Vec<usize> = all.into_iter().filter(|&rank| done[rank].is_ok()).collect();
+        let undo = move |state: &mut S| {
+            undo(state);
+            Ok(())
+        };
         if let Err(lost) = self.on(&well, undo) {
             return Err(self.lose(lost));
         }
@@ -232,7 +235,7 @@ impl<S: Executor + 'static> Executor for FanOut<S> {
     }
 
     fn device_time(&self) -> Option<DeviceTime> {
-        let mut times = self.on(&[0], |state| state.device_time()).ok()?;
+        let mut times = self.on(&[0], |state| Ok(state.device_time())).ok()?;
         times.pop()?.ok()?
     }
 }

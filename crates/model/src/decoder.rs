@@ -2,6 +2,7 @@
 
 mod beside;
 mod images;
+mod vocabulary;
 
 use std::sync::Arc;
 
@@ -12,8 +13,10 @@ use plimsoll_kernels::{
     AttentionOptions, CachedValues, DeltaGates, Embedding, Exchange, ExpertBuffers, ExpertWeights, KvElement,
     KvLayout, Linear, PagedKvMut, QkNorm, Rotation, Route, add_gated, add_normed, add_rms_norm, attention,
     causal_conv, experts, gated_delta_rule, glu, qk_norm_rope_kv_write, rms_norm, rotate_queries, route,
-    sandwich_norm, sigmoid_gate, soft_cap,
+    sandwich_norm, sigmoid_gate,
 };
+
+pub(crate) use vocabulary::Head;
 
 use crate::batch::Batch;
 use crate::blocks::{self, Beside, DeltaRule, LayerInput, Moe, Norms, Operations, Widths};
@@ -151,42 +154,8 @@ impl Decoder {
 
     /// From normalised rows to logits, `[rows, vocab_size]`; none where the model is for embeddings.
     pub(crate) fn head(&self) -> Option<Head<'_>> {
-        Some(Head {
-            linear: self.weights.head.as_deref()?,
-            soft_cap: self.spec.logit_soft_cap,
-        })
-    }
-}
-
-/// What makes logits.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Head<'a> {
-    linear: &'a Linear,
-    soft_cap: Option<f32>,
-}
-
-impl Head<'_> {
-    /// From `[rows, hidden_size]` to `[rows, vocab_size]`. `part` is room for those of the rank's part of the vocabulary, empty where
-    /// it has all of it.
-    pub(crate) fn forward(
-        &self,
-        normed: &[f32],
-        part: &mut [f32],
-        logits: &mut [f32],
-        arena: &Arena,
-        exchange: Option<&mut Exchange>,
-    ) -> Result<(), StepError> {
-        match exchange {
-            Some(exchange) if !part.is_empty() => {
-                self.linear.forward(normed, part, arena)?;
-                exchange.gather(part, normed.len() / self.linear.inputs(), logits)?;
-            }
-            _ => self.linear.forward(normed, logits, arena)?,
-        }
-        if let Some(cap) = self.soft_cap {
-            soft_cap(logits, cap);
-        }
-        Ok(())
+        let linear = self.weights.head.as_deref()?;
+        Some(Head::new(linear, self.spec.logit_soft_cap))
     }
 }
 
@@ -274,21 +243,6 @@ struct Step<'a, 'b, E> {
 }
 
 impl<'a, E: KvElement> Step<'a, '_, E> {
-    /// The embeddings of all rows: of each rank those of its part of the vocabulary, and zeros of others.
-    fn embed(&mut self, table: &Embedding, spec: &DecoderSpec) -> Result<(), StepError> {
-        let (tokens, scale, shard) = (self.batch.tokens, spec.embedding_scale, spec.vocab_shard);
-        if shard.ranks == 1 {
-            table.forward(tokens, scale, self.hidden);
-            return Ok(());
-        }
-        let first = shard.rank * spec.vocab_rows();
-        table.forward_part(tokens, first, scale, self.hidden);
-        match &mut self.exchange {
-            None => Ok(()),
-            Some(exchange) => exchange.sum(self.hidden),
-        }
-    }
-
     fn add_norm(&mut self, norms: &Norms<'_, Vec<f32>>) {
         let Norms { added, weight, eps } = *norms;
         let len = self.rows * weight.len();

@@ -186,9 +186,12 @@ impl Runner {
         work: impl FnOnce(&mut Self) -> Result<T, StepError>,
     ) -> Result<T, StepError> {
         let mut guard = Abandon(self.model.exchange.clone());
-        let done = work(self)?;
-        guard.0 = None;
-        Ok(done)
+        let done = work(self);
+        // Nobody waits for it where it only could not go on without another: all know of that one.
+        if let Ok(_) | Err(StepError::OtherRank(_) | StepError::RankLost(_)) = done {
+            guard.0 = None;
+        }
+        done
     }
 
     /// Runs a checked plan and gives the rows out that its runs ask for.

@@ -243,6 +243,8 @@ pub struct ModelFacts {
     pub num_parameters: Option<u64>,
     /// Those that are read for one token.
     pub num_active_parameters: Option<u64>,
+    /// Those that one rank has.
+    pub num_parameters_of_rank: Option<u64>,
 }
 
 impl ModelFacts {
@@ -263,6 +265,7 @@ impl ModelFacts {
             quantization: config.spec.quantization.name(),
             num_parameters: Some(config.spec.num_parameters()),
             num_active_parameters: Some(config.spec.num_active_parameters()),
+            num_parameters_of_rank: Some(config.spec.num_parameters_of_rank()),
         }
     }
 

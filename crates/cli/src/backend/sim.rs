@@ -83,6 +83,7 @@ impl SimBackend {
             quantization: None,
             num_parameters: None,
             num_active_parameters: None,
+            num_parameters_of_rank: None,
         })
     }
 }

@@ -59,8 +59,10 @@ impl Group {
             panic!("no rank")
         };
         stop(ready, first).await;
-        for (rank, budget) in self.budgets.iter().enumerate() {
-            assert_eq!(budget.meters().reserved, 0, "rank {rank}");
+        let begun = Instant::now();
+        while self.budgets.iter().any(|budget| budget.meters().reserved > 0) {
+            assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", self.budgets);
+            tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
 }
