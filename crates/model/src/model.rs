@@ -2,7 +2,6 @@ use std::io::ErrorKind;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use plimsoll_core::{KvConfig, TokenId};
@@ -11,7 +10,7 @@ use plimsoll_kernels::WeightType;
 
 use crate::decoder::Decoder;
 use crate::embedding::{self, ServeAs};
-use crate::encoder::Encoder;
+use crate::encoder::{Encoder, SlowestEncode};
 use crate::quantization::Quantization;
 use crate::state::{KvCacheDtype, KvElementType, StateCache};
 use crate::weights::{Checkpoint, DummyWeights, GgufWeights, Loader, Source};
@@ -49,8 +48,7 @@ pub struct Model {
     about: About,
     pub(crate) decoder: Decoder,
     pub(crate) encoder: Option<Encoder>,
-    /// Nanoseconds that the largest image took at most when a state was built.
-    pub(crate) slowest_encode: AtomicU64,
+    pub(crate) slowest_encode: SlowestEncode,
     pub(crate) kv_element: KvElementType,
     /// Given back after the weights: fields are dropped in order.
     _charges: Vec<Charge>,
@@ -86,7 +84,7 @@ impl Model {
             about: description.about,
             decoder,
             encoder,
-            slowest_encode: AtomicU64::new(0),
+            slowest_encode: SlowestEncode::default(),
             kv_element,
             _charges: charges,
         }))
@@ -104,7 +102,7 @@ impl Model {
 
     /// How long the largest image that limits allow took to encode, at most, when a state was built; zero without images.
     pub fn slowest_encode(&self) -> Duration {
-        Duration::from_nanos(self.slowest_encode.load(Ordering::Relaxed))
+        self.slowest_encode.get()
     }
 
     /// Bytes of the states of fixed size that a request has beside its KV; 0 where no layer has one.

@@ -1,6 +1,5 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use plimsoll_core::{
@@ -72,8 +71,7 @@ impl Runner {
             Some(encoder) => {
                 let begun = Instant::now();
                 let state = EncoderState::new(encoder, budget)?;
-                let nanos = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                model.slowest_encode.fetch_max(nanos, Ordering::Relaxed);
+                model.slowest_encode.add(begun.elapsed());
                 Some(state)
             }
         };

@@ -94,14 +94,11 @@ impl Place {
     /// # Errors
     /// Where the files that say how images are taken cannot be read.
     pub fn with(&self, model: &Path, settings: &Arc<EngineSettings>) -> Result<Box<dyn Device>, Error> {
+        let settings = &images::settings_of(model, settings)?;
         Ok(match self {
             Self::Gpu(gpu) => Box::new(GpuBackend::new(model, settings, gpu.clone())),
             Self::Assumed(bytes) => Box::new(AssumedGpu::new(model, settings, *bytes)),
-            Self::Cpu(budget) => Box::new(CpuBackend::new(
-                model,
-                &images::settings_of(model, settings)?,
-                budget.clone(),
-            )),
+            Self::Cpu(budget) => Box::new(CpuBackend::new(model, settings, budget.clone())),
         })
     }
 }
@@ -134,7 +131,8 @@ pub fn open(
         let (ordinal, name, bytes) = (info.ordinal, &info.name, Bytes(gpu.budget().meters().total));
         tracing::info!("device: cuda:{ordinal}, {name}, compute capability {major}.{minor}, {bytes}");
         terminal::phase("device", format_args!("cuda:{ordinal}, {name}, {bytes}"));
-        return Ok((Arc::new(GpuBackend::new(model, settings, gpu)), gpu_lock));
+        let settings = images::settings_of(model, settings)?;
+        return Ok((Arc::new(GpuBackend::new(model, &settings, gpu)), gpu_lock));
     }
     drop(gpu_lock);
     check_cpu(settings)?;
