@@ -113,6 +113,15 @@ impl<L, V> Encoder<L, V> {
         }
     }
 
+    /// Its linear layers.
+    pub(crate) fn linears(&self) -> impl Iterator<Item = &L> {
+        let of_layers = self.layers.iter();
+        let of_layers = of_layers.flat_map(|layer| [&layer.qkv, &layer.output, &layer.up, &layer.down]);
+        let mergers = self.features.iter().chain([&self.merger]);
+        let of_mergers = mergers.flat_map(|merger| [&merger.up, &merger.down]);
+        of_layers.chain(of_mergers).chain([&self.patches])
+    }
+
     /// All of it.
     pub(crate) fn forward<O: EncoderOperations<L, V>>(
         &self,

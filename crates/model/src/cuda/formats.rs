@@ -70,7 +70,7 @@ impl Visitor for Products {
                 format,
                 order: _,
                 expert,
-                // Of an encoder, which is not loaded.
+                // Of an encoder, which is stored in floats.
                 kernel: _,
             } = part;
             if is_int4 && expert.is_some() {

@@ -123,7 +123,10 @@ fn images_take_what_the_largest_needs() {
     // Three parts of 64 elements that are kept of each row; of each patch three activations of 48, q, k and v, and 12 angles.
     let kept = 2 * rows * 3 * 64 * 2;
     let activations = patches * (3 * 48 + 3 * 48) * 2 + patches * 24 * 4 + rows * 64 * 2 + rows / 16 * 4;
-    assert_eq!(images.encoder_bytes(), (kept + activations).next_multiple_of(2 << 20));
+    assert_eq!(
+        images.encoder_bytes(),
+        (kept + activations).next_multiple_of(2 << 20)
+    );
     assert!(images.weights_bytes() > text.weights_bytes());
     assert!(images.staging_bytes() > text.staging_bytes());
 
@@ -133,7 +136,9 @@ fn images_take_what_the_largest_needs() {
         config["vision_config"][field] = value.into();
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-        let error = GpuFootprint::assumed(dir.path(), shape.clone()).unwrap_err().to_string();
+        let error = GpuFootprint::assumed(dir.path(), shape.clone())
+            .unwrap_err()
+            .to_string();
         for said in [field, "--device cpu", "--limit-mm-per-prompt"] {
             assert!(error.contains(said), "{error}");
         }
