@@ -137,10 +137,10 @@ impl Backend for GpuBackend {
             generation: model.generation().clone(),
             eos_token_ids: model.eos_token_ids(),
             disabled,
-            weights: Arc::new(GpuWeights {
+            weights: vec![Arc::new(GpuWeights {
                 model,
                 options: options(&self.settings),
-            }),
+            })],
         })
     }
 

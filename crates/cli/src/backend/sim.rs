@@ -129,13 +129,13 @@ impl Backend for SimBackend {
             generation: GenerationConfig::default(),
             eos_token_ids: Vec::new(),
             disabled: Vec::new(),
-            weights: Arc::new(SimWeights {
+            weights: vec![Arc::new(SimWeights {
                 budget: self.budget.clone(),
                 step_time,
                 faults,
                 served: Arc::default(),
                 asked: Arc::default(),
-            }),
+            })],
         })
     }
 

@@ -29,7 +29,7 @@ pub use image::{check, has_images, load};
 pub use kv::{GpuKv, GpuKvElement};
 pub use linear::{
     FP8_BLOCK, FP8_CAPABILITY, Fp8Scaling, GgufKernels, GpuFp8Rows, GpuLinear, GpuMatrix, GpuResidual,
-    GpuRows, GpuValues, GpuWeight, Int4Group, Int4Kernels, LinearChoice, LinearOutput, LinearPath,
+    GpuRows, GpuValues, GpuWeight, Int4Group, Int4Kernels, LinearChoice, LinearCut, LinearOutput, LinearPath,
     LinearRoom, LinearScratch, LinearUse, Linears, MOST_DEQUANTISED, PART_OUTPUTS, dequantised_room,
     int4_pitch, mxfp4_pitch,
 };

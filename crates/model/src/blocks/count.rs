@@ -4,7 +4,7 @@ use super::{Decoder, Matrix, Stack, Vector, Visitor};
 use crate::{DecoderSpec, spec};
 
 impl DecoderSpec {
-    /// Elements of all weights: not the scales of those in eight bits or four, and an embedding that is the head too only once.
+    /// Elements of all weights, all ranks' together: not the scales of those in eight bits or four, and an embedding that is the head too only once.
     pub fn num_parameters(&self) -> u64 {
         let mut count = Count(0);
         let Ok(_) = Decoder::visit(self, &mut count);
@@ -16,7 +16,8 @@ impl DecoderSpec {
         let idle = self.layers.iter().map(|layer| match &layer.mlp {
             spec::Mlp::Dense(_) => 0,
             spec::Mlp::Moe(moe) | spec::Mlp::Both(_, moe) => {
-                let (inner, hidden) = (moe.intermediate_size as u64, self.hidden_size as u64);
+                let inner = (moe.intermediate_size * self.shard.ranks) as u64;
+                let hidden = self.hidden_size as u64;
                 let biases = if moe.bias { 2 * inner + hidden } else { 0 };
                 let expert = (3 * inner).saturating_mul(hidden).saturating_add(biases);
                 expert.saturating_mul((moe.experts - moe.top_k) as u64)
@@ -34,6 +35,11 @@ impl Count {
         let elements = (rows as u64).saturating_mul(cols as u64);
         self.0 = self.0.saturating_add(elements);
     }
+
+    fn add_matrix(&mut self, matrix: &Matrix) {
+        let [rows, cols] = matrix.stored_shape();
+        self.add(rows, cols);
+    }
 }
 
 impl Visitor for Count {
@@ -43,7 +49,7 @@ impl Visitor for Count {
     type Error = Infallible;
 
     fn vector(&mut self, vector: &Vector) -> Result<(), Infallible> {
-        self.add(vector.len, 1);
+        self.add(vector.stored_shape().iter().product(), 1);
         Ok(())
     }
 
@@ -52,16 +58,15 @@ impl Visitor for Count {
     }
 
     fn linear(&mut self, stack: &Stack) -> Result<(), Infallible> {
+        stack.parts.iter().for_each(|part| self.add_matrix(part));
         stack
-            .parts
-            .iter()
-            .for_each(|part| self.add(part.outputs, part.inputs));
-        stack.biases().for_each(|bias| self.add(bias.len, 1));
+            .biases()
+            .for_each(|bias| self.add(bias.stored_shape()[0], 1));
         Ok(())
     }
 
     fn embedding(&mut self, table: &Matrix) -> Result<(), Infallible> {
-        self.add(table.outputs, table.inputs);
+        self.add_matrix(table);
         Ok(())
     }
 

@@ -94,21 +94,26 @@ impl<E, L, V> Decoder<E, L, V> {
     where
         T: Visitor<Embedding = E, Linear = L, Vector = V>,
     {
-        let (vocab, hidden) = (spec.vocab_size, spec.hidden_size);
+        let (vocab, hidden) = (spec.vocab_rows(), spec.hidden_size);
         let rope_factors = match spec.ropes().first() {
             Some(rope) => {
                 visitor.optional_vector(&Vector::plain("rope_freqs.weight", rope.rotary_dim / 2))?
             }
             None => None,
         };
-        let scope = Scope::new("", &spec.quantization);
-        let embedding = visitor.embedding(&scope.matrix(EMBEDDING, vocab, hidden))?;
+        let scope = Scope::new("", &spec.quantization, spec.shard);
+        let table = scope
+            .matrix(EMBEDDING, vocab, hidden)
+            .outputs_of(spec.vocab_shard);
+        let embedding = visitor.embedding(&table)?;
         Ok(Self {
             rope_factors,
             head: match spec.head {
                 OutputHead::None => None,
                 OutputHead::Own => {
-                    let head = scope.matrix("lm_head", vocab, hidden);
+                    let head = scope
+                        .matrix("lm_head", vocab, hidden)
+                        .outputs_of(spec.vocab_shard);
                     Some(visitor.linear(&Stack::new(vec![head]))?)
                 }
                 OutputHead::Tied => Some(visitor.tied(&embedding)),
@@ -339,6 +344,11 @@ pub(crate) trait Operations<L, V> {
 
     /// From these to what is added to the residual stream.
     fn project_down(&mut self, mlp: &DenseMlpSpec, down: &L) -> Result<(), Self::Error>;
+
+    /// What is added to the residual stream is the sum of what all ranks computed. One rank alone has all of it.
+    fn sum_ranks(&mut self) -> Result<(), Self::Error> {
+        Ok(())
+    }
 
     /// From the norm of the residual stream through each row's experts to what is added to it.
     fn experts(&mut self, spec: &MoeSpec, norms: &Norms<'_, V>, moe: &Moe<L>) -> Result<(), Self::Error>;

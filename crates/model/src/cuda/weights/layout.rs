@@ -358,6 +358,7 @@ pub(super) mod tests {
 
     use super::*;
     use crate::OutputHead;
+    use crate::Shard;
     use crate::quantization::{
         Fp8Scales, Int4Format, Int4Groups, Int4Packing, MatrixFormat, ModuleNames, Quantization,
         QuantizationGroup,
@@ -386,6 +387,7 @@ pub(super) mod tests {
                 mixer: Mixer::Attention(AttentionSpec {
                     heads: kv_heads * rng.random_range(1..4),
                     kv_heads,
+                    kv_shard: Shard::WHOLE,
                     head_dim,
                     window: None,
                     rope: Some(Arc::new(RopeSpec {
@@ -424,6 +426,8 @@ pub(super) mod tests {
             head: [OutputHead::Own, OutputHead::Tied, OutputHead::None][rng.random_range(0..3)],
             logit_soft_cap: None,
             per_layer: None,
+            shard: Shard::WHOLE,
+            vocab_shard: Shard::WHOLE,
             quantization: quantization(rng),
         }
     }

@@ -164,6 +164,7 @@ mod tests {
                     order: RowOrder::Plain,
                     expert: None,
                     kernel: None,
+                    share: None,
                 }),
             };
             let part = Part {
