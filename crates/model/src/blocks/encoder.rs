@@ -1,6 +1,5 @@
 use super::{Scope, Stack, Vector, Visitor};
 use crate::EncoderSpec;
-use crate::shard::Shard;
 
 /// An encoder of images, with `L` for each linear layer and `V` for each vector.
 #[derive(Clone, Debug)]
@@ -68,7 +67,7 @@ impl<L, V> Encoder<L, V> {
     {
         // Towers are stored in floats, whatever the decoder is stored in.
         let floats = crate::Quantization::default();
-        let scope = Scope::new("visual.", &floats, Shard::WHOLE);
+        let scope = Scope::new("visual.", &floats);
         let hidden = spec.hidden_size;
         let embed = scope.part("patch_embed");
         let positions = [spec.positions_per_side.pow(2), hidden];
@@ -112,15 +111,6 @@ impl<L, V> Encoder<L, V> {
             merger: merger(&self.merger),
             features: self.features.iter().map(merger).collect(),
         }
-    }
-
-    /// Its linear layers.
-    pub(crate) fn linears(&self) -> impl Iterator<Item = &L> {
-        let of_layers = self.layers.iter();
-        let of_layers = of_layers.flat_map(|layer| [&layer.qkv, &layer.output, &layer.up, &layer.down]);
-        let mergers = self.features.iter().chain([&self.merger]);
-        let of_mergers = mergers.flat_map(|merger| [&merger.up, &merger.down]);
-        of_layers.chain(of_mergers).chain([&self.patches])
     }
 
     /// All of it.

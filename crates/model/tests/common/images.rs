@@ -28,7 +28,8 @@ pub struct ImageCase {
     pub last_logits: Vec<Vec<f32>>,
     pub greedy: Vec<TokenId>,
     pub leads: Vec<f32>,
-    /// Of transformers' own logits in bf16, by norm, relative.
+    /// Of transformers' own logits in bf16, by norm, relative; of models that GPUs take.
+    #[serde(default)]
     pub bf16_error: f64,
 }
 
@@ -41,6 +42,7 @@ pub struct GoldenImage {
     /// Of each part, its rows.
     pub features: Vec<Vec<Vec<f32>>>,
     /// Of transformers' own rows in bf16.
+    #[serde(default)]
     pub bf16_error: f64,
 }
 

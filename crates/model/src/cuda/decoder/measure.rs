@@ -15,8 +15,6 @@ use crate::{DecoderSpec, OutputHead};
 
 /// Numbers of rows that linear layers are measured for: those of decode steps, and of prompts.
 const MEASURED_ROWS: [usize; 16] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 2048, 8192];
-/// The same of an encoder: patches of images.
-const MEASURED_PATCHES: [usize; 4] = [256, 1024, 4096, 8192];
 /// Most rows that are sampled from are fewer.
 const MEASURED_HEAD_ROWS: usize = 256;
 /// Most bytes of device memory that this takes while the model is loaded: with the libraries' workspace, and what allocators round up
@@ -125,12 +123,6 @@ impl Decoder {
             let kind = LinearOutput::Glu(activation);
             uses.extend(whole.iter().map(|layers| plain(layers, kind)));
         }
-        let encoder = self.weights.encoder.iter().flat_map(|encoder| encoder.linears());
-        let encoder = alike(encoder.flat_map(GpuLinear::products));
-        uses.extend(encoder.iter().map(|layers| LinearUse {
-            rows: &MEASURED_PATCHES,
-            ..plain(layers, LinearOutput::Bf16)
-        }));
         if !head.is_empty() {
             uses.push(LinearUse {
                 rows: MEASURED_ROWS
