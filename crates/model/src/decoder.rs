@@ -569,8 +569,9 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         Ok(())
     }
 
-    fn add_features(&mut self, layer: usize) {
+    fn add_features(&mut self, layer: usize) -> Result<(), Oom> {
         self.add_features_of_images(layer);
+        Ok(())
     }
 
     fn finish(&mut self, norms: &Norms<'_, Vec<f32>>) -> Result<(), StepError> {

@@ -359,7 +359,9 @@ impl Operations<LinearShape, ()> for CountStep<'_> {
         Ok(())
     }
 
-    fn add_features(&mut self, _: usize) {}
+    fn add_features(&mut self, _: usize) -> Result<(), Boundless> {
+        Ok(())
+    }
 
     fn finish(&mut self, _: &Norms<'_, ()>) -> Result<(), Boundless> {
         Ok(())

@@ -1,7 +1,6 @@
 use std::io::ErrorKind;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -11,7 +10,7 @@ use plimsoll_kernels::{Exchange, WeightType};
 
 use crate::decoder::Decoder;
 use crate::embedding::{self, ServeAs};
-use crate::encoder::Encoder;
+use crate::encoder::{Encoder, SlowestEncode};
 use crate::quantization::Quantization;
 use crate::state::{KvCacheDtype, KvElementType, StateCache};
 use crate::weights::{Checkpoint, DummyWeights, GgufWeights, Loader, Source};
@@ -53,8 +52,7 @@ pub struct Model {
     about: About,
     pub(crate) decoder: Decoder,
     pub(crate) encoder: Option<Encoder>,
-    /// Nanoseconds that the largest image took at most when a state was built.
-    pub(crate) slowest_encode: AtomicU64,
+    pub(crate) slowest_encode: SlowestEncode,
     pub(crate) kv_element: KvElementType,
     /// Where it meets the other ranks, if there are any: one state at a time computes steps.
     pub(crate) exchange: Option<Arc<Mutex<Exchange>>>,
@@ -108,7 +106,7 @@ impl Model {
             about: description.about,
             decoder,
             encoder,
-            slowest_encode: AtomicU64::new(0),
+            slowest_encode: SlowestEncode::default(),
             kv_element,
             exchange,
             _charges: charges,
@@ -127,7 +125,7 @@ impl Model {
 
     /// How long the largest image that limits allow took to encode, at most, when a state was built; zero without images.
     pub fn slowest_encode(&self) -> Duration {
-        Duration::from_nanos(self.slowest_encode.load(Ordering::Relaxed))
+        self.slowest_encode.get()
     }
 
     /// Bytes of the states of fixed size that a request has beside its KV; 0 where no layer has one.

@@ -1,5 +1,4 @@
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -72,8 +71,7 @@ impl Runner {
             Some(encoder) => {
                 let begun = Instant::now();
                 let state = EncoderState::new(encoder, budget)?;
-                let nanos = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                model.slowest_encode.fetch_max(nanos, Ordering::Relaxed);
+                model.slowest_encode.add(begun.elapsed());
                 Some(state)
             }
         };

@@ -97,9 +97,10 @@ impl Place {
     /// # Errors
     /// Where the files that say how images are taken cannot be read.
     pub fn with(&self, model: &Path, settings: &Arc<EngineSettings>) -> Result<Box<dyn Device>, Error> {
+        let with_images = || images::settings_of(model, settings);
         Ok(match self {
-            Self::Gpu(gpu) => Box::new(GpuBackend::new(model, settings, gpu.clone())),
-            Self::Assumed(bytes) => Box::new(AssumedGpu::new(model, settings, *bytes)),
+            Self::Gpu(gpu) => Box::new(GpuBackend::new(model, &with_images()?, gpu.clone())),
+            Self::Assumed(bytes) => Box::new(AssumedGpu::new(model, &with_images()?, *bytes)),
             Self::Cpu(budgets) => match &budgets[..] {
                 [budget] => Box::new(cpu(model, settings, budget)?),
                 budgets => Box::new(cpu_ranks(model, settings, budgets)?),
@@ -136,7 +137,8 @@ pub fn open(
         let (ordinal, name, bytes) = (info.ordinal, &info.name, Bytes(gpu.budget().meters().total));
         tracing::info!("device: cuda:{ordinal}, {name}, compute capability {major}.{minor}, {bytes}");
         terminal::phase("device", format_args!("cuda:{ordinal}, {name}, {bytes}"));
-        return Ok((Arc::new(GpuBackend::new(model, settings, gpu)), gpu_lock));
+        let settings = images::settings_of(model, settings)?;
+        return Ok((Arc::new(GpuBackend::new(model, &settings, gpu)), gpu_lock));
     }
     drop(gpu_lock);
     check_cpu(settings)?;

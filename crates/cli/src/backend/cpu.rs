@@ -99,7 +99,7 @@ impl Device for CpuBackend {
     }
 
     fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
-        self.left_out(&self.settings.serve_as)
+        self.left_out()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {

@@ -17,7 +17,7 @@ use plimsoll_core::{
     TokenId,
 };
 use plimsoll_device::Budget;
-use plimsoll_model::{Cancel, GenerationConfig, ModelConfig, Progress, ServeAs};
+use plimsoll_model::{Cancel, GenerationConfig, ModelConfig, Progress};
 use plimsoll_profiler::{BuildProgress, Disabled, Footprint, Target};
 use plimsoll_server::EmbeddingInfo;
 
@@ -188,9 +188,9 @@ impl<D> ModelOn<D> {
         Ok(self.config()?.spec.vocab_size)
     }
 
-    /// The model of images and text whose text alone is served as `serve_as` says.
-    fn left_out(&self, serve_as: &ServeAs) -> Result<Option<&'static str>, Error> {
-        let config = ModelConfig::read(&self.model, serve_as)?;
+    /// The model of images and text whose text alone is served.
+    fn left_out(&self) -> Result<Option<&'static str>, Error> {
+        let config = ModelConfig::read(&self.model, &self.settings.serve_as)?;
         let around = config.text_part_of.filter(|_| config.encoder.is_none());
         Ok(around.map(|around| around.name))
     }

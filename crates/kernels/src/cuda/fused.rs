@@ -8,7 +8,7 @@ use super::GpuKvElement;
 use super::linear::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuRows};
 use crate::Activation;
 
-pub use operands::{GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
+pub use operands::{GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, PairAxes, rope_turns};
 
 /// Elements of one 16-byte access; rows are multiples of it.
 const VEC: usize = 8;
@@ -286,10 +286,11 @@ impl FusedKernels {
         rope: GpuRope<'_>,
         kv: GpuKvWrite<'_>,
     ) -> Result<(), GpuError> {
-        let (rows, dim) = (rope.positions.len(), kv.head_dim);
+        let (rows, dim) = (kv.slots.len(), kv.head_dim);
         let width = row_len(qkv, rows);
         let pairs = rope.turns.len() / 2;
-        assert_eq!(kv.slots.len(), rows, "one slot per row");
+        let numbers = rope.axes.map_or(1, |_| PairAxes::NUMBERS);
+        assert_eq!(rope.positions.len(), rows * numbers, "one position per row");
         assert!(
             dim > 0 && width.is_multiple_of(dim) && width / dim > 2 * kv.kv_heads,
             "qkv is not [tokens, heads + 2 kv_heads, head_dim]"
@@ -353,6 +354,7 @@ impl FusedKernels {
             kv.kv.k_scale.recip().into(),
             kv.kv.v_scale.recip().into(),
         ];
+        let args = [&args[..], &PairAxes::args(rope.axes)].concat();
         let launch =
             Launch::new([rows as u32, 1, 1], threads as u32).shared((pairs + 1) * size_of::<[f32; 2]>());
         let kernel = &kernels[kv.kv.element.index()][usize::from(rope.query_scale.is_some())];

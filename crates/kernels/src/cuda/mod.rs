@@ -8,6 +8,7 @@ mod attention_decode;
 mod attention_options;
 mod attention_prefill;
 mod delta_rule;
+mod encoder;
 mod fused;
 mod image;
 mod kv;
@@ -22,7 +23,8 @@ pub use attention_prefill::{PrefillArgs, PrefillItem, PrefillKernels, PrefillPla
 pub use delta_rule::{
     DeltaArgs, DeltaBound, DeltaKernels, DeltaSize, GpuDeltaGates, GpuStateRun, GpuStateTile,
 };
-pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
+pub use encoder::{EncoderKernels, GpuLayerNorm, KeptRows, PatchAttention, PatchGrid};
+pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, PairAxes, rope_turns};
 pub use image::{check, has_images, load};
 pub use kv::{GpuKv, GpuKvElement};
 pub use linear::{

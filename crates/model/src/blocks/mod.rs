@@ -168,7 +168,7 @@ impl<E, L, V> Decoder<E, L, V> {
             if let Some(scalar) = &layer.scalar {
                 step.scale(scalar)?;
             }
-            step.add_features(index);
+            step.add_features(index)?;
         }
         step.finish(&Norms {
             added,
@@ -367,7 +367,7 @@ pub(crate) trait Operations<L, V> {
     fn scale(&mut self, scalar: &V) -> Result<(), Self::Error>;
 
     /// What an image's rows have for the output of that layer is added to the residual stream.
-    fn add_features(&mut self, layer: usize);
+    fn add_features(&mut self, layer: usize) -> Result<(), Self::Error>;
 
     /// The last norm.
     fn finish(&mut self, norms: &Norms<'_, V>) -> Result<(), Self::Error>;

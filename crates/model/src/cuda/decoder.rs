@@ -1,5 +1,6 @@
 mod experts;
 mod head;
+mod images;
 mod layers;
 mod measure;
 
@@ -11,6 +12,7 @@ use plimsoll_kernels::cuda::{
     PrefillKernels, SampleKernels,
 };
 
+use super::encoder::{EncoderState, Products};
 use super::experts::Experts;
 use super::input::{StepInput, StepInputs};
 use super::masks::Masks;
@@ -24,6 +26,7 @@ use crate::blocks::Operations;
 use crate::spec::AttentionSpec;
 use crate::state::LayerPlace;
 use head::{Head, Logits};
+use images::RowsOfImage;
 use layers::{Kind, Step};
 
 /// What the kernels of a step work on.
@@ -38,6 +41,8 @@ pub(super) struct StepState {
     pub(super) places: Vec<LayerPlace>,
     /// Longest context that is served, in tokens.
     pub(super) max_model_len: usize,
+    /// Of a model that takes images.
+    pub(super) encoder: Option<EncoderState>,
     pub(super) inputs: StepInputs,
     pub(super) outputs: Outputs,
     pub(super) masks: Masks,
@@ -127,6 +132,15 @@ impl Decoder {
         };
         decoder.measure_linears()?;
         Ok(decoder)
+    }
+
+    /// Of a model that takes images.
+    pub(super) fn encoder(&self) -> Option<Products<'_>> {
+        let weights = self.weights.encoder.as_ref()?;
+        Some(Products {
+            linears: &self.linears,
+            weights,
+        })
     }
 
     /// Where it runs.
@@ -232,6 +246,10 @@ impl Decoder {
             GpuMatrix::Gguf { .. } => self.linears.gguf().embedding(table, tokens, scale, act.hidden)?,
             _ => self.fused.embedding(table.weight(), tokens, scale, act.hidden)?,
         }
+        let images = RowsOfImage::of(input, state);
+        if let Some(images) = &images {
+            images.put(act.hidden, input.rows)?;
+        }
         let kinds = self.kinds.iter().map(|&first| {
             let layer = &decoder.layers[first];
             Kind::new(self, layer, input.rows, state)
@@ -242,6 +260,7 @@ impl Decoder {
             input,
             state,
             scores,
+            images,
             act,
             rows: input.rows,
             is_fresh: true,

@@ -70,7 +70,7 @@ impl Visitor for Products {
                 format,
                 order: _,
                 expert,
-                // Of an encoder, which is not loaded.
+                // Of an encoder, which is stored in floats.
                 kernel: _,
                 // A GPU has all of a model.
                 share: _,

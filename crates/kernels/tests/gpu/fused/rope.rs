@@ -1,7 +1,7 @@
 //! Norm of q and k, rotation, write to the cache.
 
 use plimsoll_kernels::QueryScale;
-use plimsoll_kernels::cuda::GpuKvElement;
+use plimsoll_kernels::cuda::{GpuKvElement, PairAxes};
 
 use super::*;
 use crate::cache::{Cache, to_e4m3};
@@ -14,6 +14,8 @@ struct Case {
     block_size: usize,
     qkv: Vec<bf16>,
     positions: Vec<i32>,
+    /// Where positions have three numbers: with which of them each pair turns, and them, of which the first is the position.
+    axes: Option<(Vec<usize>, Vec<[u32; 3]>)>,
     /// A slot per row, or -1.
     slots: Vec<i32>,
     blocks: usize,
@@ -48,6 +50,16 @@ impl Case {
             block_size,
             qkv: random(rng, tokens * (heads + 2 * kv_heads) * dim),
             positions: (0..tokens).map(|i| (start + i) as i32).collect(),
+            axes: rng.random_bool(0.4).then(|| {
+                let position = |i: usize, rng: &mut StdRng| {
+                    let mut near = || (start + i) as u32 + rng.random_range(0..100);
+                    [(start + i) as u32, near(), near()]
+                };
+                (
+                    (0..pairs).map(|_| rng.random_range(0..3)).collect(),
+                    (0..tokens).map(|i| position(i, rng)).collect(),
+                )
+            }),
             slots: (0..tokens)
                 .map(|i| if rng.random_bool(0.2) { -1 } else { slot(i) as i32 })
                 .collect(),
@@ -110,7 +122,11 @@ impl Case {
                         .for_each(|(x, &w)| *x *= scale * f64::from(w));
                 }
                 for (pair, &frequency) in self.frequencies.iter().enumerate() {
-                    let (sin, cos) = (f64::from(self.positions[row]) * f64::from(frequency)).sin_cos();
+                    let position = match &self.axes {
+                        None => f64::from(self.positions[row]),
+                        Some((axes, positions)) => f64::from(positions[row][axes[pair]]),
+                    };
+                    let (sin, cos) = (position * f64::from(frequency)).sin_cos();
                     let (sin, cos) = (sin * f64::from(self.factor), cos * f64::from(self.factor));
                     let (a, b) = (head[pair], head[pair + self.pairs]);
                     head[pair] = a * cos - b * sin;
@@ -152,7 +168,7 @@ impl Case {
     fn check(&self, name: &str, out: &Out) {
         let (q, kv) = self.reference();
         let shape = format!(
-            "{name}: {} + 2 x {} heads of {}, {} pairs, {} rows from position {}, norm {}, factor {}, {:?}",
+            "{name}: {} + 2 x {} heads of {}, {} pairs, {} rows from position {}, norm {}, factor {}, {:?}, axes {}",
             self.heads,
             self.kv_heads,
             self.dim,
@@ -162,6 +178,7 @@ impl Case {
             self.norm.is_some(),
             self.factor,
             self.query_scale,
+            self.axes.is_some(),
         );
         assert_close(&format!("{shape}: q"), &out.q, &q, BF16);
         assert_close(&format!("{shape}: kv"), &out.kv, &kv, BF16);
@@ -204,7 +221,12 @@ fn write_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case, cache: Cache) ->
     let mut padded = projections.clone();
     padded.extend([bf16::from_bits(0xffff); GUARD]);
     let qkv = upload(gpu, &padded);
-    let (positions, slots) = (upload(gpu, &case.positions), upload(gpu, &case.slots));
+    let positions: Vec<i32> = match &case.axes {
+        None => case.positions.clone(),
+        Some((_, positions)) => positions.iter().flatten().map(|&at| at as i32).collect(),
+    };
+    let numbers = positions.len();
+    let (positions, slots) = (upload(gpu, &positions), upload(gpu, &case.slots));
     let turns = upload(gpu, &rope_turns(&case.frequencies));
     let len = case.blocks * case.kv_heads * case.block_size * dim;
     let bytes = len * cache.element.bytes();
@@ -216,7 +238,8 @@ fn write_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case, cache: Cache) ->
         eps: EPS,
     });
     let rope = GpuRope {
-        positions: positions.slice().range(0..tokens),
+        positions: positions.slice().range(0..numbers),
+        axes: case.axes.as_ref().map(|(axes, _)| PairAxes::new(axes)),
         turns: turns.slice().range(0..2 * case.pairs),
         factor: case.factor,
         query_scale: case.query_scale,
@@ -289,7 +312,12 @@ fn run_on_cpu(case: &Case) -> Out {
         blocks: &table,
     }];
     let mut angles = vec![f32::NAN; tokens * 2 * case.pairs];
-    cpu::rope_angles(&case.frequencies, case.factor, &runs, &mut angles);
+    match &case.axes {
+        None => cpu::rope_angles(&case.frequencies, case.factor, &runs, &mut angles),
+        Some((axes, positions)) => {
+            cpu::rope_angles_of_axes(&case.frequencies, case.factor, axes, positions, &mut angles);
+        }
+    }
     let mut q = vec![f32::NAN; tokens * case.heads * case.dim];
     let norm = case.norm.as_ref().map(|(q, k)| cpu::QkNorm { q, k, eps: EPS });
     let mut kv = cpu::PagedKvMut {

@@ -8,6 +8,7 @@ use plimsoll_kernels::cuda::{
     GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope, GpuRows, LinearOutput, Linears, PrefillArgs,
 };
 
+use super::images::RowsOfImage;
 use super::{Decoder, StepState};
 use crate::blocks::{Beside, DeltaRule, DenseMlp, LayerInput, Moe, Norms, Operations};
 use crate::cuda::input::StepInput;
@@ -106,6 +107,8 @@ pub(super) struct Step<'a, 'b> {
     pub(super) input: &'b StepInput,
     pub(super) state: &'b StepState,
     pub(super) scores: Option<&'b ScoreSlices<'b>>,
+    /// Of a step that has any.
+    pub(super) images: Option<RowsOfImage<'b>>,
     /// As wide as the widest layer needs.
     pub(super) act: Activations<'a>,
     /// Rows that are computed.
@@ -294,6 +297,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             .map(|[rope, table]| &weights.ropes[rope][table]);
         let rope = GpuRope {
             positions: state.inputs.device(input.positions),
+            axes: table.map_or(weights.no_axes(), |table| table.axes),
             turns: table.map_or(weights.no_turns(), |table| table.turns.slice()),
             factor: table.map_or(1.0, |table| table.factor),
             query_scale: spec.rope.as_deref().and_then(|rope| rope.query_scale),
@@ -536,8 +540,10 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         unreachable!("{REFUSED}")
     }
 
-    /// No step has images on a GPU.
-    fn add_features(&mut self, _: usize) {}
+    fn add_features(&mut self, layer: usize) -> Result<(), GpuError> {
+        let Some(images) = &self.images else { return Ok(()) };
+        images.add_features(layer, self.act.hidden, self.rows)
+    }
 
     fn finish(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {
         let width = norms.weight.slice().len();
