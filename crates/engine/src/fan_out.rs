@@ -69,8 +69,9 @@ impl<S: Executor + 'static> FanOut<S> {
 
     /// With another bound.
     #[cfg(test)]
-    pub(crate) fn with_patience(self, patience: Duration) -> Self {
-        Self { patience, ..self }
+    pub(crate) fn with_patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
     }
 
     /// What `work` comes to on each rank of `ranks`, in their order.
