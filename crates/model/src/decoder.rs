@@ -569,7 +569,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         Ok(())
     }
 
-    fn add_features(&mut self, layer: usize) -> Result<(), Oom> {
+    fn add_features(&mut self, layer: usize) -> Result<(), StepError> {
         self.add_features_of_images(layer);
         Ok(())
     }
