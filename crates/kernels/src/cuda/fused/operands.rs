@@ -2,8 +2,8 @@
 
 use plimsoll_device::cuda::GpuSlice;
 
-use crate::QueryScale;
 use crate::cuda::GpuKv;
+use crate::{CachedValues, QueryScale};
 
 /// Input tokens of a step.
 #[derive(Clone, Copy, Debug)]
@@ -68,6 +68,8 @@ pub struct GpuKvWrite<'a> {
     pub head_dim: usize,
     /// The projection has a gate for each element of q, between q and k.
     pub gated: bool,
+    /// What is cached as values; where they are normalised, q and k are too, with the same addend.
+    pub values: CachedValues,
 }
 
 /// Frequencies in turns per position instead of radians, each as a sum of two `f32` (`[pairs, 2]`, large part first), for
