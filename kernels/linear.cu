@@ -99,43 +99,45 @@ __device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const f
     }
 }
 
-// Words of two groups of each of a lane's two rows. None but with weights in four bits.
-template <Values kValues, bool kHasGroups = kIsInt4<kValues>>
-struct Groups {
-    __device__ __forceinline__ void load(const Problem&, const Cut&, int, int, int, int) {}
-};
-
+// The words of a window's groups, of two rows of a stage.
 template <Values kValues>
-struct Groups<kValues, true> {
-    uint32_t of[2][2];
+struct Groups {
+    static constexpr int kWords = kWindow / kGroup<kValues>;
+    uint32_t of[2][kWords];
 
-    // Pair `pair` of a chunk. Loaded one by one, as small groups are many and registers few.
-    __device__ __forceinline__ void load(const Problem& p, const Cut& cut, int block, int group, int chunk, int pair) {
+    // Of rows `row` and `row + 8`.
+    __device__ __forceinline__ Groups(const uint8_t* stage, int row, int window) {
+        const auto* const words = reinterpret_cast<const uint32_t*>(stage + kTile * kRowBytes);
 #pragma unroll
         for (int second = 0; second < 2; ++second) {
-            const uint32_t first = cut.first_group(p, block, group + second * 8) + chunk * (2 * kWindow / kGroup<kValues>) + pair * 2;
-            const uint2 words = __ldg(reinterpret_cast<const uint2*>(static_cast<const uint32_t*>(p.scales.of) + first));
-            of[second][0] = words.x, of[second][1] = words.y;
+            const uint32_t* const from = words + (row + second * 8) * (2 * kWords) + window * kWords;
+            if constexpr (kWords == 4) {
+                const uint4 four = *reinterpret_cast<const uint4*>(from);
+                of[second][0] = four.x, of[second][1] = four.y, of[second][2] = four.z, of[second][3] = four.w;
+            } else if constexpr (kWords == 2) {
+                const uint2 two = *reinterpret_cast<const uint2*>(from);
+                of[second][0] = two.x, of[second][1] = two.y;
+            } else {
+                of[second][0] = *from;
+            }
         }
     }
 };
 
-// A chunk of weights in four bits, whose first pair of groups is loaded: codes less their zeros are exact, so that sums of a group are
-// multiplied by its scale.
-template <int Tiles, Values kValues, typename Load, typename Piece, typename Leave, typename Inputs>
-__device__ __forceinline__ void multiply_int4(float (&acc)[Tiles][4], const Groups<kValues>& groups, const Load& load_groups,
-                                              const Piece& piece, const Leave& leave_stage, const Inputs& inputs_at) {
+// A chunk of weights in four bits: codes less their zeros are exact, so that sums of a group are multiplied by its scale.
+template <int Tiles, Values kValues, typename Piece, typename Leave, typename Inputs>
+__device__ __forceinline__ void multiply_int4(float (&acc)[Tiles][4], const uint8_t* stage, int group, const Piece& piece,
+                                              const Leave& leave_stage, const Inputs& inputs_at) {
     constexpr int kParts = kGroup<kValues> / 32;  // of a group
 #pragma unroll
     for (int window = 0; window < 2; ++window) {
         const uint4 l = piece(window, 0), h = piece(window, 1);
+        const Groups<kValues> groups(stage, group, window);
         if (window == 1) leave_stage();
         const uint32_t low[4] = {l.x, l.y, l.z, l.w}, high[4] = {h.x, h.y, h.z, h.w};
 #pragma unroll
         for (int first = 0; first < kWindowParts; first += kParts) {
-            const int at = (window * kWindowParts + first) / kParts;
-            if (at > 0 && at % 2 == 0) load_groups(at / 2);
-            const uint32_t low_group = groups.of[0][at % 2], high_group = groups.of[1][at % 2];
+            const uint32_t low_group = groups.of[0][first / kParts], high_group = groups.of[1][first / kParts];
             const uint32_t low_zeros = group_zeros(low_group), high_zeros = group_zeros(high_group);
             // Two sums, so that half as many products wait for each other.
             float sums[Tiles][4] = {}, others[Tiles][4] = {};
@@ -253,7 +255,14 @@ __device__ __forceinline__ void run(const Problem& p) {
     const int fetch_row = lane / kAtOnce, fetch_piece = lane % kAtOnce;
     uint8_t* const fetch_to = ring + (kIsGguf<kValues> ? (fetch_row * kPieces + fetch_piece) * 16 : swizzled(fetch_row, fetch_piece));
     uint32_t pieces_from[kLane];  // 16 bytes each: half the registers of addresses
+    // Of the words of groups, a lane copies 8 or 16 neighbouring bytes.
+    constexpr int kGroupCopy = kGroupBytes<kValues> > 8 ? 16 : 8, kGroupLanes = kTile * kGroupBytes<kValues> / kGroupCopy;
+    uint32_t words_from = 0;
     auto enter_block = [&] {
+        if constexpr (kIsInt4<kValues>) {
+            constexpr int kOfRow = kGroupBytes<kValues> / kGroupCopy;
+            words_from = cut.first_group(p, next_block, lane / kOfRow % kTile) + lane % kOfRow * (kGroupCopy / 4);
+        }
 #pragma unroll
         for (int i = 0; i < kLane; ++i) {
             pieces_from[i] = cut.first_piece(p, next_block, fetch_row + i * kRowsAtOnce<kValues>) + fetch_piece;
@@ -275,6 +284,11 @@ __device__ __forceinline__ void run(const Problem& p) {
                     if (first + kAtOnce > kPieces && first + fetch_piece >= kPieces) continue;
                     copy_async(to + (i * kRowsAtOnce<kValues> * kPieces + first) * 16, p.weight + (piece + first) * 16, true);
                 }
+            }
+            if constexpr (kIsInt4<kValues>) {
+                uint8_t* const words_to = ring + next_stage * kBytes + kTile * kRowBytes + lane * kGroupCopy;
+                const auto* const words = static_cast<const uint32_t*>(p.scales.of) + words_from + next_chunk * (kGroupBytes<kValues> / 4);
+                if (lane < kGroupLanes) copy_async_of<kGroupCopy>(words_to, words);
             }
             next_chunk += cut.parts;
         }
@@ -350,10 +364,6 @@ __device__ __forceinline__ void run(const Problem& p) {
             for (int chunk = first + cut.part; chunk < last; chunk += cut.parts) {
                 float scale = 1.0f;
                 if constexpr (kValues == Values::kFp8Blocks) scale = cut.stage_scale(p, block, chunk);
-                // Of rows `group` and `group + 8`; requested before the wait.
-                Groups<kValues> groups;
-                const auto load_groups = [&](int pair) { groups.load(p, cut, block, group, chunk, pair); };
-                load_groups(0);
                 float behind[2];
                 if constexpr (kIsGguf<kValues>) {
 #pragma unroll
@@ -394,7 +404,7 @@ __device__ __forceinline__ void run(const Problem& p) {
                         }
                     }
                 } else if constexpr (kIsInt4<kValues>) {
-                    multiply_int4<Tiles, kValues>(acc, groups, load_groups, piece, leave_stage, inputs_at);
+                    multiply_int4<Tiles, kValues>(acc, from, group, piece, leave_stage, inputs_at);
                 } else if constexpr (kIsGguf<kValues>) {
                     const uint8_t* const windows[2] = {from + group * kPieces * 16, from + (group + 8) * kPieces * 16};
                     multiply_gguf<Tiles, kGguf<kValues>>(acc, windows, behind, quad, leave_stage, place);

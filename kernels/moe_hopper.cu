@@ -2,8 +2,10 @@
 //
 // A block of threads stays and takes one piece of work after the other: a tile of 64 or 128 rows of x times 256 rows of weights, of a
 // gated product 128 of the gate and the same of the up projection, in groups of eight, so that both sums of an output are in one
-// thread. One warp group copies, ahead of the two that multiply 128 rows of weights each. Weights are bf16: for those in eight or four bits,
-// widened by the warp group that copies, moe.cu was faster (323 TFLOP/s of MXFP4 against 297 on an H200).
+// thread. One warp group copies, ahead of the two that multiply 128 rows of weights each.
+//
+// Weights of eight or four bits become bf16 in registers, which are then the left operand: while the products of 64 rows of weights
+// run, those of the other 64 are widened.
 #include "experts.cuh"
 #include "wgmma.cuh"
 
@@ -20,14 +22,27 @@ constexpr int kProducts = kGroupFeatures / 64;  // side by side, of a warp group
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == 3 * 168, "registers of the warp groups");
 
-template <int kTokens>
+// Stages that fit, as `launch_of` in crates/kernels/src/cuda/moe/products.rs has them too.
+template <int kTokens, Format kFormat>
+constexpr int kStagesOf = kFormat == Format::kBf16    ? (kTokens == 128 ? 4 : 5)
+                          : kFormat == Format::kMxfp4 ? (kTokens == 128 ? 4 : 6)
+                                                      : (kTokens == 128 ? 3 : 4);
+
+template <int kTokens, Format kFormat>
 struct Experts {
-    static constexpr int kStages = kTokens == 128 ? 4 : 5;
+    static constexpr int kStages = kStagesOf<kTokens, kFormat>;
+    static constexpr bool kWidens = kFormat != Format::kBf16;
+    // Of a stage: chunks, and bytes of a row of weights. Of e4m3 weights it is a block of inputs with one scale.
+    static constexpr int kStageChunks = kWidens ? 2 : 1;
+    static constexpr int kRowBytes = kStageChunks * kStoredBytes<kFormat>;
+    static constexpr int kRowPieces = kRowBytes / 16;
+    static constexpr int kExponents = kFormat == Format::kMxfp4 ? kFeatures : 0;
 
     struct __align__(1024) Shared {
-        bf16 weights[kStages][kFeatures * kChunk];
-        bf16 inputs[kStages][kTokens * kChunk];
+        uint8_t weights[kStages][kFeatures * kRowBytes];
+        bf16 inputs[kStages][kStageChunks][kTokens * kChunk];
         uint64_t full[kStages], empty[kStages];
+        uint32_t exponents[kStages][kExponents + 1];  // four of each row
     };
 
     // A piece of work.
@@ -43,6 +58,7 @@ struct Experts {
     __device__ __forceinline__ int outputs() const { return gated() ? kFeatures / 2 : kFeatures; }
     __device__ __forceinline__ int columns() const { return (p.n + outputs() - 1) / outputs(); }
     __device__ __forceinline__ int chunks() const { return (p.k + kChunk - 1) / kChunk; }
+    __device__ __forceinline__ int stages() const { return (chunks() + kStageChunks - 1) / kStageChunks; }
 
     __device__ __forceinline__ Work work(int index) const {
         const int columns = this->columns();
@@ -77,42 +93,70 @@ struct Experts {
         }
     }
 
+    // Where a piece of 16 bytes of a row of weights lies in a stage: what the lanes of a warp read at once is in different banks.
+    __device__ __forceinline__ static int weight_place(int row, int piece) {
+        const int turn = kRowPieces == 4 ? row / 2 % 4 : row % 8;
+        return row * kRowBytes + (piece ^ turn) * 16;
+    }
+
     // Copies all chunks of all work.
     __device__ __forceinline__ void produce(int count) const {
+        // This thread copies the same piece of some rows. A row is the same in each eight.
+        constexpr int kPieces = kChunk / 8, kRows = kWarpGroup / kPieces, kWeightRows = kWarpGroup / kRowPieces;
+        const int piece = threadIdx.x % kPieces, first_row = threadIdx.x / kPieces, pieces = p.k / 8;
+        const int weight_piece = threadIdx.x % kRowPieces, first_weight = threadIdx.x / kRowPieces;
+        const int weight_pieces = p.k * kStoredBytes<kFormat> / kChunk / 16;
         int step = 0;
         for (int index = blockIdx.x; index < count; index += gridDim.x) {
             const Work w = work(index);
-            // This thread copies the same piece of some rows: where they begin, in pieces of 16 bytes. A row is the same in each eight.
-            constexpr int kPieces = kChunk / 8, kRows = kWarpGroup / kPieces;
-            const int piece = threadIdx.x % kPieces, first_row = threadIdx.x / kPieces, row_pieces = p.k / 8;
-            uint32_t inputs[kTokens / kRows], weights[kFeatures / kRows];
+            // Where they begin, in pieces of 16 bytes.
+            uint32_t inputs[kTokens / kRows], weights[kFeatures / kWeightRows];
 #pragma unroll
             for (int i = 0; i < kTokens / kRows; ++i) {
-                inputs[i] = p.input_row(w.tile.first + min(first_row + i * kRows, w.tile.count - 1)) * row_pieces + piece;
+                inputs[i] = p.input_row(w.tile.first + min(first_row + i * kRows, w.tile.count - 1)) * pieces + piece;
             }
 #pragma unroll
-            for (int i = 0; i < kFeatures / kRows; ++i) weights[i] = weight_row(w, first_row + i * kRows) * row_pieces + piece;
-            const uint4* from_weights = reinterpret_cast<const uint4*>(of_expert(p.weight, p.stride, w.tile.expert));
+            for (int i = 0; i < kFeatures / kWeightRows; ++i) {
+                weights[i] = weight_row(w, first_weight + i * kWeightRows) * uint32_t(p.pitch / 16) + weight_piece;
+            }
+            const uint8_t* const weight = of_expert(p.weight, p.stride, w.tile.expert);
+            const uint4* from_weights = reinterpret_cast<const uint4*>(weight);
             const uint4* from_inputs = reinterpret_cast<const uint4*>(p.x);
-            for (int left = row_pieces - piece; left > -piece; left -= kPieces, ++step) {
+            for (int s = 0, all = stages(); s < all; ++s, ++step) {
                 const int stage = step % kStages;
                 wait_empty(step);
-                bf16* const to_weights = swizzled(shared.weights[stage], first_row, piece);
-                bf16* const to_inputs = swizzled(shared.inputs[stage], first_row, piece);
-                if (left > 0) {
+                // Zeros past the end of k.
+                uint8_t* const to_weights = shared.weights[stage] + weight_place(first_weight, weight_piece);
+                if (s * kRowPieces + weight_piece < weight_pieces) {
 #pragma unroll
-                    for (int i = 0; i < kFeatures / kRows; ++i) copy_async(to_weights + i * kRows * kChunk, from_weights + weights[i], true);
-#pragma unroll
-                    for (int i = 0; i < kTokens / kRows; ++i) copy_async(to_inputs + i * kRows * kChunk, from_inputs + inputs[i], true);
+                    for (int i = 0; i < kFeatures / kWeightRows; ++i) {
+                        copy_async(to_weights + i * kWeightRows * kRowBytes, from_weights + weights[i], true);
+                    }
                 } else {
-                    // Zeros past the end of k.
 #pragma unroll
-                    for (int i = 0; i < kFeatures / kRows; ++i) copy_async(to_weights + i * kRows * kChunk, p.x, false);
+                    for (int i = 0; i < kFeatures / kWeightRows; ++i) copy_async(to_weights + i * kWeightRows * kRowBytes, p.x, false);
+                }
+                from_weights += kRowPieces;
 #pragma unroll
-                    for (int i = 0; i < kTokens / kRows; ++i) copy_async(to_inputs + i * kRows * kChunk, p.x, false);
+                for (int chunk = 0; chunk < kStageChunks; ++chunk) {
+                    bf16* const to_inputs = swizzled(shared.inputs[stage][chunk], first_row, piece);
+                    if ((s * kStageChunks + chunk) * kPieces + piece < pieces) {
+#pragma unroll
+                        for (int i = 0; i < kTokens / kRows; ++i) copy_async(to_inputs + i * kRows * kChunk, from_inputs + inputs[i], true);
+                    } else {
+#pragma unroll
+                        for (int i = 0; i < kTokens / kRows; ++i) copy_async(to_inputs + i * kRows * kChunk, p.x, false);
+                    }
+                    from_inputs += kPieces;
+                }
+                if constexpr (kFormat == Format::kMxfp4) {
+#pragma unroll
+                    for (int row = threadIdx.x; row < kFeatures; row += kWarpGroup) {
+                        const size_t at = size_t(weight_row(w, row)) * p.pitch + p.k / 2 + s * 4;
+                        copy_async_of<4>(shared.exponents[stage] + row, weight + at);
+                    }
                 }
                 barrier_arrive_after_copies(shared.full + stage);
-                from_weights += kPieces, from_inputs += kPieces;
             }
         }
     }
@@ -122,37 +166,193 @@ struct Experts {
         __syncwarp();
     }
 
+    // What a thread that multiplies looks up once.
+    struct Lane {
+        uint32_t shared;  // the address of all stages
+        int group;
+        int row;          // the first of its rows of weights
+        int quad;
+
+        __device__ __forceinline__ Lane(const Shared& all, int group) : shared(shared_address(&all)), group(group) {
+            row = group * kGroupFeatures + threadIdx.x % kWarpGroup / kWarp * 16 + threadIdx.x % kWarp / 4;
+            quad = threadIdx.x % 4;
+            // The compiler would look them up in the loop.
+            asm volatile("" : "+r"(shared), "+r"(row), "+r"(quad));
+        }
+
+        __device__ __forceinline__ uint32_t weights(int stage) const { return shared + stage * uint32_t(kFeatures * kRowBytes); }
+        __device__ __forceinline__ uint32_t inputs(int stage, int chunk) const {
+            constexpr uint32_t kPanel = kTokens * kChunk * sizeof(bf16);
+            return shared + uint32_t(offsetof(Shared, inputs)) + (stage * kStageChunks + chunk) * kPanel;
+        }
+        __device__ __forceinline__ uint32_t exponents(int stage, int row) const {
+            return shared + uint32_t(offsetof(Shared, exponents)) + (stage * (kExponents + 1) + row) * 4;
+        }
+    };
+
+    // What sums are multiplied by, for each of this thread's rows of weights.
+    struct Factors {
+        float of[kProducts][2];
+        // With scales of blocks sums are always in the scale of the last block: what they are multiplied by to get into that of the next.
+        float change[kProducts][2];
+        const float* blocks[kProducts][2];
+
+        __device__ __forceinline__ Factors(const Experts& experts, const Work& w, int row) {
+            const Problem& p = experts.p;
+            const float* const scales = of_expert(p.scales, p.stride, w.tile.expert);
+#pragma unroll
+            for (int i = 0; i < kProducts; ++i) {
+#pragma unroll
+                for (int second = 0; second < 2; ++second) {
+                    const int at = experts.weight_row(w, row + i * 64 + second * 8);
+                    of[i][second] = kFormat == Format::kFp8 ? scales[at] : kSumScale<kFormat>;
+                    if (kFormat == Format::kFp8Blocks) blocks[i][second] = scales + at / kFp8Block * p.scale_stride;
+                }
+            }
+        }
+
+        // Goes on to the blocks of stage `s`.
+        __device__ __forceinline__ void enter(int s) {
+            if constexpr (kFormat == Format::kFp8Blocks) {
+#pragma unroll
+                for (int i = 0; i < kProducts; ++i) {
+#pragma unroll
+                    for (int second = 0; second < 2; ++second) {
+                        // Never so small that sums could not be divided by it.
+                        const float scale = __ldg(blocks[i][second] + s), now = scale < 1e-30f ? 1e-30f : scale;
+                        change[i][second] = of[i][second] / now;
+                        of[i][second] = now;
+                    }
+                }
+            }
+        }
+
+        __device__ __forceinline__ void rescale(float (&acc)[kTokens / 8][4], int i) const {
+#pragma unroll
+            for (int j = 0; j < kTokens / 8; ++j) {
+#pragma unroll
+                for (int at = 0; at < 4; ++at) acc[j][at] *= change[i][at / 2];
+            }
+        }
+    };
+
     // Multiplies rows `kGroupFeatures * group` on of all work.
     __device__ __forceinline__ void consume(int count, int group) const {
+        const Lane lane(shared, group);
         int step = 0;
         for (int index = blockIdx.x; index < count; index += gridDim.x) {
             const Work w = work(index);
             float acc[kProducts][kTokens / 8][4];
-            for (int chunk = 0, chunks = this->chunks(); chunk < chunks; ++chunk, ++step) {
+            Factors factors(*this, w, lane.row);
+            for (int s = 0, all = stages(); s < all; ++s, ++step) {
                 const int stage = step % kStages;
                 barrier_wait(shared.full + stage, step / kStages & 1);
                 fence_for_products();
-                wgmma_fence();
-#pragma unroll
-                for (int k = 0; k < kChunk; k += 16) {
-                    const uint64_t b = rows_operand(shared.inputs[stage] + k);
-#pragma unroll
-                    for (int i = 0; i < kProducts; ++i) {
-                        const uint64_t a = rows_operand(shared.weights[stage] + (group * kGroupFeatures + i * 64) * kChunk + k);
-                        Wgmma<kTokens>::rows(acc[i], a, b, chunk > 0 || k > 0);
-                    }
+                if constexpr (kWidens) {
+                    multiply_widened(acc, factors, s, step, lane);
+                } else {
+                    multiply_stored(acc, s, step, lane);
                 }
-                wgmma_commit();
-                // While the products of this chunk begin those of the one before end.
-                wgmma_wait<1>();
-                if (chunk > 0) release(step - 1);
             }
             wgmma_wait<0>();
 #pragma unroll
             for (int i = 0; i < kProducts; ++i) touch(acc[i]);
             release(step - 1);
 #pragma unroll
-            for (int i = 0; i < kProducts; ++i) store(w, group * kGroupFeatures + i * 64, acc[i]);
+            for (int i = 0; i < kProducts; ++i) store(w, group * kGroupFeatures + i * 64, acc[i], factors.of[i]);
+        }
+    }
+
+    // Products of a stage of bf16 weights.
+    __device__ __forceinline__ void multiply_stored(float (&acc)[kProducts][kTokens / 8][4], int s, int step, const Lane& lane) const {
+        const int stage = step % kStages;
+        const uint32_t weights = lane.weights(stage) + lane.group * uint32_t(kGroupFeatures * kRowBytes), inputs = lane.inputs(stage, 0);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kChunk; k += 16) {
+            const uint64_t b = rows_operand(inputs + k * uint32_t(sizeof(bf16)));
+#pragma unroll
+            for (int i = 0; i < kProducts; ++i) {
+                const uint64_t a = rows_operand(weights + i * uint32_t(64 * kRowBytes) + k * uint32_t(sizeof(bf16)));
+                Wgmma<kTokens>::rows(acc[i], a, b, s > 0 || k > 0);
+            }
+        }
+        wgmma_commit();
+        // While the products of this stage begin those of the one before end.
+        wgmma_wait<1>();
+        if (s > 0) release(step - 1);
+    }
+
+    // Products of a stage of weights of fewer bits.
+    __device__ __forceinline__ void multiply_widened(float (&acc)[kProducts][kTokens / 8][4], Factors& factors, int s, int step,
+                                                     const Lane& lane) const {
+        const int stage = step % kStages;
+        const int chunks = min(this->chunks() - s * kStageChunks, kStageChunks);
+        if constexpr (kFormat == Format::kFp8Blocks) {
+            // Sums can be changed when no product is under way.
+            wgmma_wait<0>();
+            if (s > 0) release(step - 1);
+            factors.enter(s);
+#pragma unroll
+            for (int i = 0; i < kProducts; ++i) {
+                touch(acc[i]);
+                factors.rescale(acc[i], i);
+            }
+        }
+#pragma unroll 1
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+#pragma unroll
+            for (int i = 0; i < kProducts; ++i) {
+                // Those of these rows with the chunk before have ended, and the registers of their weights are free.
+                wgmma_wait<1>();
+                if (kFormat != Format::kFp8Blocks && chunk == 0 && i == 1 && s > 0) release(step - 1);
+                uint32_t a[kChunk / 16][4];
+                widen(a, lane, stage, i, chunk, s);
+                wgmma_fence();
+                const uint32_t inputs = lane.inputs(stage, chunk);
+#pragma unroll
+                for (int k = 0; k < kChunk / 16; ++k) {
+                    const uint64_t b = rows_operand(inputs + k * uint32_t(16 * sizeof(bf16)));
+                    Wgmma<kTokens>::rows(acc[i], a[k], b, s > 0 || chunk > 0 || k > 0);
+                }
+                wgmma_commit();
+            }
+        }
+    }
+
+    // A chunk of two rows of a stage, of half `i`, as left operands: of a product's 16 inputs a lane has 2 x quad and 8 + 2 x quad on.
+    __device__ __forceinline__ void widen(uint32_t (&a)[kChunk / 16][4], const Lane& lane, int stage, int i, int chunk, int s) const {
+        const int row = lane.row + i * 64, quad = lane.quad;
+        const auto piece = [&](int second, int at) {
+            return load_shared16(lane.weights(stage) + weight_place(row, at) + second * 8 * kRowBytes);
+        };
+        if constexpr (kFormat == Format::kMxfp4) {
+#pragma unroll
+            for (int second = 0; second < 2; ++second) {
+                uint32_t exponents = load_shared4(lane.exponents(stage, row + second * 8));
+                // None past the end of k, so that nothing there is infinite.
+                const int left = p.k / kExponentInputs - s * 4;
+                if (left < 4) exponents &= (1u << 8 * left) - 1;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const uint4 codes = piece(second, chunk * 2 + half);
+                    const uint32_t exponent = __byte_perm(exponents, 0, 0x4440 + chunk * 2 + half);
+                    a[half * 2][second] = e2m1_pair(codes.x, exponent, quad);
+                    a[half * 2][second + 2] = e2m1_pair(codes.y, exponent, quad);
+                    a[half * 2 + 1][second] = e2m1_pair(codes.z, exponent, quad);
+                    a[half * 2 + 1][second + 2] = e2m1_pair(codes.w, exponent, quad);
+                }
+            }
+        } else {
+#pragma unroll
+            for (int k = 0; k < kChunk / 16; ++k) {
+#pragma unroll
+                for (int second = 0; second < 2; ++second) {
+                    const uint4 codes = piece(second, chunk * 4 + k);
+                    a[k][second] = e4m3_pair(codes.x, codes.y, quad);
+                    a[k][second + 2] = e4m3_pair(codes.z, codes.w, quad);
+                }
+            }
         }
     }
 
@@ -168,7 +368,7 @@ struct Experts {
     }
 
     // Sums of rows `row` on of a piece of work, 64 of them.
-    __device__ __forceinline__ void store(const Work& w, int row, const float (&acc)[kTokens / 8][4]) const {
+    __device__ __forceinline__ void store(const Work& w, int row, const float (&acc)[kTokens / 8][4], const float (&factors)[2]) const {
         const int warp = threadIdx.x % kWarpGroup / kWarp, lane = threadIdx.x % kWarp, group = lane / 4, quad = lane % 4;
         row += warp * 16;
         const int low = weight_row(w, row + group), high = weight_row(w, row + group + 8);
@@ -184,7 +384,7 @@ struct Experts {
             float a[2], b[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                a[i] = acc[j][i] + low_bias, b[i] = acc[j][i + 2] + high_bias;
+                a[i] = fmaf(acc[j][i], factors[0], low_bias), b[i] = fmaf(acc[j][i + 2], factors[1], high_bias);
                 if (gated()) a[i] = activate(p.kind, a[i], b[i]);
             }
             const uint32_t first = transpose(pack(a[0], a[1]));
@@ -199,9 +399,9 @@ struct Experts {
     }
 };
 
-template <int kTokens>
+template <int kTokens, Format kFormat>
 __device__ __forceinline__ void product(const Problem& p) {
-    using E = Experts<kTokens>;
+    using E = Experts<kTokens, kFormat>;
     extern __shared__ uint8_t memory[];
     auto& shared = *reinterpret_cast<typename E::Shared*>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
     E{p, shared}();
@@ -209,12 +409,18 @@ __device__ __forceinline__ void product(const Problem& p) {
 
 #else
 
-template <int kTokens>
+template <int kTokens, Format kFormat>
 __device__ __forceinline__ void product(const Problem&) {}
 
 #endif
 
 }  // namespace
 
-EXPERT_PRODUCT(moe_hopper_bf16_64, kThreads, 1, product<64>)
-EXPERT_PRODUCT(moe_hopper_bf16_128, kThreads, 1, product<128>)
+#define PRODUCTS(NAME, FORMAT)                                       \
+    EXPERT_PRODUCT(NAME##_64, kThreads, 1, (product<64, FORMAT>))    \
+    EXPERT_PRODUCT(NAME##_128, kThreads, 1, (product<128, FORMAT>))
+
+PRODUCTS(moe_hopper_bf16, Format::kBf16)
+PRODUCTS(moe_hopper_fp8, Format::kFp8)
+PRODUCTS(moe_hopper_fp8_blocks, Format::kFp8Blocks)
+PRODUCTS(moe_hopper_mxfp4, Format::kMxfp4)

@@ -44,8 +44,25 @@ struct Projection {
     int pairs;
 };
 
+// Which pairs turn with the second and third number of a position, a bit each, of the first 64 pairs and of the others; the rest
+// turns with the first. `width` numbers are a position.
+struct Axes {
+    uint64_t second_low;
+    uint64_t second_high;
+    uint64_t third_low;
+    uint64_t third_high;
+    int width;
+
+    __device__ __forceinline__ int of(int pair) const {
+        const int bit = pair % 64;
+        const uint64_t second = pair < 64 ? second_low : second_high, third = pair < 64 ? third_low : third_high;
+        return static_cast<int>(second >> bit & 1) + 2 * static_cast<int>(third >> bit & 1);
+    }
+};
+
 struct RowPlace {
     const int* positions;
+    Axes axes;
     const int* slots;
     const float2* frequencies;
     float factor;  // of cosines and sines
@@ -137,18 +154,19 @@ __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace&
     const int row = blockIdx.x;
     const int width = rotated_heads + in.value_heads + in.gate_heads;
     bf16* const heads_of_row = in.qkv + static_cast<int64_t>(row) * width * cache.dim;
-    const int slot = place.slots[row], position = place.positions[row];
-    const auto angle_of = [&](float2 frequency) {
-        const float2 angle = cos_sin(position, frequency);
+    const int slot = place.slots[row];
+    const int* const positions = place.positions + row * place.axes.width;
+    const auto angle_of = [&](int pair, float2 frequency) {
+        const float2 angle = cos_sin(positions[place.axes.of(pair)], frequency);
         return make_float2(angle.x * place.factor, angle.y * place.factor);
     };
-    if (threadIdx.x < in.pairs) angles[threadIdx.x] = angle_of(frequency);
+    if (threadIdx.x < in.pairs) angles[threadIdx.x] = angle_of(threadIdx.x, frequency);
     for (int pair = threadIdx.x + blockDim.x; pair < in.pairs; pair += blockDim.x) {
-        angles[pair] = angle_of(place.frequencies[pair]);
+        angles[pair] = angle_of(pair, place.frequencies[pair]);
     }
     // Beside the angles: it would take a register all the time.
     if (kScale && threadIdx.x == 0) {
-        angles[in.pairs].x = 1.0f + query.beta * __logf(static_cast<float>(1 + position / query.original));
+        angles[in.pairs].x = 1.0f + query.beta * __logf(static_cast<float>(1 + positions[0] / query.original));
     }
 
     // All lanes of a warp make the same number of turns, for the shuffles.
@@ -222,9 +240,11 @@ __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace&
         NAME(bf16* qkv, const int* positions, const int* slots, const float2* frequencies, float factor,                \
              const float* q_weight, const float* k_weight, float eps, void* k_cache, void* v_cache, int heads,          \
              int gate_heads, int kv_heads, int value_heads, int dim, int pairs, int block_size, int block_stride,       \
-             int lanes_log2, float beta, int original, float k_inverse, float v_inverse) {                              \
+             int lanes_log2, float beta, int original, float k_inverse, float v_inverse, int width,                     \
+             uint64_t second_low, uint64_t second_high, uint64_t third_low, uint64_t third_high) {                      \
         rotate_row<Heads::NORM, SCALE, FP8>(                                                                            \
-            {qkv, heads, gate_heads, value_heads, lanes_log2, pairs}, {positions, slots, frequencies, factor},          \
+            {qkv, heads, gate_heads, value_heads, lanes_log2, pairs},                                                   \
+            {positions, {second_low, second_high, third_low, third_high, width}, slots, frequencies, factor},           \
             {q_weight, k_weight, eps},                                                                                  \
             {k_cache, v_cache, k_inverse, v_inverse, kv_heads, block_size, dim, block_stride}, {beta, original});       \
     }

@@ -1,6 +1,9 @@
 """What transformers computes for prompts with images: images.json beside the golden.json of a tiny model.
 
-Patches are not stored: `patches` makes them, and so does the test that reads the file."""
+Patches are not stored: `patches` makes them, and so does the test that reads the file. `bf16_error` of a prompt is how far
+transformers' own logits are off in bf16 (by norm, relative), that of an image how far its rows are."""
+
+import copy
 
 import numpy as np
 import torch
@@ -31,6 +34,7 @@ def cases(model, vocab_size: int, least_lead: float) -> list[dict] | None:
     """None where a greedy choice is so close that rounding could decide it."""
     random = np.random.default_rng(11)
     vision = model.config.vision_config
+    rough = copy.deepcopy(model).to(torch.bfloat16)
     merge, values = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     found = []
     for prompt in PROMPTS:
@@ -49,7 +53,7 @@ def cases(model, vocab_size: int, least_lead: float) -> list[dict] | None:
             np.concatenate([patches(image["seed"], np.prod(image["grid"]), values) for image in images])
         )
 
-        def logits(tokens: list[int]) -> torch.Tensor:
+        def logits(tokens: list[int], model=model) -> torch.Tensor:
             ids = torch.tensor([tokens])
             model.model.rope_deltas = None
             return model(
@@ -64,21 +68,31 @@ def cases(model, vocab_size: int, least_lead: float) -> list[dict] | None:
             if leads[-1] < least_lead or int(top.indices[0]) == IMAGE:
                 return None
             continuation.append(int(top.indices[0]))
-        tower = model.model.get_image_features(pixels, grids, return_dict=True)
-        features = [tower.pooler_output, *(getattr(tower, "deepstack_features", None) or [])]
+        features, rough_features = (rows_of_images(m, pixels, grids) for m in (model, rough))
         for index, image in enumerate(images):
             # Of each part: what merged rows are, in the order in which layers get them.
             image["features"] = [numbers(part[index]) for part in features]
+            image["bf16_error"] = error(*(torch.cat([part[index] for part in parts]) for parts in (rough_features, features)))
         found.append(
             dict(
                 prompt=tokens,
                 images=images,
                 last_logits=numbers(prompt_logits[-8:]),
+                bf16_error=error(logits(tokens, rough)[-8:], prompt_logits[-8:]),
                 greedy=continuation,
                 leads=leads,
             )
         )
     return found
+
+
+def rows_of_images(model, pixels: torch.Tensor, grids: torch.Tensor) -> list:
+    tower = model.model.get_image_features(pixels, grids, return_dict=True)
+    return [tower.pooler_output, *(getattr(tower, "deepstack_features", None) or [])]
+
+
+def error(rough: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(f"{(rough.double() - exact.double()).norm() / exact.double().norm():.3g}")
 
 
 def numbers(rows: torch.Tensor) -> list[list[float]]:

@@ -102,6 +102,19 @@ __device__ __forceinline__ uint4 widen_e2m1(uint32_t codes, uint32_t exponent) {
     return make_uint4(wide[0], wide[1], wide[2], wide[3]);
 }
 
+// Pair `quad` of the eight e2m1 values of a word, as `widen_e2m1` has it.
+__device__ __forceinline__ uint32_t e2m1_pair(uint32_t codes, uint32_t exponent, int quad) {
+    const uint32_t bits = (codes >> 4 * quad & 0x000f000fu) * 0x1040u;
+    return multiply(bits & 0x81c081c0u, exponent * 0x00800080u + 0x1f001f00u);
+}
+
+// Pair `quad` of the eight e4m3 values of two words, exactly. NaN, which makes no sense as a weight, becomes 480.
+__device__ __forceinline__ uint32_t e4m3_pair(uint32_t low, uint32_t high, int quad) {
+    // In the upper halves of 16 bits: the sign is where bf16 has it, and the rest 4 bits above.
+    const uint32_t codes = __byte_perm(low, high, quad * 0x2020 + 0x1000);
+    return multiply((codes & 0x80008000u) | (codes >> 4 & 0x07f007f0u), 0x7b807b80u);  // 2^120
+}
+
 // What sums of widened weights are multiplied by.
 template <Format kFormat>
 constexpr float kSumScale = kFormat == Format::kMxfp4 ? 0x1p64f : 1.0f;

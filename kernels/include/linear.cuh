@@ -15,7 +15,7 @@ constexpr int kInputBytes = 32 << 10;
 constexpr int kBuffers = 4;          // of x, where not all of it fits
 constexpr int kPad = 4;              // of sums, in floats: no bank conflicts
 constexpr int kMostParts = 8;
-constexpr int kRingPieces = 34;      // of a row in all stages, at most: two blocks fit on a multiprocessor
+constexpr int kRingPieces = 34;      // 16 bytes each, of a row in all stages, at most: two blocks fit on a multiprocessor
 
 enum Mode { kBf16 = 0, kF32 = 1, kGlu = 2 };
 
@@ -61,11 +61,15 @@ constexpr int kStagePieces = kIsGguf<kValues> ? kWindowPieces<kGguf<kValues>> : 
 template <Values kValues>
 constexpr int kChunkBytes = kRowBytes * kWidening<kValues>;
 
+// Behind the codes of its 16 rows a stage of four bits has their groups' words: so many bytes a row.
 template <Values kValues>
-constexpr int kStageBytes = kTile * kStagePieces<kValues> * 16;
+constexpr int kGroupBytes = kIsInt4<kValues> ? 2 * kWindow / kGroup<kValues> * 4 : 0;
+
+template <Values kValues>
+constexpr int kStageBytes = kTile * (kStagePieces<kValues> * 16 + kGroupBytes<kValues>);
 // Of a warp's ring.
 template <Values kValues>
-constexpr int kStages = kRingPieces / kStagePieces<kValues>;
+constexpr int kStages = kTile * kRingPieces * 16 / kStageBytes<kValues>;
 template <Values kValues>
 constexpr int kRingBytes = kWarps * kStages<kValues> * kStageBytes<kValues>;
 // Neighbouring pieces of a row that as many lanes copy at once, rows from one of a lane's to the next, and how many it has.

@@ -12,6 +12,29 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool want
                  : "memory");
 }
 
+// Begins to copy 4, 8 or 16 bytes.
+template <int kBytes>
+__device__ __forceinline__ void copy_async_of(void* to, const void* from) {
+    if constexpr (kBytes == 16) {
+        copy_async(to, from, true);
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
+    }
+}
+
+// From an address in shared memory, where the compiler could not tell that a pointer leads there.
+__device__ __forceinline__ uint4 load_shared16(uint32_t from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_shared4(uint32_t from) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from));
+    return v;
+}
+
 // Closes a group of copies.
 __device__ __forceinline__ void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

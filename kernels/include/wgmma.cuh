@@ -13,10 +13,12 @@ __device__ __forceinline__ bf16* swizzled(bf16* panel, int row, int chunk) {
     return panel + row * 64 + ((chunk ^ (row & 7)) << 3);
 }
 
-// An operand whose rows run along the summed dimension: up to 16 elements of 64 from `at` on. Eight rows are 1024 bytes.
-__device__ __forceinline__ uint64_t rows_operand(const bf16* at) {
-    return uint64_t((shared_address(at) & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+// An operand whose rows run along the summed dimension: up to 16 elements of 64 from an address on. Eight rows are 1024 bytes.
+__device__ __forceinline__ uint64_t rows_operand(uint32_t at) {
+    return uint64_t((at & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
+
+__device__ __forceinline__ uint64_t rows_operand(const bf16* at) { return rows_operand(shared_address(at)); }
 
 // An operand whose rows are steps of the summed dimension: 16 rows from `at` on, of as many panels as the product is wide,
 // `panel_bytes` apart.
@@ -81,6 +83,14 @@ struct Wgmma;
                          ", add, 1, 1, 0, 0;\n}"                                                                        \
                          : C                                                                                            \
                          : "l"(a), "l"(b), "r"(add));                                                                   \
+        }                                                                                                               \
+        /* The same with a in registers. */                                                                             \
+        __device__ __forceinline__ static void rows(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b, int add) { \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P5 ", 0;\n"                                           \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES "}, {" P0 ", " P1 ", " P2   \
+                         ", " P3 "}, " P4 ", add, 1, 1, 0;\n}"                                                          \
+                         : C                                                                                            \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                               \
         }                                                                                                               \
         /* c += a x b: a in registers, b 16xN with rows of columns. */                                                  \
         __device__ __forceinline__ static void columns(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) {      \

@@ -248,6 +248,11 @@ impl Error {
         move |source| Self::configuration(flag, format!("cannot read {}: {source}", path.display()))
     }
 
+    /// Whether work was ended because other work of the same start failed.
+    pub(crate) fn is_cancelled(&self) -> bool {
+        matches!(self, Self::Model(ModelError::Cancelled))
+    }
+
     /// As `plimsoll --help` lists them.
     pub fn exit_code(&self) -> u8 {
         match self {

@@ -52,7 +52,7 @@ pub(crate) fn processor(model: &Path, settings: &EngineSettings) -> Result<Optio
     })
 }
 
-/// The settings of a start of this model on a device that encodes images.
+/// The settings of a start of this model.
 ///
 /// # Errors
 /// As [`processor`].

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use plimsoll_core::BlockSize;
-use plimsoll_model::{Cancel, KvCacheDtype, LoadOptions, ServeAs};
+use plimsoll_model::{Cancel, KvCacheDtype, LoadOptions, ServeAs, Shard};
 use plimsoll_profiler::{KvSize, MemFraction};
 use plimsoll_text::Renderer;
 
@@ -33,6 +33,8 @@ pub struct EngineSettings {
     pub max_pixels: Option<usize>,
     /// Where it runs.
     pub device: DeviceChoice,
+    /// Ranks that serve the model together, each with a part of it.
+    pub tensor_parallel_size: usize,
     /// Data type of weights and activations.
     pub dtype: DType,
     /// Data type of the KV cache.
@@ -105,6 +107,7 @@ impl EngineSettings {
                 .and_then(|args| args.max_pixels)
                 .map(usize::from),
             device: device.device,
+            tensor_parallel_size: device.tensor_parallel_size,
             dtype: device.dtype,
             kv_cache_dtype: limits.kv_cache_dtype,
             enforce_eager: device.enforce_eager(),
@@ -165,6 +168,7 @@ impl EngineSettings {
                 KvDtype::Float16 => KvCacheDtype::F16,
             },
             serve_as: self.serve_as.clone(),
+            shard: Shard::WHOLE,
             cancel: Cancel::default(),
         }
     }

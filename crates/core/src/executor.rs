@@ -150,4 +150,10 @@ pub enum StepError {
     /// The executor panicked.
     #[error("the step panicked: {0}")]
     Panicked(String),
+    /// Another of the ranks that compute a step together could not go on with it. Its own error says why.
+    #[error("rank {0} could not compute its part of the step")]
+    OtherRank(usize),
+    /// A rank is gone, or did not come in time: no step can be computed any more.
+    #[error("the ranks of the server lost each other: {0}")]
+    RankLost(String),
 }

@@ -1,4 +1,4 @@
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use plimsoll_core::{Component, ComponentBytes, Meters, Oom, RefusedBy};
 
@@ -44,6 +44,23 @@ impl Budget {
     /// as theirs.
     pub fn shared(total: u64, supply: Arc<dyn Supply>) -> Self {
         Self::with(total, Some(supply))
+    }
+
+    /// Empty accounts of equal parts of such a device, which this process uses side by side: what it lacks is missing to each alike.
+    pub fn divided(total: u64, parts: usize, supply: Arc<dyn Supply>) -> Vec<Self> {
+        let divided = Arc::new(Divided {
+            supply,
+            parts: OnceLock::new(),
+        });
+        let share = total / parts as u64;
+        let budgets = (0..parts).map(|part| {
+            let divided = Arc::clone(&divided);
+            Self::shared(share, Arc::new(Part { part, divided }))
+        });
+        let budgets: Vec<_> = budgets.collect();
+        let inner = budgets.iter().map(|budget| Arc::downgrade(&budget.0));
+        let _ = divided.parts.set(inner.collect());
+        budgets
     }
 
     fn with(total: u64, supply: Option<Arc<dyn Supply>>) -> Self {
@@ -164,6 +181,41 @@ impl Budget {
     fn lock(&self) -> MutexGuard<'_, Account> {
         // Every critical section leaves the account whole, so a panic elsewhere does not spoil it.
         self.0.account.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What gives memory to several accounts.
+#[derive(Debug)]
+struct Divided {
+    supply: Arc<dyn Supply>,
+    parts: OnceLock<Vec<Weak<Inner>>>,
+}
+
+/// The part that one account has of it.
+#[derive(Debug)]
+struct Part {
+    part: usize,
+    divided: Arc<Divided>,
+}
+
+impl Supply for Part {
+    fn left(&self, _: u64) -> Option<u64> {
+        let parts = self.divided.parts.get()?.iter();
+        let parts = parts.map(|part| {
+            let part = part.upgrade()?;
+            let account = part.account.lock().unwrap_or_else(PoisonError::into_inner);
+            Some((account.total, account.reserved))
+        });
+        let parts = parts.collect::<Option<Vec<_>>>()?;
+        let reserved = parts.iter().map(|(_, reserved)| reserved).sum();
+        let left = self.divided.supply.left(reserved)?;
+        let promised: u64 = parts
+            .iter()
+            .map(|(total, reserved)| total.saturating_sub(*reserved))
+            .sum();
+        let missing = promised.saturating_sub(left).div_ceil(parts.len() as u64);
+        let (total, reserved) = parts.get(self.part)?;
+        Some(total.saturating_sub(*reserved).saturating_sub(missing))
     }
 }
 
@@ -299,6 +351,28 @@ mod tests {
             let machine = self.0.load(Ordering::Relaxed);
             (machine > 0).then(|| machine.saturating_sub(reserved))
         }
+    }
+
+    #[test]
+    fn parts_of_a_machine_lack_the_same() {
+        let machine = Arc::new(Shared::default());
+        machine.0.store(300, Ordering::Relaxed);
+        let parts = Budget::divided(300, 3, machine.clone());
+        let held = parts[1].charge(Component::Weights, 40).unwrap();
+        let seen = || {
+            let meters = parts.iter().map(|part| {
+                part.look();
+                let meters = part.meters();
+                (meters.free, meters.reserved, meters.peers())
+            });
+            meters.collect::<Vec<_>>()
+        };
+        assert_eq!(seen(), [(100, 0, 0), (60, 40, 0), (100, 0, 0)]);
+        machine.0.store(240, Ordering::Relaxed);
+        assert_eq!(seen(), [(80, 0, 20), (40, 40, 20), (80, 0, 20)]);
+        assert!(parts[1].charge(Component::Kv, 41).is_err());
+        drop(held);
+        assert_eq!(seen(), [(80, 0, 20); 3]);
     }
 
     #[test]

@@ -218,6 +218,7 @@ impl EngineHandle {
             unsampled: false,
             masks: MaskPool::default(),
             lost: false,
+            rank_lost: None,
             sleeper: None,
             cache_listener: config.cache_listener.clone(),
         };

@@ -10,8 +10,10 @@
 //!   not wait for them.
 //! - A step that never ends is detected ([`EngineHandle::stalled`]). It cannot be interrupted, but all requests can be failed
 //!   ([`EngineHandle::give_up`]).
+//! - Several ranks, each with a part of the model, are one executor ([`FanOut`]); one that is lost ends the engine.
 //! - The thread sleeps while there is no work. It handles tokens only, never text.
 
+mod fan_out;
 mod handle;
 mod histogram;
 mod masks;
@@ -28,6 +30,7 @@ mod thread;
 #[cfg(test)]
 mod tests;
 
+pub use fan_out::FanOut;
 pub use handle::{Drained, EngineConfig, EngineHandle, SleepError, SubmitError, WakeError};
 pub use histogram::Histogram;
 pub use outage::OutOfMemory;

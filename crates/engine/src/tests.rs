@@ -15,6 +15,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 mod fake;
+mod fan_out;
 mod masks;
 mod overlap;
 mod recovery;

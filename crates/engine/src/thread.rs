@@ -41,9 +41,20 @@ pub(crate) struct EngineThread<E> {
     pub(crate) masks: MaskPool,
     /// A step ran out of device memory: the executor must be replaced.
     pub(crate) lost: bool,
+    /// A rank of the executor is gone: nothing can replace that.
+    pub(crate) rank_lost: Option<String>,
     /// The caller that waits for the engine to sleep.
     pub(crate) sleeper: Option<Sleeper>,
     pub(crate) cache_listener: Option<Arc<dyn CacheListener>>,
+}
+
+/// What ends the engine.
+#[derive(Debug, thiserror::Error)]
+enum Defect {
+    #[error("the engine state could not be rebuilt: {0}")]
+    Rebuild(ProfileError),
+    #[error("the ranks of the server lost each other: {0}")]
+    RankLost(String),
 }
 
 /// Why the engine stopped taking steps.
@@ -52,6 +63,8 @@ pub(crate) enum Pause {
     Stop,
     /// The state is lost.
     Lost,
+    /// A rank of the executor is gone.
+    RankLost(String),
     /// The engine is to sleep.
     Sleep(Sleeper),
 }
@@ -81,7 +94,7 @@ impl<E: Executor> EngineThread<E> {
                 StepError::Failed(SHUT_DOWN.into())
             }
             Ok(Err(defect)) => {
-                let message = format!("the engine state could not be rebuilt: {defect}");
+                let message = defect.to_string();
                 tracing::error!(%message, "the engine has ended");
                 state.phase = Phase::Dead;
                 state.last_error = Some(message.clone());
@@ -99,7 +112,7 @@ impl<E: Executor> EngineThread<E> {
     }
 
     /// Serves with one executor after the other. An error is a defect that needs a new process.
-    fn live(&mut self, mut executor: E) -> Result<(), ProfileError> {
+    fn live(&mut self, mut executor: E) -> Result<(), Defect> {
         loop {
             let pause = self.serve(&mut executor);
             self.clock.stop(executor.device_time());
@@ -107,8 +120,9 @@ impl<E: Executor> EngineThread<E> {
             drop(executor);
             let next = match pause {
                 Pause::Stop => None,
-                Pause::Lost => self.recover()?,
-                Pause::Sleep(sleeper) => self.sleep(sleeper)?,
+                Pause::Lost => self.recover().map_err(Defect::Rebuild)?,
+                Pause::RankLost(why) => return Err(Defect::RankLost(why)),
+                Pause::Sleep(sleeper) => self.sleep(sleeper).map_err(Defect::Rebuild)?,
             };
             match next {
                 Some(next) => executor = next,
@@ -140,6 +154,9 @@ impl<E: Executor> EngineThread<E> {
                     "there is work and no plan: {:?}",
                     self.scheduler.stats()
                 ),
+            }
+            if let Some(why) = self.rank_lost.take() {
+                return Pause::RankLost(why);
             }
             if self.lost {
                 // The other step in flight may still succeed.
@@ -364,6 +381,9 @@ impl<E: Executor> EngineThread<E> {
             }
             _ => {
                 tracing::error!(step = plan.step, %shape, %error, "step failed");
+                if let StepError::RankLost(why) = error {
+                    self.rank_lost = Some(why.clone());
+                }
                 return;
             }
         };
@@ -455,7 +475,7 @@ fn guard<T>(work: impl FnOnce() -> Result<T, StepError>) -> Result<T, StepError>
         .unwrap_or_else(|panic| Err(StepError::Panicked(message(panic.as_ref()))))
 }
 
-fn message(panic: &(dyn Any + Send)) -> String {
+pub(crate) fn message(panic: &(dyn Any + Send)) -> String {
     let text = panic
         .downcast_ref::<&str>()
         .copied()

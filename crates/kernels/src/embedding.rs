@@ -49,6 +49,13 @@ impl Embedding {
     /// # Panics
     /// If a token is outside the vocabulary.
     pub fn forward(&self, tokens: &[TokenId], scale: f32, out: &mut [f32]) {
+        let is_known = |&token: &TokenId| (token as usize) < self.vocab_size();
+        assert!(tokens.iter().all(is_known), "a token outside the vocabulary");
+        self.forward_part(tokens, 0, scale, out);
+    }
+
+    /// As [`Self::forward`], where the table has the rows of tokens from `first` on: those of others become zeros.
+    pub fn forward_part(&self, tokens: &[TokenId], first: usize, scale: f32, out: &mut [f32]) {
         let hidden = self.hidden_size();
         assert_eq!(out.len(), tokens.len() * hidden, "out is not [tokens, {hidden}]");
         let out = Disjoint::new(out);
@@ -56,7 +63,12 @@ impl Embedding {
             for row in rows {
                 // SAFETY: rows are disjoint.
                 let out = unsafe { out.part(row * hidden, hidden) };
-                self.table.weight_row(tokens[row] as usize, out);
+                let own = (tokens[row] as usize).checked_sub(first);
+                let Some(own) = own.filter(|&own| own < self.vocab_size()) else {
+                    out.fill(0.0);
+                    continue;
+                };
+                self.table.weight_row(own, out);
                 if scale != 1.0 {
                     out.iter_mut().for_each(|x| *x *= scale);
                 }

@@ -22,6 +22,7 @@ mod dense;
 mod dtype;
 mod e4m3;
 mod embedding;
+mod exchange;
 mod format;
 mod gelu;
 mod gguf;
@@ -50,6 +51,7 @@ pub use delta_rule::{DeltaGates, DeltaLayout, StateRun, causal_conv, gated_delta
 pub use dtype::{Matrix, WeightError, WeightType};
 pub use e4m3::{E4M3_MAX, e4m3_from_f32, e4m3_to_f32};
 pub use embedding::Embedding;
+pub use exchange::Exchange;
 pub use gelu::{Gelu, gelu};
 pub use gguf::GgufFormat;
 pub use kv::{KvElement, KvLayout, PagedKv, PagedKvMut, RunMeta};

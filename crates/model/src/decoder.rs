@@ -2,18 +2,21 @@
 
 mod beside;
 mod images;
+mod vocabulary;
 
 use std::sync::Arc;
 
 use half::f16;
-use plimsoll_core::{KvConfig, Oom};
+use plimsoll_core::{KvConfig, StepError};
 use plimsoll_device::Arena;
 use plimsoll_kernels::{
-    AttentionOptions, CachedValues, DeltaGates, Embedding, ExpertBuffers, ExpertWeights, KvElement, KvLayout,
-    Linear, PagedKvMut, QkNorm, Rotation, Route, Router, add_gated, add_normed, add_rms_norm, attention,
-    causal_conv, experts, gated_delta_rule, glu, qk_norm_rope_kv_write, rms_norm, rotate_queries, route,
-    sandwich_norm, sigmoid_gate, soft_cap,
+    AttentionOptions, CachedValues, DeltaGates, Embedding, Exchange, ExpertBuffers, ExpertWeights, KvElement,
+    KvLayout, Linear, PagedKvMut, QkNorm, Rotation, Route, Router, add_gated, add_normed, add_rms_norm,
+    attention, causal_conv, experts, gated_delta_rule, glu, qk_norm_rope_kv_write, rms_norm, rotate_queries,
+    route, sandwich_norm, sigmoid_gate,
 };
+
+pub(crate) use vocabulary::Head;
 
 use crate::batch::Batch;
 use crate::blocks::{self, Beside, DeltaRule, LayerInput, Moe, Norms, Operations, Widths};
@@ -65,10 +68,11 @@ impl Decoder {
         cache: (&mut KvCache, &mut StateCache),
         max_model_len: usize,
         arena: &'a Arena,
-    ) -> Result<&'a [f32], Oom> {
+        exchange: Option<&mut Exchange>,
+    ) -> Result<&'a [f32], StepError> {
         match cache.0.element {
-            KvElementType::F32 => self.forward_as::<f32>(batch, rows, cache, max_model_len, arena),
-            KvElementType::F16 => self.forward_as::<f16>(batch, rows, cache, max_model_len, arena),
+            KvElementType::F32 => self.forward_as::<f32>(batch, rows, cache, max_model_len, arena, exchange),
+            KvElementType::F16 => self.forward_as::<f16>(batch, rows, cache, max_model_len, arena, exchange),
         }
     }
 
@@ -79,7 +83,8 @@ impl Decoder {
         (kv, states): (&mut KvCache, &mut StateCache),
         max_model_len: usize,
         arena: &'a Arena,
-    ) -> Result<&'a [f32], Oom> {
+        exchange: Option<&mut Exchange>,
+    ) -> Result<&'a [f32], StepError> {
         let spec = &self.spec;
         let n = batch.tokens.len();
         let [
@@ -109,6 +114,7 @@ impl Decoder {
             kv_config: kv.config,
             kv_column: spec.kv_column(),
             arena,
+            exchange,
             rows: n,
             is_fresh: true,
             layer: 0,
@@ -135,9 +141,7 @@ impl Decoder {
             step.ropes.push((&rope.spec, own));
             angles = rest;
         }
-        self.weights
-            .embedding
-            .forward(batch.tokens, spec.embedding_scale, step.hidden);
+        step.embed(&self.weights.embedding, spec)?;
         step.put_image();
         if let (Some(per_layer), Some(own)) = (&self.weights.per_layer, &spec.per_layer) {
             let scale = (own.width as f32).sqrt();
@@ -150,28 +154,8 @@ impl Decoder {
 
     /// From normalised rows to logits, `[rows, vocab_size]`; none where the model is for embeddings.
     pub(crate) fn head(&self) -> Option<Head<'_>> {
-        Some(Head {
-            linear: self.weights.head.as_deref()?,
-            soft_cap: self.spec.logit_soft_cap,
-        })
-    }
-}
-
-/// What makes logits.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Head<'a> {
-    linear: &'a Linear,
-    soft_cap: Option<f32>,
-}
-
-impl Head<'_> {
-    /// From `[rows, hidden_size]` to `[rows, vocab_size]`.
-    pub(crate) fn forward(&self, normed: &[f32], logits: &mut [f32], arena: &Arena) -> Result<(), Oom> {
-        self.linear.forward(normed, logits, arena)?;
-        if let Some(cap) = self.soft_cap {
-            soft_cap(logits, cap);
-        }
-        Ok(())
+        let linear = self.weights.head.as_deref()?;
+        Some(Head::new(linear, self.spec.logit_soft_cap))
     }
 }
 
@@ -234,6 +218,8 @@ struct Step<'a, 'b, E> {
     /// As [`DecoderSpec::kv_column`].
     kv_column: usize,
     arena: &'a Arena,
+    /// Where it meets the other ranks, if there are any.
+    exchange: Option<&'b mut Exchange>,
     /// Rows that are computed.
     rows: usize,
     /// Nothing is to be added to the residual stream yet.
@@ -321,20 +307,27 @@ impl<'a, E: KvElement> Step<'a, '_, E> {
 }
 
 impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
-    type Error = Oom;
+    type Error = StepError;
 
-    fn make_layer_inputs(&mut self, projection: &Arc<Linear>, norm: &Vec<f32>, eps: f32) -> Result<(), Oom> {
-        self.project_layer_inputs(projection, norm, eps)
+    fn make_layer_inputs(
+        &mut self,
+        projection: &Arc<Linear>,
+        norm: &Vec<f32>,
+        eps: f32,
+    ) -> Result<(), StepError> {
+        self.project_layer_inputs(projection, norm, eps)?;
+        Ok(())
     }
 
     fn begin_layer(&mut self, index: usize) {
         self.layer = index;
     }
 
-    fn project_qkv(&mut self, norms: &Norms<'_, Vec<f32>>, qkv: &Arc<Linear>) -> Result<(), Oom> {
+    fn project_qkv(&mut self, norms: &Norms<'_, Vec<f32>>, qkv: &Arc<Linear>) -> Result<(), StepError> {
         self.add_norm(norms);
         let (x, out) = (self.rows * qkv.inputs(), self.rows * qkv.outputs());
-        qkv.forward(&self.normed[..x], &mut self.qkv[..out], self.arena)
+        qkv.forward(&self.normed[..x], &mut self.qkv[..out], self.arena)?;
+        Ok(())
     }
 
     fn write_kv(
@@ -342,7 +335,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         layer: &LayerSpec,
         spec: &AttentionSpec,
         qk_norm: Option<&[Vec<f32>; 2]>,
-    ) -> Result<(), Oom> {
+    ) -> Result<(), StepError> {
         let page = self.page();
         let eps = layer.norm.eps;
         let norm = qk_norm.map(|[q, k]| QkNorm { q, k, eps });
@@ -368,7 +361,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         layer: &LayerSpec,
         spec: &AttentionSpec,
         q_norm: Option<&Vec<f32>>,
-    ) -> Result<(), Oom> {
+    ) -> Result<(), StepError> {
         rotate_queries(
             &self.qkv[..self.rows * spec.qkv_size()],
             spec.head_dim,
@@ -380,7 +373,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         Ok(())
     }
 
-    fn attend(&mut self, spec: &AttentionSpec, sinks: Option<&Vec<f32>>) -> Result<(), Oom> {
+    fn attend(&mut self, spec: &AttentionSpec, sinks: Option<&Vec<f32>>) -> Result<(), StepError> {
         let options = AttentionOptions {
             scale: spec.scale,
             window: spec.window,
@@ -418,10 +411,11 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         norms: &Norms<'_, Vec<f32>>,
         qkvz: &Arc<Linear>,
         ba: &Arc<Linear>,
-    ) -> Result<(), Oom> {
+    ) -> Result<(), StepError> {
         self.project_qkv(norms, qkvz)?;
         let (x, out) = (self.rows * ba.inputs(), self.rows * ba.outputs());
-        ba.forward(&self.normed[..x], &mut self.state_gates[..out], self.arena)
+        ba.forward(&self.normed[..x], &mut self.state_gates[..out], self.arena)?;
+        Ok(())
     }
 
     fn apply_delta_rule(
@@ -429,7 +423,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         layer: &LayerSpec,
         spec: &DeltaNetSpec,
         rule: &DeltaRule<Vec<f32>>,
-    ) -> Result<(), Oom> {
+    ) -> Result<(), StepError> {
         let LayerPlace::State(index) = self.places[self.layer] else {
             unreachable!("a layer with a recurrence has states");
         };
@@ -458,7 +452,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         self.given.len()
     }
 
-    fn keep_given(&mut self, attended: usize) -> Result<(), Oom> {
+    fn keep_given(&mut self, attended: usize) -> Result<(), StepError> {
         let width = self.hidden.len() / self.rows;
         keep_rows(self.hidden, width, self.given);
         keep_rows(self.attended, attended, self.given);
@@ -467,9 +461,10 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         Ok(())
     }
 
-    fn project_output(&mut self, output: &Arc<Linear>) -> Result<(), Oom> {
+    fn project_output(&mut self, output: &Arc<Linear>) -> Result<(), StepError> {
         let (x, out) = (self.rows * output.inputs(), self.rows * output.outputs());
-        output.forward(&self.attended[..x], &mut self.delta[..out], self.arena)
+        output.forward(&self.attended[..x], &mut self.delta[..out], self.arena)?;
+        Ok(())
     }
 
     fn project_gated(
@@ -477,7 +472,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         mlp: &DenseMlpSpec,
         norms: &Norms<'_, Vec<f32>>,
         gate_up: &Arc<Linear>,
-    ) -> Result<(), Oom> {
+    ) -> Result<(), StepError> {
         self.add_norm(norms);
         let (x, out) = (self.rows * gate_up.inputs(), self.rows * gate_up.outputs());
         gate_up.forward(&self.normed[..x], &mut self.gate_up[..out], self.arena)?;
@@ -487,9 +482,18 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         Ok(())
     }
 
-    fn project_down(&mut self, _: &DenseMlpSpec, down: &Arc<Linear>) -> Result<(), Oom> {
+    fn project_down(&mut self, _: &DenseMlpSpec, down: &Arc<Linear>) -> Result<(), StepError> {
         let (x, out) = (self.rows * down.inputs(), self.rows * down.outputs());
-        down.forward(&self.activated[..x], &mut self.delta[..out], self.arena)
+        down.forward(&self.activated[..x], &mut self.delta[..out], self.arena)?;
+        Ok(())
+    }
+
+    fn sum_ranks(&mut self) -> Result<(), StepError> {
+        let len = self.rows * (self.hidden.len() / self.batch.tokens.len());
+        match &mut self.exchange {
+            None => Ok(()),
+            Some(exchange) => exchange.sum(&mut self.delta[..len]),
+        }
     }
 
     fn experts(
@@ -497,7 +501,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         spec: &MoeSpec,
         norms: &Norms<'_, Vec<f32>>,
         moe: &Moe<Arc<Linear>>,
-    ) -> Result<(), Oom> {
+    ) -> Result<(), StepError> {
         self.add_norm(norms);
         let (rows, arena) = (self.rows, self.arena);
         let len = rows * moe.router.inputs();
@@ -536,11 +540,11 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         spec: &MoeSpec,
         eps: f32,
         beside: &Beside<Arc<Linear>, Vec<f32>>,
-    ) -> Result<(), Oom> {
+    ) -> Result<(), StepError> {
         self.add_experts(spec, eps, beside)
     }
 
-    fn settle(&mut self, added: Option<&Vec<f32>>, eps: f32) -> Result<(), Oom> {
+    fn settle(&mut self, added: Option<&Vec<f32>>, eps: f32) -> Result<(), StepError> {
         let len = self.rows * (self.hidden.len() / self.batch.tokens.len());
         let (hidden, delta) = (&mut self.hidden[..len], &self.delta[..len]);
         match added {
@@ -555,20 +559,22 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         &mut self,
         spec: &PerLayerSpec,
         input: &LayerInput<Arc<Linear>, Vec<f32>>,
-    ) -> Result<(), Oom> {
-        self.project_gated_input(spec, input)
+    ) -> Result<(), StepError> {
+        self.project_gated_input(spec, input)?;
+        Ok(())
     }
 
-    fn scale(&mut self, scalar: &Vec<f32>) -> Result<(), Oom> {
+    fn scale(&mut self, scalar: &Vec<f32>) -> Result<(), StepError> {
         self.hidden.iter_mut().for_each(|value| *value *= scalar[0]);
         Ok(())
     }
 
-    fn add_features(&mut self, layer: usize) {
+    fn add_features(&mut self, layer: usize) -> Result<(), StepError> {
         self.add_features_of_images(layer);
+        Ok(())
     }
 
-    fn finish(&mut self, norms: &Norms<'_, Vec<f32>>) -> Result<(), Oom> {
+    fn finish(&mut self, norms: &Norms<'_, Vec<f32>>) -> Result<(), StepError> {
         self.add_norm(norms);
         Ok(())
     }

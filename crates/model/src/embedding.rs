@@ -65,7 +65,7 @@ pub struct ServeAs {
 }
 
 impl ServeAs {
-    /// The same for text alone, which is all that GPUs serve so far.
+    /// The same for text alone.
     #[must_use]
     pub fn without_images(&self) -> Self {
         Self {

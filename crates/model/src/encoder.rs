@@ -1,11 +1,13 @@
 //! The encoder of images on a CPU: the blocks' operations on `f32` activations in an arena of its own.
 //!
 //! Images are encoded inside the step that first needs them, before the decoder's layers, one at a time: a CPU has no second
-//! queue on which they could overlap with other steps. On a GPU they would be launched on a second stream ahead of their step.
+//! queue on which they could overlap with other steps.
 
 mod cache;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use plimsoll_core::{BlockSize, Component, Image, ImageGrid, Oom, PageId, Scratch};
 use plimsoll_device::{Arena, Budget, DryArena};
@@ -17,7 +19,7 @@ use plimsoll_kernels::{
 use crate::blocks::{self, EncoderLayer, EncoderOperations, LayerNorm, Merger};
 use crate::weights::Loader;
 use crate::{EncoderSpec, ModelError};
-pub(crate) use cache::{Embeddings, EncodedImage};
+pub(crate) use cache::{Embeddings, EncodedImage, KeptImages, PAGE, place};
 
 /// Tokens of a page of the keys and values of an image: whole vectors.
 const BLOCK: usize = 32;
@@ -98,6 +100,16 @@ pub(crate) fn largest_grid(spec: &EncoderSpec) -> ImageGrid {
         frames: 1,
         height: merge,
         width: spec.most_rows() * merge,
+    }
+}
+
+/// Such an image.
+pub(crate) fn largest_image(spec: &EncoderSpec) -> Image {
+    let grid = largest_grid(spec);
+    Image {
+        hash: [0xFF; 32],
+        grid,
+        patches: vec![0.0; grid.patches() * spec.input.patch_values],
     }
 }
 
@@ -339,6 +351,21 @@ impl EncoderOperations<LinearShape, ()> for CountStep<'_> {
     }
 }
 
+/// How long the largest image took at most when a state was built, in nanoseconds.
+#[derive(Debug, Default)]
+pub(crate) struct SlowestEncode(AtomicU64);
+
+impl SlowestEncode {
+    pub(crate) fn add(&self, took: Duration) {
+        let nanos = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        self.0.fetch_max(nanos, Ordering::Relaxed);
+    }
+
+    pub(crate) fn get(&self) -> Duration {
+        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+    }
+}
+
 /// What a state has for images: the arena of one encode at a time, and the embeddings of a few images.
 #[derive(Debug)]
 pub(crate) struct EncoderState {
@@ -355,33 +382,27 @@ impl EncoderState {
             arena: Arena::of(Component::Encoder, budget, Scratch::Fixed(encoder.scratch))?,
             embeddings: Embeddings::new(spec, budget)?,
         };
-        let grid = largest_grid(spec);
-        let largest = Image {
-            hash: [0xFF; 32],
-            grid,
-            patches: vec![0.0; grid.patches() * spec.input.patch_values],
-        };
-        state.encode(encoder, &largest)?;
-        state.embeddings.clear();
+        state.encode(encoder, &largest_image(spec))?;
+        state.embeddings.images.clear();
         Ok(state)
     }
 
     /// The image's rows, encoded now unless they are kept.
     pub(crate) fn encode(&mut self, encoder: &Encoder, image: &Image) -> Result<EncodedImage, Oom> {
-        if let Some(kept) = self.embeddings.find(&image.hash) {
+        if let Some(kept) = self.embeddings.images.find(&image.hash) {
             return Ok(kept);
         }
         self.arena.reset();
         let rows = image.grid.patches() / encoder.spec.merged();
-        let place = self.embeddings.place(rows);
+        let place = self.embeddings.images.place(rows);
         let embeddings = &mut self.embeddings;
         let encoded = encoder.forward(image, &self.arena, &mut |part, rows| {
             embeddings.write(&place, part, rows);
         });
         match encoded {
-            Ok(()) => Ok(self.embeddings.keep(image.hash, place)),
+            Ok(()) => Ok(self.embeddings.images.keep(image.hash, place)),
             Err(oom) => {
-                self.embeddings.give_back(&place);
+                self.embeddings.images.give_back(&place);
                 Err(oom)
             }
         }

@@ -87,8 +87,9 @@ impl Footprint {
             weights: Some(0),
             all_f32: true,
         };
-        let spec = description.about.spec();
-        let decoder = blocks::Decoder::visit(spec, &mut sizes)?;
+        let spec = description.about.spec().shard(options.shard)?;
+        description.about.check_shard(&spec)?;
+        let decoder = blocks::Decoder::visit(&spec, &mut sizes)?;
         let all_f32 = sizes.all_f32;
         let encoder = match &description.about.config.encoder {
             None => [0; 2],
@@ -108,7 +109,10 @@ impl Footprint {
             kv_element: KvElementType::choose(options.kv_cache_dtype, all_f32)?,
             decoder,
             encoder,
-            config: description.about.config,
+            config: ModelConfig {
+                spec,
+                ..description.about.config
+            },
         })
     }
 
@@ -196,6 +200,9 @@ impl Footprint {
             return Some(());
         };
         arena.alloc::<f32>(read.min(LOGIT_ROWS).checked_mul(spec.vocab_size)?)?;
+        if spec.vocab_shard.ranks > 1 {
+            arena.alloc::<f32>(read.min(LOGIT_ROWS).checked_mul(spec.vocab_rows())?)?;
+        }
         for first in (0..read).step_by(LOGIT_ROWS) {
             lm_head.scratch(LOGIT_ROWS.min(read - first), arena)?;
         }
@@ -352,7 +359,9 @@ impl Operations<LinearShape, ()> for CountStep<'_> {
         Ok(())
     }
 
-    fn add_features(&mut self, _: usize) {}
+    fn add_features(&mut self, _: usize) -> Result<(), Boundless> {
+        Ok(())
+    }
 
     fn finish(&mut self, _: &Norms<'_, ()>) -> Result<(), Boundless> {
         Ok(())

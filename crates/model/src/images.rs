@@ -1,6 +1,6 @@
 //! What a step's images are to its batch.
 
-use plimsoll_core::{Oom, Run, StepPlan};
+use plimsoll_core::{Image, Oom, Run, StepPlan};
 
 use crate::batch::{Batch, BatchImage};
 use crate::encoder::{Encoder, EncoderState};
@@ -19,16 +19,7 @@ pub(crate) fn prepare<'a>(
     let merge = encoder.spec.input.merge;
     let of_run = |run: &Run| Some(positions(run.images.as_deref()?, merge, run.start..run.end()));
     batch.positions = plan.runs.iter().map(of_run).collect();
-    let (mut rows, mut first_row, mut image) = (Vec::new(), 0, None);
-    for run in &plan.runs {
-        for (span, of_image) in run.image_rows() {
-            let first = first_row + (span.start + of_image.start - run.start);
-            rows.extend((first..).zip(of_image));
-            image = Some(&span.image);
-        }
-        first_row += run.input.len();
-    }
-    if let Some(image) = image {
+    if let Some((image, rows)) = rows_of(plan) {
         let encoded = state.encode(encoder, image)?;
         batch.image = Some(BatchImage {
             rows,
@@ -38,4 +29,18 @@ pub(crate) fn prepare<'a>(
         });
     }
     Ok(())
+}
+
+/// The image of a checked plan, if it has rows of one: each row of the batch that is, and which of the image's.
+pub(crate) fn rows_of(plan: &StepPlan) -> Option<(&Image, Vec<(usize, usize)>)> {
+    let (mut rows, mut first_row, mut image) = (Vec::new(), 0, None);
+    for run in &plan.runs {
+        for (span, of_image) in run.image_rows() {
+            let first = first_row + (span.start + of_image.start - run.start);
+            rows.extend((first..).zip(of_image));
+            image = Some(&*span.image);
+        }
+        first_row += run.input.len();
+    }
+    image.map(|image| (image, rows))
 }

@@ -24,6 +24,7 @@ mod positions;
 mod quantization;
 pub mod rope;
 mod runner;
+mod shard;
 mod spec;
 mod state;
 mod tables;
@@ -45,6 +46,7 @@ pub use quantization::{
     Quantization,
 };
 pub use runner::Runner;
+pub use shard::{MAX_RANKS, Shard};
 pub use spec::{
     AttentionSpec, DecoderSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, MoeNames, MoeSpec,
     NormSpec, OutputHead, PerLayerSpec, Projections, StackedExperts, Values,

@@ -1,21 +1,22 @@
 use std::io::ErrorKind;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use plimsoll_core::{KvConfig, TokenId};
 use plimsoll_device::{Budget, Charge};
-use plimsoll_kernels::WeightType;
+use plimsoll_kernels::{Exchange, WeightType};
 
 use crate::decoder::Decoder;
 use crate::embedding::{self, ServeAs};
-use crate::encoder::Encoder;
+use crate::encoder::{Encoder, SlowestEncode};
 use crate::quantization::Quantization;
 use crate::state::{KvCacheDtype, KvElementType, StateCache};
 use crate::weights::{Checkpoint, DummyWeights, GgufWeights, Loader, Source};
-use crate::{Around, Cancel, DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress};
+use crate::{
+    Around, Cancel, DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress, Shard,
+};
 
 /// How to load a model.
 #[derive(Clone, Debug, Default)]
@@ -26,6 +27,8 @@ pub struct LoadOptions {
     pub kv_cache_dtype: KvCacheDtype,
     /// Text or embeddings.
     pub serve_as: ServeAs,
+    /// The rank whose part is loaded.
+    pub shard: Shard,
     /// Ends it early.
     pub cancel: Cancel,
 }
@@ -49,9 +52,10 @@ pub struct Model {
     about: About,
     pub(crate) decoder: Decoder,
     pub(crate) encoder: Option<Encoder>,
-    /// Nanoseconds that the largest image took at most when a state was built.
-    pub(crate) slowest_encode: AtomicU64,
+    pub(crate) slowest_encode: SlowestEncode,
     pub(crate) kv_element: KvElementType,
+    /// Where it meets the other ranks, if there are any: one state at a time computes steps.
+    pub(crate) exchange: Option<Arc<Mutex<Exchange>>>,
     /// Given back after the weights: fields are dropped in order.
     _charges: Vec<Charge>,
 }
@@ -68,13 +72,28 @@ impl Model {
         budget: &Budget,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
-        let description = Description::read(path, &options.serve_as)?;
-        let spec = description.about.spec();
-        check_cpu(spec)?;
+        Self::load_rank(path, options, budget, None, progress)
+    }
+
+    /// As [`Self::load`], for the rank of `options`, which meets the others at `exchange`.
+    ///
+    /// # Errors
+    /// As [`Self::load`]; [`ModelError::Unsupported`] where the model cannot be divided among so many ranks.
+    pub fn load_rank(
+        path: &Path,
+        options: LoadOptions,
+        budget: &Budget,
+        exchange: Option<Arc<Mutex<Exchange>>>,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Arc<Self>, ModelError> {
+        let mut description = Description::read(path, &options.serve_as)?;
+        let spec = description.about.spec().shard(options.shard)?;
+        description.about.check_shard(&spec)?;
+        check_cpu(&spec)?;
         description.about.log_what_is_left_out();
         let source = description.source(options.format)?;
         let mut loader = Loader::new(&*source, budget, &options.cancel, progress);
-        let decoder = Decoder::load(spec, &mut loader)?;
+        let decoder = Decoder::load(&spec, &mut loader)?;
         let kv_element = KvElementType::choose(options.kv_cache_dtype, loader.all_f32())?;
         let encoder = match &description.about.config.encoder {
             None => None,
@@ -82,12 +101,14 @@ impl Model {
         };
         let charges = loader.finish()?;
         drop(source);
+        description.about.config.spec = spec;
         Ok(Arc::new(Self {
             about: description.about,
             decoder,
             encoder,
-            slowest_encode: AtomicU64::new(0),
+            slowest_encode: SlowestEncode::default(),
             kv_element,
+            exchange,
             _charges: charges,
         }))
     }
@@ -104,7 +125,7 @@ impl Model {
 
     /// How long the largest image that limits allow took to encode, at most, when a state was built; zero without images.
     pub fn slowest_encode(&self) -> Duration {
-        Duration::from_nanos(self.slowest_encode.load(Ordering::Relaxed))
+        self.slowest_encode.get()
     }
 
     /// Bytes of the states of fixed size that a request has beside its KV; 0 where no layer has one.
@@ -142,6 +163,21 @@ impl About {
     /// The network.
     pub fn spec(&self) -> &DecoderSpec {
         &self.config.spec
+    }
+
+    /// Refuses what ranks cannot do: `spec` is the part of one.
+    ///
+    /// # Errors
+    /// [`ModelError::Unsupported`].
+    pub(crate) fn check_shard(&self, spec: &DecoderSpec) -> Result<(), ModelError> {
+        match self.config.encoder.is_some() && spec.shard.ranks > 1 {
+            false => Ok(()),
+            true => Err(ModelError::unsupported(
+                "--tensor-parallel-size",
+                format!("{} for a model that takes images", spec.shard.ranks),
+                "1 is, or the text alone: --limit-mm-per-prompt image=0",
+            )),
+        }
     }
 
     /// Where only a part of the model is loaded.

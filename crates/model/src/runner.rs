@@ -1,6 +1,5 @@
 use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use plimsoll_core::{
@@ -8,7 +7,7 @@ use plimsoll_core::{
     StateConfig, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 use plimsoll_device::{Arena, Budget, Slab};
-use plimsoll_kernels::{SampleError, ScoreRow, apply_mask, sample, score, sum_rows};
+use plimsoll_kernels::{Exchange, SampleError, ScoreRow, apply_mask, sample, score, sum_rows};
 
 use crate::Model;
 use crate::batch::{Batch, Bounds, StepPages};
@@ -72,8 +71,7 @@ impl Runner {
             Some(encoder) => {
                 let begun = Instant::now();
                 let state = EncoderState::new(encoder, budget)?;
-                let nanos = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                model.slowest_encode.fetch_max(nanos, Ordering::Relaxed);
+                model.slowest_encode.add(begun.elapsed());
                 Some(state)
             }
         };
@@ -142,9 +140,14 @@ impl Runner {
         }
         self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
         let mut out = Vec::with_capacity(rows.len() * self.bounds.vocab_size);
-        self.run(plan, rows, |_, logits, _, _| {
-            out.extend_from_slice(logits);
-            Ok(())
+        if let Some(exchange) = &self.model.exchange {
+            lock(exchange).begin_step();
+        }
+        self.or_abandon(|runner| {
+            runner.run(plan, rows, |_, logits, _, _| {
+                out.extend_from_slice(logits);
+                Ok(())
+            })
         })?;
         Ok(out)
     }
@@ -175,6 +178,20 @@ impl Runner {
         }
     }
 
+    /// The other ranks learn if this one cannot go on with its step, whatever the reason: they do not wait for it.
+    fn or_abandon<T>(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<T, StepError>,
+    ) -> Result<T, StepError> {
+        let mut guard = Abandon(self.model.exchange.clone());
+        let done = work(self);
+        // Nobody waits for it where it only could not go on without another: all know of that one.
+        if let Ok(_) | Err(StepError::OtherRank(_) | StepError::RankLost(_)) = done {
+            guard.0 = None;
+        }
+        done
+    }
+
     /// Runs a checked plan and gives the rows out that its runs ask for.
     fn pool(&mut self, plan: &StepPlan) -> Result<StepOutput, StepError> {
         let width = self.model.spec().hidden_size;
@@ -188,7 +205,10 @@ impl Runner {
             end += run.input.len();
             end.saturating_sub(count(run))..end
         });
-        let Forward { mut normed, .. } = self.forward(plan, &rows.collect::<Vec<_>>())?;
+        let exchange = self.model.exchange.clone();
+        let mut exchange = exchange.as_deref().map(lock);
+        let Forward { mut normed, .. } =
+            self.forward(plan, &rows.collect::<Vec<_>>(), exchange.as_deref_mut())?;
         let pooled = plan.runs.iter().map(|run| {
             let own;
             (own, normed) = normed.split_at(count(run) * width);
@@ -263,25 +283,41 @@ impl Runner {
         mut consume: impl FnMut(usize, &mut [f32], &[u32], &Arena) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
         let (width, vocab) = (self.model.spec().hidden_size, self.bounds.vocab_size);
+        let vocab_rows = self.model.spec().vocab_rows();
+        let exchange = self.model.exchange.clone();
+        let mut exchange = exchange.as_deref().map(lock);
         let Forward {
             normed,
             decoder,
             arena,
             masks,
-        } = self.forward(plan, rows)?;
+        } = self.forward(plan, rows, exchange.as_deref_mut())?;
         let no_head = || StepError::Failed("a model that is served for embeddings has no logits".to_owned());
         let head = decoder.head().ok_or_else(no_head)?;
-        let logits = arena.alloc::<f32>((normed.len() / width).min(LOGIT_ROWS) * vocab)?;
+        let most = (normed.len() / width).min(LOGIT_ROWS);
+        let logits = arena.alloc::<f32>(most * vocab)?;
+        let part = match vocab_rows < vocab {
+            true => arena.alloc::<f32>(most * vocab_rows)?,
+            false => &mut [],
+        };
         for (chunk, normed) in normed.chunks(LOGIT_ROWS * width).enumerate() {
-            let logits = &mut logits[..normed.len() / width * vocab];
-            head.forward(normed, logits, arena)?;
+            let rows = normed.len() / width;
+            let logits = &mut logits[..rows * vocab];
+            let of_rank = part.len().min(rows * vocab_rows);
+            let part = &mut part[..of_rank];
+            head.forward(normed, part, logits, arena, exchange.as_deref_mut())?;
             consume(chunk * LOGIT_ROWS, logits, masks, arena)?;
         }
         Ok(())
     }
 
     /// Runs a checked plan through the decoder: the given rows of its batch, ascending, behind the last norm.
-    fn forward(&mut self, plan: &StepPlan, rows: &[usize]) -> Result<Forward<'_>, StepError> {
+    fn forward(
+        &mut self,
+        plan: &StepPlan,
+        rows: &[usize],
+        exchange: Option<&mut Exchange>,
+    ) -> Result<Forward<'_>, StepError> {
         self.arena.reset();
         let Self {
             arena,
@@ -301,7 +337,10 @@ impl Runner {
         }
         let normed = match plan.is_empty() {
             true => &[],
-            false => decoder.forward(&batch, rows, (kv, states), bounds.limits.max_model_len, arena)?,
+            false => {
+                let max_model_len = bounds.limits.max_model_len;
+                decoder.forward(&batch, rows, (kv, states), max_model_len, arena, exchange)?
+            }
         };
         Ok(Forward {
             normed,
@@ -310,6 +349,22 @@ impl Runner {
             masks,
         })
     }
+}
+
+/// Abandons the step when it is dropped.
+struct Abandon(Option<Arc<Mutex<Exchange>>>);
+
+impl Drop for Abandon {
+    fn drop(&mut self) {
+        if let Some(exchange) = &self.0 {
+            lock(exchange).abandon();
+        }
+    }
+}
+
+/// A step that panicked has left it whole.
+fn lock(exchange: &Mutex<Exchange>) -> MutexGuard<'_, Exchange> {
+    exchange.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A step behind the last norm.
@@ -386,30 +441,37 @@ impl<'a> ReadRow<'a> {
 
 impl Executor for Runner {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
-        self.budget.begin_step()?;
-        if self.awaiting.is_some() {
-            return Err(StepError::Failed("the previous step needs its masks".to_owned()));
+        if let Some(exchange) = &self.model.exchange {
+            lock(exchange).begin_step();
         }
-        if plan.awaits_masks() {
-            self.awaiting = Some(plan.clone());
-            return Ok(());
-        }
-        let output = self.step(plan)?;
-        self.done.push_back(output);
-        Ok(())
+        self.or_abandon(|runner| {
+            runner.budget.begin_step()?;
+            if runner.awaiting.is_some() {
+                return Err(StepError::Failed("the previous step needs its masks".to_owned()));
+            }
+            if plan.awaits_masks() {
+                runner.awaiting = Some(plan.clone());
+                return Ok(());
+            }
+            let output = runner.step(plan)?;
+            runner.done.push_back(output);
+            Ok(())
+        })
     }
 
     /// On a CPU there is nothing to be done in the meantime: all of the step is computed here.
     fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
-        let plan = self.awaiting.take();
-        let plan = plan.ok_or_else(|| StepError::Failed("no step needs masks".to_owned()))?;
-        let words = mask_words(self.bounds.vocab_size);
-        let masks = self.staging.masks.as_mut_slice().chunks_exact_mut(words);
-        let mut masks: Vec<_> = masks.take(plan.constrained().count()).collect();
-        fill(&mut masks);
-        let output = self.step(&plan)?;
-        self.done.push_back(output);
-        Ok(())
+        self.or_abandon(|runner| {
+            let plan = runner.awaiting.take();
+            let plan = plan.ok_or_else(|| StepError::Failed("no step needs masks".to_owned()))?;
+            let words = mask_words(runner.bounds.vocab_size);
+            let masks = runner.staging.masks.as_mut_slice().chunks_exact_mut(words);
+            let mut masks: Vec<_> = masks.take(plan.constrained().count()).collect();
+            fill(&mut masks);
+            let output = runner.step(&plan)?;
+            runner.done.push_back(output);
+            Ok(())
+        })
     }
 
     fn finish(&mut self) -> Result<StepOutput, StepError> {

@@ -8,6 +8,7 @@ use plimsoll_kernels::{Activation, DeltaLayout, ExpertActivation, RouterSoftmax}
 
 use crate::quantization::Quantization;
 use crate::rope::RopeSpec;
+use crate::shard::Shard;
 
 /// A decoder-only transformer: an embedding, layers that each add to a residual stream of `hidden_size`, and a head.
 #[derive(Clone, Debug, PartialEq)]
@@ -32,6 +33,10 @@ pub struct DecoderSpec {
     pub logit_soft_cap: Option<f32>,
     /// What each layer gets of each token beside the residual stream (Gemma 4 E2B and E4B).
     pub per_layer: Option<PerLayerSpec>,
+    /// Which part of the network this is: heads and the insides of MLPs are those of one rank.
+    pub shard: Shard,
+    /// Which part of the embedding and the head it has: all of it where the vocabulary cannot be divided.
+    pub vocab_shard: Shard,
 }
 
 /// One layer: a mixer of tokens, then an MLP, each of the norm of the residual stream.
@@ -97,6 +102,8 @@ pub struct AttentionSpec {
     pub heads: usize,
     /// Key and value heads.
     pub kv_heads: usize,
+    /// Which part of them this is: where there are fewer than ranks, several ranks have the same.
+    pub kv_shard: Shard,
     /// Elements of one head, even; not always `hidden_size / heads`.
     pub head_dim: usize,
     /// Tokens seen, the current one included; `None` is all.
@@ -227,6 +234,11 @@ pub enum OutputHead {
 }
 
 impl DecoderSpec {
+    /// Rows of the embedding and of the head that this part has.
+    pub fn vocab_rows(&self) -> usize {
+        self.vocab_size / self.vocab_shard.ranks
+    }
+
     /// Logits of a row: none without a head.
     pub fn num_logits(&self) -> usize {
         match self.head {

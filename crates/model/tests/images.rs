@@ -2,127 +2,17 @@
 
 use std::sync::Arc;
 
+use crate::common::images::{IMAGE_LIMITS, IMAGE_MODELS, ImageCase, chunks, golden_images, image, options};
 use crate::common::*;
-use plimsoll_core::{
-    Component, EncoderLimits, Executor, Image, ImageGrid, ImageSpan, PageId, Run, RunInput, StepError,
-    TokenId,
-};
+use plimsoll_core::{Component, EncoderLimits, Executor, Image, ImageSpan, Run, RunInput, StepError};
 use plimsoll_device::Budget;
-use plimsoll_model::{Footprint, KvCacheDtype, LoadOptions, Model, Runner, ServeAs};
+use plimsoll_model::{Footprint, KvCacheDtype, LoadOptions, Model, Runner};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use serde::Deserialize;
-
-/// Those of which images are served.
-const IMAGE_MODELS: [&str; 2] = ["qwen3-vl", "qwen3_5-vision"];
-
-const IMAGE_LIMITS: EncoderLimits = EncoderLimits {
-    max_patches: 48,
-    max_images_per_prompt: 4,
-};
-
-#[derive(Deserialize)]
-struct GoldenImages {
-    cases: Vec<ImageCase>,
-}
-
-#[derive(Deserialize)]
-struct ImageCase {
-    prompt: Vec<TokenId>,
-    images: Vec<GoldenImage>,
-    last_logits: Vec<Vec<f32>>,
-    greedy: Vec<TokenId>,
-}
-
-#[derive(Deserialize)]
-struct GoldenImage {
-    seed: usize,
-    grid: [usize; 3],
-    start: usize,
-    rows: usize,
-    /// Of each part, its rows.
-    features: Vec<Vec<Vec<f32>>>,
-}
-
-impl GoldenImage {
-    fn span(&self) -> ImageSpan {
-        ImageSpan {
-            start: self.start,
-            len: self.rows,
-            image: Arc::new(image(self.seed, self.grid)),
-        }
-    }
-}
-
-impl ImageCase {
-    fn spans(&self) -> Arc<[ImageSpan]> {
-        self.images.iter().map(GoldenImage::span).collect()
-    }
-}
-
-/// As `scripts/golden_images.py` makes it.
-fn image(seed: usize, [frames, height, width]: [usize; 3]) -> Image {
-    const VALUES: usize = 3 * 2 * 4 * 4;
-    let grid = ImageGrid {
-        frames,
-        height,
-        width,
-    };
-    let value = |index: usize| {
-        let draw = index * 7919 + seed * 104_729 + (index / VALUES) * (index % VALUES) * 31;
-        (draw % 2001) as f32 / 1000.0 - 1.0
-    };
-    let mut hash = [0; 32];
-    for (to, from) in hash.chunks_exact_mut(8).zip([seed, frames, height, width]) {
-        to.copy_from_slice(&(from as u64).to_le_bytes());
-    }
-    Image {
-        hash,
-        grid,
-        patches: (0..grid.patches() * VALUES).map(value).collect(),
-    }
-}
-
-fn golden_images(name: &str) -> GoldenImages {
-    let path = golden_path(name).join("images.json");
-    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
-}
-
-fn options(kv_cache_dtype: KvCacheDtype, images: EncoderLimits) -> LoadOptions {
-    LoadOptions {
-        kv_cache_dtype,
-        serve_as: ServeAs {
-            images: Some(images),
-            ..Default::default()
-        },
-        ..Default::default()
-    }
-}
 
 fn load_with_images(name: &str) -> Arc<Model> {
     let options = options(KvCacheDtype::F32, IMAGE_LIMITS);
     Model::load(&golden_path(name), options, &budget(), &mut |_| ()).unwrap()
-}
-
-/// The tokens of a prompt as runs of at most `most` tokens, each with rows of one image at most.
-fn chunks(prompt: &[TokenId], images: &Arc<[ImageSpan]>, table: &[PageId], most: usize) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
-    let mut start = 0;
-    while start < prompt.len() {
-        let mut end = prompt.len().min(start + most);
-        let mut touched = images
-            .iter()
-            .filter(|span| !span.rows_in(&(start..end)).is_empty());
-        if let (Some(_), Some(second)) = (touched.next(), touched.next()) {
-            end = second.start;
-        }
-        runs.push(Run {
-            images: Some(Arc::clone(images)),
-            ..run(1, start, &prompt[start..end], table)
-        });
-        start = end;
-    }
-    runs
 }
 
 /// The logits of the last rows of a prompt.
@@ -145,11 +35,7 @@ fn rows_of_images_equal_transformers() {
         for case in golden_images(name).cases {
             for golden in &case.images {
                 let found = runner.encode(&golden.span().image).unwrap();
-                let rows = 0..golden.rows;
-                let expected: Vec<f32> = rows
-                    .flat_map(|row| golden.features.iter().flat_map(move |part| part[row].clone()))
-                    .collect();
-                let error = relative_error(&found, &expected);
+                let error = relative_error(&found, &golden.all_rows());
                 assert!(
                     error < 1e-5,
                     "{name}, {:?}: relative error {error:e}",

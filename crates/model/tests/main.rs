@@ -15,5 +15,6 @@ mod hybrid;
 mod images;
 mod memory;
 mod quantization;
+mod ranks;
 mod scheduling;
 mod smollm2;

@@ -1,7 +1,7 @@
 use plimsoll_core::{StateConfig, StepCosts, StepLimits};
 
 use crate::attempt::Validated;
-use crate::{Plan, Report, StepTimes};
+use crate::{Plan, ProfileError, Report, StepTimes};
 
 /// An engine state that has run the worst steps of its limits at its final size. [`profile`](crate::profile) makes it after
 /// a passed validation and nothing else does, so holding one permits serving.
@@ -64,6 +64,45 @@ impl<S> Proved<S> {
     /// With what the next start can skip the probe; `None` where the size was pinned.
     pub fn plan(&self) -> Option<&Plan> {
         self.plan.as_ref()
+    }
+
+    /// The states that the ranks of one server proved together, in their order, as one state: `join` makes it of them.
+    ///
+    /// # Errors
+    /// [`ProfileError::InvalidSpec`] where there is none, or they were proved for different sizes; or that of `join`.
+    pub fn join<T>(
+        ranks: Vec<Self>,
+        join: impl FnOnce(Vec<S>) -> Result<T, ProfileError>,
+    ) -> Result<Proved<T>, ProfileError> {
+        let different = ProfileError::InvalidSpec("the ranks proved states of different sizes");
+        let all = ranks.iter().map(|rank| (rank.config().kv, rank.limits()));
+        if !all.clone().zip(all.skip(1)).all(|(one, next)| one == next) {
+            return Err(different);
+        }
+        let mut states = Vec::new();
+        let mut first = None;
+        for Self { parts, plan } in ranks {
+            let ProvedParts {
+                state,
+                config,
+                limits,
+                costs,
+                report,
+            } = parts;
+            states.push(state);
+            // The first rank reports.
+            first.get_or_insert((config, limits, costs, report, plan));
+        }
+        let (config, limits, costs, report, plan) = first.ok_or(different)?;
+        let state = join(states)?;
+        let parts = ProvedParts {
+            state,
+            config,
+            limits,
+            costs,
+            report,
+        };
+        Ok(Proved { parts, plan })
     }
 
     /// Takes the proof apart, to serve.

@@ -57,6 +57,9 @@ impl Stop {
                 phase,
                 error: format!("{error}, in the worst step {scenario}"),
             }),
+            // Its verdict is the one that counts.
+            StepError::OtherRank(rank) => Self::exhausted(phase, Some(scenario), Shortage::Rank(rank)),
+            StepError::RankLost(why) => Self::Failed(RankLost(why).into()),
             StepError::NotFinite(_) => Self::Failed(ProfileError::NotFinite { phase, scenario }),
             error => Self::Failed(ProfileError::Step {
                 phase,

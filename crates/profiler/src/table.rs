@@ -52,9 +52,16 @@ impl Report {
             bound: self.bound,
         };
         let loading = self.loading.map(|loading| format!("\n  {loading}"));
+        let ranks = (self.ranks > 1).then(|| {
+            let Self { rank, ranks, .. } = self;
+            format!(
+                "\n  rank {rank} of {ranks}, all of which serve so many tokens, each with a part of the model"
+            )
+        });
         format!(
-            "{}\n{size}{}",
+            "{}\n{size}{}{}",
             self.ready.table(columns),
+            ranks.unwrap_or_default(),
             loading.unwrap_or_default()
         )
     }

@@ -17,7 +17,7 @@ use crate::state::AppState;
 use crate::status::Status;
 use crate::wire::about::{
     HealthReport, KvNow, LastOom, LoadReport, MemoryNow, MemoryReport, ModelCard, ModelList, NotReady,
-    OomStep, Rebuilds, Version,
+    OomStep, RankNow, Rebuilds, Version,
 };
 use crate::wire::error::ErrorBody;
 
@@ -162,6 +162,7 @@ fn memory_now(state: &AppState, meters: &Meters) -> MemoryReport {
     MemoryReport {
         profile: memory.report(),
         now: live(meters, memory.proved_peak()),
+        ranks: memory.ranks().iter().enumerate().map(rank_now).collect(),
         kv: KvNow {
             pages: stats.scheduler.pages_total,
             pages_used: stats.scheduler.pages_used,
@@ -196,6 +197,27 @@ fn last_oom(outage: &OutOfMemory) -> LastOom {
         peers: meters.peers(),
         peers_at_ready: outage.peers_at_ready,
         peers_delta: outage.peers_delta() as i64,
+    }
+}
+
+fn rank_now((rank, meters): (usize, &Meters)) -> RankNow {
+    let MemoryNow {
+        total,
+        free,
+        reserved,
+        reserved_high,
+        peers,
+        components,
+        ..
+    } = live(meters, 0);
+    RankNow {
+        rank,
+        total,
+        free,
+        reserved,
+        reserved_high,
+        peers,
+        components,
     }
 }
 

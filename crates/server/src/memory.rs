@@ -20,6 +20,11 @@ pub trait Memory: Send + Sync + 'static {
     /// Peak bytes held while the worst-case steps ran, as counted by the process, without the canary.
     fn proved_peak(&self) -> u64;
 
+    /// The meters of each rank, where several serve the model together; [`Self::meters`] are those of the first.
+    fn ranks(&self) -> Vec<Meters> {
+        Vec::new()
+    }
+
     /// Numbers of the start and of the profile of the state in use.
     fn start(&self) -> StartNumbers;
 }

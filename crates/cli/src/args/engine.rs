@@ -12,7 +12,7 @@ use plimsoll_model::{HfOverrides, OnlineQuantization};
 use plimsoll_profiler::MemFraction;
 
 use crate::args::values::{
-    block_size, context, duration, fraction, json, milliseconds, positive, quantization, tokens,
+    block_size, context, duration, fraction, json, milliseconds, positive, quantization, ranks, tokens,
 };
 use crate::args::{LogArgs, MediaCounts, PoolingArgs, ProcessorArgs};
 use crate::bytes::Bytes;
@@ -145,6 +145,10 @@ pub struct DeviceArgs {
         hide_possible_values = true
     )]
     pub dtype: DType,
+    /// Ranks that serve the model together, each with a part of every layer: 1 to 8, as many as heads and widths of the model can
+    /// be divided among. On a CPU they are threads, each with an equal part of the memory, or with --device-memory; a GPU serves with 1
+    #[arg(long, alias = "tp-size", value_name = "N", default_value = "1", value_parser = ranks)]
+    pub tensor_parallel_size: usize,
     /// Directory of lock files, by which servers that start on the same device wait for each other. Containers that share a
     /// device must share this directory [default: /tmp/plimsoll]
     #[arg(long, value_name = "DIR")]

@@ -4,7 +4,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use plimsoll_core::BlockSize;
-use plimsoll_model::OnlineQuantization;
+use plimsoll_model::{MAX_RANKS, OnlineQuantization};
 use plimsoll_profiler::MemFraction;
 use reqwest::header::HeaderValue;
 use serde::de::DeserializeOwned;
@@ -14,6 +14,15 @@ pub(crate) fn positive(text: &str) -> Result<usize, String> {
         Ok(0) => Err("at least 1 is expected".to_owned()),
         Ok(value) => Ok(value),
         Err(_) => Err("a whole number is expected".to_owned()),
+    }
+}
+
+/// Ranks that serve a model together.
+pub(super) fn ranks(text: &str) -> Result<usize, String> {
+    let ranks = positive(text)?;
+    match ranks <= MAX_RANKS {
+        true => Ok(ranks),
+        false => Err(format!("at most {MAX_RANKS} is expected")),
     }
 }
 

@@ -1,13 +1,16 @@
 //! `--device`: which backend a start gets.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use plimsoll_device::cuda::{self, Gpu, GpuError, GpuLimit, GpuOptions, Holder};
 use plimsoll_device::{Budget, Machine, capacity};
+use plimsoll_kernels::Exchange;
 
 use super::gpu::holders;
-use super::{AssumedBytes, AssumedGpu, Backend, CpuBackend, Device, GpuBackend, SimBackend};
+use super::{
+    AssumedBytes, AssumedGpu, Backend, CpuBackend, CpuRank, Device, GpuBackend, RanksBackend, SimBackend,
+};
 use crate::args::{DType, DeviceChoice, KvDtype};
 use crate::bytes::Bytes;
 use crate::error::Error;
@@ -39,8 +42,8 @@ pub enum Place {
     Gpu(Gpu),
     /// A GPU that is not here.
     Assumed(AssumedBytes),
-    /// The CPU, within a budget.
-    Cpu(Budget),
+    /// The CPU, within the budget of each rank.
+    Cpu(Vec<Budget>),
 }
 
 impl Place {
@@ -59,7 +62,7 @@ impl Place {
             }
             (Ok(Chosen { gpu: None, .. }), _) => {
                 check_cpu(settings)?;
-                Ok(Self::Cpu(cpu_budget(settings)?))
+                Ok(Self::Cpu(cpu_budgets(settings)?))
             }
             (Err(Error::Gpu(error)), Some(bytes)) if is_absent(&error) => {
                 check_gpu(settings)?;
@@ -85,7 +88,7 @@ impl Place {
                 Bytes(gpu.budget().meters().total)
             ),
             Self::Assumed(AssumedBytes(bytes)) => format!("cuda (assumed), {}", Bytes(*bytes)),
-            Self::Cpu(budget) => format!("cpu, {}", Bytes(budget.meters().total)),
+            Self::Cpu(budgets) => format!("cpu, {}", Bytes(total(budgets))),
         }
     }
 
@@ -94,14 +97,14 @@ impl Place {
     /// # Errors
     /// Where the files that say how images are taken cannot be read.
     pub fn with(&self, model: &Path, settings: &Arc<EngineSettings>) -> Result<Box<dyn Device>, Error> {
+        let with_images = || images::settings_of(model, settings);
         Ok(match self {
-            Self::Gpu(gpu) => Box::new(GpuBackend::new(model, settings, gpu.clone())),
-            Self::Assumed(bytes) => Box::new(AssumedGpu::new(model, settings, *bytes)),
-            Self::Cpu(budget) => Box::new(CpuBackend::new(
-                model,
-                &images::settings_of(model, settings)?,
-                budget.clone(),
-            )),
+            Self::Gpu(gpu) => Box::new(GpuBackend::new(model, &with_images()?, gpu.clone())),
+            Self::Assumed(bytes) => Box::new(AssumedGpu::new(model, &with_images()?, *bytes)),
+            Self::Cpu(budgets) => match &budgets[..] {
+                [budget] => Box::new(cpu(model, settings, budget)?),
+                budgets => Box::new(cpu_ranks(model, settings, budgets)?),
+            },
         })
     }
 }
@@ -134,7 +137,8 @@ pub fn open(
         let (ordinal, name, bytes) = (info.ordinal, &info.name, Bytes(gpu.budget().meters().total));
         tracing::info!("device: cuda:{ordinal}, {name}, compute capability {major}.{minor}, {bytes}");
         terminal::phase("device", format_args!("cuda:{ordinal}, {name}, {bytes}"));
-        return Ok((Arc::new(GpuBackend::new(model, settings, gpu)), gpu_lock));
+        let settings = images::settings_of(model, settings)?;
+        return Ok((Arc::new(GpuBackend::new(model, &settings, gpu)), gpu_lock));
     }
     drop(gpu_lock);
     check_cpu(settings)?;
@@ -146,13 +150,44 @@ pub fn open(
     };
     tracing::info!("device: cpu{why}");
     let lock = settings.locks.take("cpu")?;
-    let budget = cpu_budget(settings)?;
-    terminal::phase(
-        "device",
-        format_args!("cpu{why}, {}", Bytes(budget.meters().total)),
-    );
+    let budgets = cpu_budgets(settings)?;
+    let bytes = Bytes(total(&budgets));
+    let backend: Arc<dyn Backend> = match &budgets[..] {
+        [budget] => {
+            terminal::phase("device", format_args!("cpu{why}, {bytes}"));
+            Arc::new(cpu(model, settings, budget)?)
+        }
+        budgets => {
+            let ranks = budgets.len();
+            tracing::info!("tensor parallelism: {ranks} ranks on threads of the CPU");
+            terminal::phase("device", format_args!("cpu{why}, {bytes} for {ranks} ranks"));
+            Arc::new(cpu_ranks(model, settings, budgets)?)
+        }
+    };
+    Ok((backend, lock))
+}
+
+/// All of a model on the CPU.
+fn cpu(model: &Path, settings: &Arc<EngineSettings>, budget: &Budget) -> Result<CpuBackend, Error> {
     let settings = images::settings_of(model, settings)?;
-    Ok((Arc::new(CpuBackend::new(model, &settings, budget)), lock))
+    Ok(CpuBackend::new(model, &settings, CpuRank::whole(budget.clone())))
+}
+
+/// A part of it for each budget.
+fn cpu_ranks(
+    model: &Path,
+    settings: &Arc<EngineSettings>,
+    budgets: &[Budget],
+) -> Result<RanksBackend, Error> {
+    let settings = images::settings_of(model, settings)?;
+    let group = Exchange::group(budgets.len());
+    let ranks = budgets.iter().zip(group).map(|(budget, exchange)| {
+        let exchange = Arc::new(Mutex::new(exchange));
+        let rank = CpuRank::part(budget.clone(), Arc::clone(&exchange)).map_err(Error::WeightsDoNotFit)?;
+        let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(model, &settings, rank));
+        Ok((backend, exchange))
+    });
+    Ok(RanksBackend::new(ranks.collect::<Result<_, Error>>()?))
 }
 
 /// The simulated device is nobody else's.
@@ -161,6 +196,12 @@ fn simulated(settings: &Arc<EngineSettings>) -> Result<SimBackend, Error> {
         return Err(Error::configuration(
             "--device",
             "the simulated model runs on the CPU",
+        ));
+    }
+    if settings.tensor_parallel_size > 1 {
+        return Err(Error::configuration(
+            "--tensor-parallel-size",
+            "the simulated model has no parts: leave the flag out",
         ));
     }
     check_cpu(settings)?;
@@ -235,21 +276,36 @@ fn limit(settings: &EngineSettings) -> GpuLimit {
     }
 }
 
-/// What `--device-memory` grants, or what this machine can spare.
-fn cpu_budget(settings: &EngineSettings) -> Result<Budget, Error> {
+/// What `--device-memory` grants to each rank, or an equal part of what this machine can spare.
+fn cpu_budgets(settings: &EngineSettings) -> Result<Vec<Budget>, Error> {
+    let ranks = settings.tensor_parallel_size;
     let bytes = match settings.device_memory {
-        Some(bytes) => bytes,
+        Some(bytes) => bytes.saturating_mul(ranks as u64),
         None => {
             let capacity = capacity::default_capacity()?;
             tracing::info!("device memory: {}, {}", Bytes(capacity.bytes), capacity.bound);
             capacity.bytes
         }
     };
-    Ok(Budget::shared(bytes, Arc::new(Machine::this())))
+    let machine = Arc::new(Machine::this());
+    Ok(match ranks {
+        1 => vec![Budget::shared(bytes, machine)],
+        ranks => Budget::divided(bytes, ranks, machine),
+    })
+}
+
+fn total(budgets: &[Budget]) -> u64 {
+    budgets.iter().map(|budget| budget.meters().total).sum()
 }
 
 /// Refuses what only a CPU can do.
 fn check_gpu(settings: &EngineSettings) -> Result<(), Error> {
+    if settings.tensor_parallel_size > 1 {
+        return Err(Error::configuration(
+            "--tensor-parallel-size",
+            "a model is served by one GPU: leave the flag out and start a server on each GPU, or give --device cpu",
+        ));
+    }
     if !matches!(settings.dtype, DType::Auto | DType::Bfloat16) {
         return Err(Error::configuration(
             "--dtype",
@@ -385,6 +441,7 @@ mod tests {
             ("--dtype float32", "--dtype"),
             ("--kv-cache-dtype float16", "--kv-cache-dtype"),
             ("--threads 2", "--threads"),
+            ("--tensor-parallel-size 2", "--tensor-parallel-size"),
         ];
         let on_cpu = [
             ("--kv-cache-dtype bfloat16", "--kv-cache-dtype"),

@@ -1,25 +1,70 @@
 //! The CPU, within a budget of bytes.
 
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use plimsoll_core::{BuildError, Component, KvConfig, Meters, StateConfig, StepLimits};
-use plimsoll_device::Budget;
-use plimsoll_kernels::{WeightType, instruction_set};
-use plimsoll_model::{Cancel, LoadOptions, Model, Progress, Runner};
+use plimsoll_core::{BuildError, Component, KvConfig, Meters, Oom, StateConfig, StepLimits};
+use plimsoll_device::{Budget, Charge};
+use plimsoll_kernels::{Exchange, WeightType, instruction_set};
+use plimsoll_model::{Cancel, LoadOptions, Model, Progress, Runner, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioShape};
 
 use super::predicted::{arena_use, holding, step_size};
 use super::{
-    Backend, CPU_DEFAULTS, Defaults, Device, EngineState, LoadedModel, ModelFacts, ModelOn, Weights,
+    Backend, CPU_DEFAULTS, Defaults, Device, EngineState, LoadedModel, ModelFacts, ModelOn, SharedExchange,
+    Weights,
 };
 use crate::args::{DType, DeviceChoice};
 use crate::error::Error;
 use crate::plan_cache::DeviceKey;
 
-/// A model on the CPU, within a budget of bytes. Clones of the budget share it.
-pub type CpuBackend = ModelOn<Budget>;
+/// A model on the CPU, within a budget of bytes, or a rank's part of it. Clones of the budget share it.
+pub type CpuBackend = ModelOn<CpuRank>;
+
+/// A rank on the CPU, or all of it.
+#[derive(Debug)]
+pub struct CpuRank {
+    budget: Budget,
+    shard: Shard,
+    /// Where it meets the other ranks, if there are any.
+    exchange: Option<SharedExchange>,
+    /// What the exchange takes.
+    _charge: Option<Charge>,
+}
+
+impl CpuRank {
+    /// All of a model.
+    pub fn whole(budget: Budget) -> Self {
+        Self {
+            budget,
+            shard: Shard::WHOLE,
+            exchange: None,
+            _charge: None,
+        }
+    }
+
+    /// A part of one.
+    ///
+    /// # Errors
+    /// Where the budget has no room for what ranks exchange.
+    pub fn part(budget: Budget, exchange: SharedExchange) -> Result<Self, Oom> {
+        let charge = budget.charge(Component::Runtime, Exchange::BYTES as u64)?;
+        let shard = {
+            let exchange = exchange.lock().unwrap_or_else(PoisonError::into_inner);
+            Shard {
+                rank: exchange.rank(),
+                ranks: exchange.ranks(),
+            }
+        };
+        Ok(Self {
+            budget,
+            shard,
+            exchange: Some(exchange),
+            _charge: Some(charge),
+        })
+    }
+}
 
 impl CpuBackend {
     /// Compute threads are of the whole process.
@@ -54,12 +99,16 @@ impl Device for CpuBackend {
     }
 
     fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
-        self.left_out(&self.settings.serve_as)
+        self.left_out()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
         self.set_threads();
-        let model = plimsoll_model::Footprint::read(&self.model, self.settings.load_options())?;
+        let options = LoadOptions {
+            shard: self.device.shard,
+            ..self.settings.load_options()
+        };
+        let model = plimsoll_model::Footprint::read(&self.model, options)?;
         let facts = ModelFacts::of(model.config(), model.kv_bytes_per_token(), model.state_bytes());
         let footprint = CpuFootprint {
             model: Rc::new(model),
@@ -74,24 +123,26 @@ impl Backend for CpuBackend {
     fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
         self.set_threads();
         let load_options = LoadOptions {
+            shard: self.device.shard,
             cancel: cancel.clone(),
             ..self.settings.load_options()
         };
-        let model = Model::load(&self.model, load_options, &self.device, progress)?;
+        let CpuRank { budget, exchange, .. } = &self.device;
+        let model = Model::load_rank(&self.model, load_options, budget, exchange.clone(), progress)?;
         Ok(LoadedModel {
             facts: ModelFacts::of(model.config(), model.kv_bytes_per_token(), model.state_bytes()),
             generation: model.generation().clone(),
             eos_token_ids: model.eos_token_ids(),
             disabled: disabled(instruction_set(), self.settings.device),
-            weights: Arc::new(CpuWeights {
+            weights: vec![Arc::new(CpuWeights {
                 model,
-                budget: self.device.clone(),
-            }),
+                budget: self.device.budget.clone(),
+            })],
         })
     }
 
     fn account(&self) -> &Budget {
-        &self.device
+        &self.device.budget
     }
 
     /// Its memory is that of everybody, so only what a flag grants of it is the same at each start.

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use plimsoll_core::{BuildError, Component, KvConfig, Meters, StateConfig, StepLimits};
 use plimsoll_device::Budget;
@@ -97,7 +98,7 @@ impl Device for GpuBackend {
     }
 
     fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
-        self.left_out(&self.settings.serve_as.without_images())
+        self.left_out()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
@@ -138,10 +139,10 @@ impl Backend for GpuBackend {
             generation: model.generation().clone(),
             eos_token_ids: model.eos_token_ids(),
             disabled,
-            weights: Arc::new(GpuWeights {
+            weights: vec![Arc::new(GpuWeights {
                 model,
                 options: options(&self.settings),
-            }),
+            })],
         })
     }
 
@@ -289,6 +290,10 @@ impl Weights for GpuWeights {
         let state = self.model.build_state(config, limits, self.options, graphs)?;
         Ok(Box::new(state))
     }
+
+    fn slowest_encode(&self) -> Duration {
+        self.model.slowest_encode()
+    }
 }
 
 impl EngineState for GpuRunner {
@@ -334,7 +339,7 @@ impl Device for AssumedGpu {
     }
 
     fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
-        self.left_out(&self.settings.serve_as.without_images())
+        self.left_out()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
@@ -369,6 +374,7 @@ impl Footprint for PredictedGpu {
             (Component::Kv, self.model.kv_bytes(kv)),
             (Component::States, self.model.states_bytes(kv.state_slots)),
             (Component::Staging, staging),
+            (Component::Encoder, self.model.encoder_bytes()),
             (Component::Arena, arena),
             (Component::Graphs, self.model.graph_bytes()),
         ];

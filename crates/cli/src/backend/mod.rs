@@ -4,6 +4,7 @@ mod choose;
 mod cpu;
 mod gpu;
 mod predicted;
+mod ranks;
 mod sim;
 
 use std::fmt;
@@ -16,7 +17,7 @@ use plimsoll_core::{
     TokenId,
 };
 use plimsoll_device::Budget;
-use plimsoll_model::{Cancel, GenerationConfig, ModelConfig, Progress, ServeAs};
+use plimsoll_model::{Cancel, GenerationConfig, ModelConfig, Progress};
 use plimsoll_profiler::{BuildProgress, Disabled, Footprint, Target};
 use plimsoll_server::EmbeddingInfo;
 
@@ -25,8 +26,10 @@ use crate::plan_cache::DeviceKey;
 use crate::settings::EngineSettings;
 
 pub use choose::{Place, look, open};
-pub use cpu::CpuBackend;
+pub use cpu::{CpuBackend, CpuRank};
 pub use gpu::{AssumedBytes, AssumedGpu, GpuBackend};
+pub(crate) use ranks::Targets;
+pub use ranks::{RanksBackend, SharedExchange};
 pub use sim::SimBackend;
 
 /// A device and the model that is to run there, as far as can be told without loading it. The device may not be here.
@@ -37,6 +40,11 @@ pub trait Device: fmt::Debug + Send + Sync {
     /// For people.
     fn name(&self) -> String {
         self.kind().to_owned()
+    }
+
+    /// How many ranks serve the model together, each with a part of it and as much memory.
+    fn ranks(&self) -> usize {
+        1
     }
 
     /// Whether the device is not here, and only its size is known.
@@ -97,15 +105,26 @@ pub trait Backend: Device {
     /// What this process has allocated there.
     fn account(&self) -> &Budget;
 
+    /// The same of each rank, in order.
+    fn accounts(&self) -> Vec<&Budget> {
+        vec![self.account()]
+    }
+
+    /// Each rank of several, and where it meets the others, in order; empty for one alone.
+    fn parts(&self) -> &[(Arc<dyn Backend>, SharedExchange)] {
+        &[]
+    }
+
     /// The device's meters, now. Asks the device or the operating system: not for the step path.
     fn meters(&self) -> Meters {
         self.account().look();
         self.account().meters()
     }
 
-    /// Allocations made there so far.
+    /// Allocations made there so far, by all ranks.
     fn allocations(&self) -> u64 {
-        self.account().meters().allocations
+        let accounts = self.accounts().into_iter();
+        accounts.map(|account| account.meters().allocations).sum()
     }
 
     /// Sets the high-water marks to what is in use now.
@@ -169,9 +188,9 @@ impl<D> ModelOn<D> {
         Ok(self.config()?.spec.vocab_size)
     }
 
-    /// The model of images and text whose text alone is served as `serve_as` says.
-    fn left_out(&self, serve_as: &ServeAs) -> Result<Option<&'static str>, Error> {
-        let config = ModelConfig::read(&self.model, serve_as)?;
+    /// The model of images and text whose text alone is served.
+    fn left_out(&self) -> Result<Option<&'static str>, Error> {
+        let config = ModelConfig::read(&self.model, &self.settings.serve_as)?;
         let around = config.text_part_of.filter(|_| config.encoder.is_none());
         Ok(around.map(|around| around.name))
     }
@@ -224,6 +243,8 @@ pub struct ModelFacts {
     pub num_parameters: Option<u64>,
     /// Those that are read for one token.
     pub num_active_parameters: Option<u64>,
+    /// Those that one rank has.
+    pub num_parameters_of_rank: Option<u64>,
 }
 
 impl ModelFacts {
@@ -244,6 +265,7 @@ impl ModelFacts {
             quantization: config.spec.quantization.name(),
             num_parameters: Some(config.spec.num_parameters()),
             num_active_parameters: Some(config.spec.num_active_parameters()),
+            num_parameters_of_rank: Some(config.spec.num_parameters_of_rank()),
         }
     }
 
@@ -269,8 +291,8 @@ pub struct LoadedModel {
     pub eos_token_ids: Vec<TokenId>,
     /// What the device or its kernels do without for this model.
     pub disabled: Vec<Disabled>,
-    /// Builds what serves it.
-    pub weights: Arc<dyn Weights>,
+    /// Builds what serves it: of each rank, in order.
+    pub weights: Vec<Arc<dyn Weights>>,
 }
 
 /// Weights from which states that serve are built.
@@ -304,7 +326,7 @@ pub trait EngineState: Executor {
 }
 
 /// A backend with its loaded model, as the auto-profile sees it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct ProfiledBackend {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) weights: Arc<dyn Weights>,

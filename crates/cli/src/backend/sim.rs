@@ -83,6 +83,7 @@ impl SimBackend {
             quantization: None,
             num_parameters: None,
             num_active_parameters: None,
+            num_parameters_of_rank: None,
         })
     }
 }
@@ -129,13 +130,13 @@ impl Backend for SimBackend {
             generation: GenerationConfig::default(),
             eos_token_ids: Vec::new(),
             disabled: Vec::new(),
-            weights: Arc::new(SimWeights {
+            weights: vec![Arc::new(SimWeights {
                 budget: self.budget.clone(),
                 step_time,
                 faults,
                 served: Arc::default(),
                 asked: Arc::default(),
-            }),
+            })],
         })
     }
 

@@ -247,12 +247,15 @@ fn flags_of_other_servers_are_told_what_to_do_instead() {
         (
             "plimsoll serve -tp 2 sim",
             &[][..],
-            ["-tp: a flag of vLLM", "one device"],
+            ["-tp: a flag of vLLM", "use --tensor-parallel-size"],
         ),
         (
-            "plimsoll serve sim --tensor_parallel_size=2",
+            "plimsoll serve sim --pipeline_parallel_size=2",
             &[],
-            ["--tensor-parallel-size: a flag of vLLM and SGLang", "one device"],
+            [
+                "--pipeline-parallel-size: a flag of vLLM and SGLang",
+                "one device",
+            ],
         ),
         (
             "plimsoll serve sim --no-enable-chunked-prefill",
@@ -301,7 +304,7 @@ fn flags_of_other_servers_are_told_what_to_do_instead() {
     assert_eq!(error.matches("\n  -").count(), flags.len(), "{error}");
     assert!(error.contains("one JSON document"), "{error}");
     // One device is what there is.
-    let error = refused("plimsoll serve sim --tensor-parallel-size 1", &[]);
+    let error = refused("plimsoll serve sim --pipeline-parallel-size 1", &[]);
     assert!(error.contains("leave the flag out where it says 1"), "{error}");
     // A typo is clap's to explain.
     let typo = serve("plimsoll serve --prot 1", &[]);

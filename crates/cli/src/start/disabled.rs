@@ -65,6 +65,7 @@ mod tests {
                 quantization: None,
                 num_parameters: None,
                 num_active_parameters: None,
+                num_parameters_of_rank: None,
             };
             let disabled = disabled(&facts, &settings(flags));
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()

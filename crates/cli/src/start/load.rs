@@ -113,7 +113,11 @@ impl Loaded {
 
     /// How much longer than the worst of the proof a step may take: as long as the largest image took to encode.
     pub(crate) fn slowest_encode(&self) -> Duration {
-        self.model.weights.slowest_encode()
+        let ranks = self.model.weights.iter();
+        ranks
+            .map(|weights| weights.slowest_encode())
+            .max()
+            .unwrap_or_default()
     }
 
     /// Weights of the model, and those of them that are read for one token.
@@ -176,8 +180,12 @@ fn load(
     };
     let (weights, seconds) = (weights_bytes(backend), begin.elapsed().as_secs_f64());
     let bytes = Bytes(weights);
-    tracing::info!("loaded {}: {bytes} in {seconds:.1} s", model.display());
-    terminal::phase("weights", format_args!("{bytes} in {seconds:.1} s"));
+    let each = match backend.ranks() {
+        1 => String::new(),
+        ranks => format!(" on each of {ranks} ranks"),
+    };
+    tracing::info!("loaded {}: {bytes}{each} in {seconds:.1} s", model.display());
+    terminal::phase("weights", format_args!("{bytes}{each} in {seconds:.1} s"));
     let loading = Loading::new(before, backend.account().meters().reserved_high, weights);
     if !loading.is_bounded() {
         tracing::warn!("{loading}");

@@ -20,8 +20,8 @@ pub struct StateMemory {
 #[derive(Debug)]
 struct Proof {
     report: Report,
-    /// By the process's own account.
-    peak: u64,
+    /// By the process's own account, of each rank.
+    peaks: Vec<u64>,
     /// Allocations before the server was ready, or for states built later.
     allocations: u64,
     /// While a state is built: allocations when that began.
@@ -32,7 +32,7 @@ impl StateMemory {
     /// Taken at ready: the device's marks still show the proof, and start anew here.
     pub(crate) fn new(device: Arc<dyn Backend>, report: Report, times: StartTimes) -> Self {
         let proof = Proof {
-            peak: proved_peak(&*device, &report),
+            peaks: proved_peaks(&*device, &report),
             allocations: device.allocations(),
             rebuilding_since: None,
             report,
@@ -58,15 +58,21 @@ impl StateMemory {
         let since = proof.rebuilding_since.take().unwrap_or(now);
         proof.allocations += now - since;
         if let Some(report) = report {
-            proof.peak = proved_peak(&*self.device, report);
+            proof.peaks = proved_peaks(&*self.device, report);
             proof.report = report.clone();
             self.device.reset_high_water();
         }
     }
 
-    /// Highest bytes held since the server is ready, by the process's own account.
+    /// Highest bytes that all ranks held since the server is ready, by the process's own account.
     pub(crate) fn high_water(&self) -> u64 {
-        self.device.account().meters().reserved_high
+        let accounts = self.device.accounts().into_iter();
+        accounts.map(|account| account.meters().reserved_high).sum()
+    }
+
+    /// The same during the proof, without the canary.
+    pub(crate) fn proved_by_all(&self) -> u64 {
+        self.proof().peaks.iter().sum()
     }
 
     fn proof(&self) -> MutexGuard<'_, Proof> {
@@ -75,11 +81,14 @@ impl StateMemory {
     }
 }
 
-/// What the account shows of the attempt that passed, in which the canary was held from the first byte to the last.
-fn proved_peak(device: &dyn Backend, report: &Report) -> u64 {
-    let meters = device.account().meters();
-    let without_canary = meters.reserved_high.saturating_sub(report.margins.canary_bytes);
-    without_canary.max(meters.reserved)
+/// What the accounts of all ranks show of the attempt that passed, in which the canary was held from the first byte to the last.
+fn proved_peaks(device: &dyn Backend, report: &Report) -> Vec<u64> {
+    let peak = |meters: Meters| {
+        let without_canary = meters.reserved_high.saturating_sub(report.margins.canary_bytes);
+        without_canary.max(meters.reserved)
+    };
+    let accounts = device.accounts().into_iter();
+    accounts.map(|account| peak(account.meters())).collect()
 }
 
 impl Memory for StateMemory {
@@ -100,7 +109,12 @@ impl Memory for StateMemory {
     }
 
     fn proved_peak(&self) -> u64 {
-        self.proof().peak
+        self.proof().peaks.first().copied().unwrap_or(0)
+    }
+
+    fn ranks(&self) -> Vec<Meters> {
+        let parts = self.device.parts().iter();
+        parts.map(|(backend, _)| backend.meters()).collect()
     }
 
     fn start(&self) -> StartNumbers {

@@ -4,8 +4,8 @@ use plimsoll_core::{Pooling, StepLimits};
 use plimsoll_profiler::{Origin, Plan, Report};
 
 use super::PhaseSeconds;
-use crate::backend::ModelFacts;
-use crate::plan_cache::{DeviceKey, Key, Lookup, Miss, ModelKey, PlanCache, ShapeKey};
+use crate::backend::{Backend, ModelFacts};
+use crate::plan_cache::{Key, Lookup, Miss, ModelKey, PlanCache, ShapeKey};
 use crate::settings::EngineSettings;
 use crate::simulated::SimSpec;
 use crate::source::Source;
@@ -35,7 +35,7 @@ pub(super) fn model_key(source: &Source, settings: &EngineSettings) -> Option<Mo
 /// For `facts` of that model under these limits, on that device.
 pub(super) fn key(
     model: ModelKey,
-    device: DeviceKey,
+    device: &dyn Backend,
     settings: &EngineSettings,
     limits: &StepLimits,
     facts: &ModelFacts,
@@ -55,9 +55,9 @@ pub(super) fn key(
         quantization: facts.quantization.clone(),
         pooling: facts.pooling().map(Pooling::name),
         max_patches: facts.images.map(|images| images.limits.max_patches),
-        ranks: 1,
+        ranks: device.ranks(),
     };
-    Key::new(model, device, shape)
+    Key::new(model, device.plan_key(), shape)
 }
 
 /// What is known, with a line in the log that says so.

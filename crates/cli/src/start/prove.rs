@@ -1,12 +1,11 @@
 //! The second step of a start: the auto-profile measures what fits, and proves it.
 
-use std::sync::Arc;
-
-use plimsoll_profiler::{Disabled, KvSize, ProfileSpec, Proved, Report, profile};
+use plimsoll_core::Executor;
+use plimsoll_profiler::{Disabled, KvSize, ProfileSpec, Proved, Report};
 use plimsoll_server::StartPhase;
 
 use super::{Loaded, plans};
-use crate::backend::{EngineState, ProfiledBackend};
+use crate::backend::Targets;
 use crate::command_line::CommandLine;
 use crate::error::Error;
 use crate::progress::ProfileProgress;
@@ -14,8 +13,8 @@ use crate::progress::ProfileProgress;
 /// A state that ran the worst steps, and how another is built in its place.
 #[allow(missing_debug_implementations, reason = "states that serve have none")]
 pub struct Proof {
-    pub(super) proved: Proved<Box<dyn EngineState>>,
-    pub(super) target: ProfiledBackend,
+    pub(super) proved: Proved<Box<dyn Executor>>,
+    pub(super) target: Targets,
     /// With what its probe measured.
     pub(super) spec: ProfileSpec,
 }
@@ -42,7 +41,7 @@ impl Loaded {
         let model_key = self.model_key.clone().filter(|_| spec.size == KvSize::Auto);
         let key = model_key.map(|model| {
             let (settings, facts) = (&self.settings, &self.model.facts);
-            plans::key(model, self.backend.plan_key(), settings, &self.limits, facts)
+            plans::key(model, &*self.backend, settings, &self.limits, facts)
         });
         spec.plan = key.as_ref().and_then(|key| plans::find(kept, key));
         match &spec.plan {
@@ -53,13 +52,10 @@ impl Loaded {
             None if spec.size == KvSize::Auto => progress.enter(StartPhase::Probe),
             None => {}
         }
-        let mut target = ProfiledBackend {
-            backend: Arc::clone(&self.backend),
-            weights: Arc::clone(&self.model.weights),
-            limits: self.limits,
-        };
+        let vocab_size = self.model.facts.vocab_size;
+        let mut target = Targets::new(&self.backend, &self.model.weights, self.limits, vocab_size);
         let mut observer = ProfileProgress::new(self.times.clone());
-        let proved = profile(&mut target, &spec, &mut observer)?;
+        let proved = target.prove(&spec, &mut observer)?;
         match (&key, proved.plan()) {
             (Some(key), Some(plan)) => plans::keep(kept, key, plan, proved.report(), &progress.taken()),
             (Some(key), None) => plans::forget(kept, key),

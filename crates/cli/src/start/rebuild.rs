@@ -2,23 +2,22 @@
 
 use std::sync::Arc;
 
-use plimsoll_core::Meters;
+use plimsoll_core::{Executor, Meters};
 use plimsoll_engine::{RebuildError, StateSource};
 use plimsoll_profiler::{
     BuildProgress, KvSize, Observer, PhaseRecord, ProfileError, ProfileSpec, Proved, ScenarioProgress,
-    Target, profile,
 };
 use plimsoll_server::Memory;
 
 use super::StateMemory;
-use crate::backend::{EngineState, ProfiledBackend};
+use crate::backend::Targets;
 use crate::error::Error;
 use crate::lock::Relock;
 use crate::progress::log_phase;
 
 /// Proves the state of a running server again. Weights stay where they are.
 pub(super) struct Rebuilder {
-    pub(super) target: ProfiledBackend,
+    pub(super) target: Targets,
     /// That of the start, with what its probe measured.
     pub(super) spec: ProfileSpec,
     pub(super) memory: Arc<StateMemory>,
@@ -26,13 +25,13 @@ pub(super) struct Rebuilder {
     pub(super) relock: Relock,
 }
 
-impl StateSource<Box<dyn EngineState>> for Rebuilder {
+impl StateSource<Box<dyn Executor>> for Rebuilder {
     fn high_water(&self) -> u64 {
         self.memory.high_water()
     }
 
     fn proved_peak(&self) -> u64 {
-        self.memory.proved_peak()
+        self.memory.proved_by_all()
     }
 
     fn meters(&self) -> Meters {
@@ -43,7 +42,7 @@ impl StateSource<Box<dyn EngineState>> for Rebuilder {
         self.target.trim();
     }
 
-    fn rebuild(&mut self, meanwhile: &mut dyn FnMut()) -> Result<Proved<Box<dyn EngineState>>, RebuildError> {
+    fn rebuild(&mut self, meanwhile: &mut dyn FnMut()) -> Result<Proved<Box<dyn Executor>>, RebuildError> {
         let _lock = self.relock.try_take().map_err(|error| match error {
             Error::DeviceBusy { device, holder, .. } => {
                 RebuildError::NotNow(format!("{holder} measures {device} at the moment"))
@@ -52,9 +51,9 @@ impl StateSource<Box<dyn EngineState>> for Rebuilder {
         })?;
         self.memory.rebuild_begins();
         let mut log = Log { meanwhile };
-        let mut proved = profile(&mut self.target, &self.spec, &mut log);
+        let mut proved = self.target.prove(&self.spec, &mut log);
         if let (Err(ProfileError::DoesNotFit(_)), Some(spec)) = (&proved, self.what_fits()) {
-            proved = profile(&mut self.target, &spec, &mut log);
+            proved = self.target.prove(&spec, &mut log);
         }
         self.memory.rebuild_ends(proved.as_ref().ok().map(Proved::report));
         Ok(proved?)

@@ -98,7 +98,7 @@ pub(super) fn profile_spec(
     spec.prefix_caching = facts.shares_prefixes(settings);
     spec.pooling = facts.pooling();
     spec.quantization.clone_from(&facts.quantization);
-    spec.num_parameters = facts.num_parameters;
+    spec.num_parameters = facts.num_parameters_of_rank;
     spec.margins = Margins::scaled_to(total);
     spec.mem_fraction = settings.mem_fraction;
     spec.size = settings.kv_size;

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use plimsoll_cli::args::{Cli, Command as Subcommand};
-use plimsoll_cli::backend::CpuBackend;
+use plimsoll_cli::backend::{CpuBackend, CpuRank};
 use plimsoll_cli::settings::EngineSettings;
 use plimsoll_cli::source::Source;
 use plimsoll_cli::start::{Loaded, StartTimes, predict};
@@ -164,7 +164,11 @@ fn read(model: &Model, directory: &Path, renderer: &Renderer) -> Result<(), Stri
     let said = |error: &dyn std::fmt::Display| error.to_string();
     let path = model.path(directory);
     let settings = settings(&path, renderer);
-    let backend = Arc::new(CpuBackend::new(&path, &settings, Budget::new(1 << 30)));
+    let backend = Arc::new(CpuBackend::new(
+        &path,
+        &settings,
+        CpuRank::whole(Budget::new(1 << 30)),
+    ));
     predict(&settings, &*backend).map_err(|error| said(&error))?;
     if path.is_dir() {
         let source = Source::Files {

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 
 use plimsoll_cli::Error;
-use plimsoll_cli::backend::CpuBackend;
+use plimsoll_cli::backend::{CpuBackend, CpuRank};
 use plimsoll_cli::command_line::CommandLine;
 use plimsoll_cli::layers;
 use plimsoll_cli::settings::EngineSettings;
@@ -350,7 +350,7 @@ fn a_printed_command_parses_to_the_advised_flags() {
         (settings.max_num_seqs, settings.max_model_len),
         (Some(2), Some(128))
     );
-    let small = CpuBackend::new(model.dir.path(), &settings, Budget::new(10 << 10));
+    let small = CpuBackend::new(model.dir.path(), &settings, CpuRank::whole(Budget::new(10 << 10)));
     let loaded = Loaded::new(&model.source(), &settings, Arc::new(small), &StartTimes::begin());
     let error: Error = loaded.unwrap_err();
     assert_eq!(error.exit_code(), 4);

@@ -9,6 +9,7 @@ mod neighbours;
 mod plan_cache;
 mod prediction;
 mod process;
+mod ranks;
 mod recovery;
 mod states;
 mod two_servers;
@@ -21,7 +22,7 @@ use clap::Parser;
 use futures::StreamExt;
 use plimsoll_cli::Error;
 use plimsoll_cli::args::{Cli, Command};
-use plimsoll_cli::backend::{Backend, CpuBackend, GpuBackend, SimBackend};
+use plimsoll_cli::backend::{Backend, CpuBackend, CpuRank, GpuBackend, SimBackend};
 use plimsoll_cli::plan_cache::PlanCache;
 use plimsoll_cli::settings::EngineSettings;
 use plimsoll_cli::source::Source;
@@ -86,7 +87,7 @@ impl Model {
 
     fn load(&self, flags: &str, budget: &Budget, plans: PlanCache) -> Result<Loaded, Error> {
         let settings = self.settings(&format!("{flags} --threads 2"), plans);
-        let backend = CpuBackend::new(self.dir.path(), &settings, budget.clone());
+        let backend = CpuBackend::new(self.dir.path(), &settings, CpuRank::whole(budget.clone()));
         self.load_on(&settings, Arc::new(backend))
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use clap::Parser;
 use plimsoll_cli::Error;
 use plimsoll_cli::args::{Cli, Command};
-use plimsoll_cli::backend::{Backend, CpuBackend, SimBackend};
+use plimsoll_cli::backend::{Backend, CpuBackend, CpuRank, SimBackend};
 use plimsoll_cli::plan_cache::PlanCache;
 use plimsoll_cli::settings::EngineSettings;
 use plimsoll_cli::source::Source;
@@ -45,7 +45,9 @@ pub(crate) fn both(
         let budget = Budget::new(bytes);
         match source {
             Source::Sim => Arc::new(SimBackend::new(&settings, budget)),
-            Source::Files { model, .. } => Arc::new(CpuBackend::new(model, &settings, budget)),
+            Source::Files { model, .. } => {
+                Arc::new(CpuBackend::new(model, &settings, CpuRank::whole(budget)))
+            }
         }
     };
     let predicted = predict(&settings, &*backend());

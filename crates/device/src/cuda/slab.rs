@@ -18,7 +18,7 @@ pub const POOL_CHUNK: usize = 32 << 20;
 
 /// Device memory, charged to the GPU's account and given back on drop.
 ///
-/// The KV cache, states and the canary are mapped, exactly as large as asked for (rounded to the granularity, 2 MiB); everything
+/// The KV cache, states, the encoder and the canary are mapped, exactly as large as asked for (rounded to the granularity, 2 MiB); everything
 /// else comes from the stream-ordered pool.
 pub struct GpuSlab {
     bytes: usize,
@@ -57,7 +57,10 @@ impl GpuSlab {
     fn new(gpu: &Gpu, component: Component, bytes: usize) -> Result<Self, DeviceError> {
         let failed = |error: GpuError| gpu.failed(component, bytes as u64, error);
         // What has to come back to the last byte: the pool keeps a chunk as long as any part of it is in use.
-        let mapped = matches!(component, Component::Kv | Component::States | Component::Canary);
+        let mapped = matches!(
+            component,
+            Component::Kv | Component::States | Component::Encoder | Component::Canary
+        );
         let unit = if mapped { gpu.granularity() } else { POOL_UNIT };
         let rounded = bytes
             .max(1)

@@ -138,6 +138,7 @@ impl Bench<'_> {
             let us = time_us(self.gpu, 64, |i| {
                 let rope = GpuRope {
                     positions: positions.slice(),
+                    axes: None,
                     turns: turns.slice(),
                     factor: 1.0,
                     query_scale: None,

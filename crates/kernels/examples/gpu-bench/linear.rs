@@ -8,7 +8,7 @@ use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
     Fp8Scaling, FusedKernels, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuValues, GpuWeight, Int4Group,
-    LinearOutput, LinearPath, LinearRoom, LinearScratch, LinearUse, Linears, int4_pitch,
+    LinearCut, LinearOutput, LinearPath, LinearRoom, LinearScratch, LinearUse, Linears, int4_pitch,
 };
 use plimsoll_kernels::{Activation, GgufFormat};
 
@@ -114,7 +114,7 @@ pub(crate) fn bench(gpu: &Gpu) {
     let model = Model::new(gpu, GpuValues::Bf16);
     println!("one kind of layer after another, us; % of the floor");
     println!(
-        "{:8} {:>4} {:>7} {:>14}  row_warps x cluster",
+        "{:8} {:>4} {:>7} {:>14}  row_warps x cluster x blocks on a multiprocessor",
         "layer", "m", "floor", "cuBLASLt"
     );
     for (shape, (name, n, k)) in SHAPES.iter().enumerate() {
@@ -124,13 +124,12 @@ pub(crate) fn bench(gpu: &Gpu) {
             linears.fix(Some(LinearPath::CublasLt));
             let us = time_layer(gpu, &linears, &model, shape, m);
             print!(" {us:7.1} {:5.1}%", 100.0 * floor / us);
-            for (row_warps, cluster) in [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (8, 4)] {
-                if m * (8 / row_warps) > 64 {
-                    continue;
+            for cut in cuts() {
+                linears.fix(Some(LinearPath::Stream(cut)));
+                if linears.streams(m, &model.layers[shape][0], LinearOutput::Bf16) {
+                    let us = time_layer(gpu, &linears, &model, shape, m);
+                    print!(" {cut} {us:.1} {:.0}%", 100.0 * floor / us);
                 }
-                linears.fix(Some(LinearPath::Stream { row_warps, cluster }));
-                let us = time_layer(gpu, &linears, &model, shape, m);
-                print!(" {row_warps}x{cluster} {us:.1} {:.0}%", 100.0 * floor / us);
             }
             println!();
         }
@@ -173,6 +172,28 @@ pub(crate) fn bench(gpu: &Gpu) {
     }
 }
 
+/// All ways in which our own kernels cut products.
+fn cuts() -> impl Iterator<Item = LinearCut> {
+    let sizes = [
+        (1, 1),
+        (2, 1),
+        (4, 1),
+        (2, 2),
+        (4, 2),
+        (4, 4),
+        (8, 4),
+        (8, 2),
+        (8, 1),
+    ];
+    sizes.into_iter().flat_map(|(row_warps, cluster)| {
+        [1, 2].map(|blocks_per_sm| LinearCut {
+            row_warps,
+            cluster,
+            blocks_per_sm,
+        })
+    })
+}
+
 fn stream_few_bits(gpu: &Gpu, linears: &mut Linears, values: GpuValues) {
     let model = Model::new(gpu, values);
     // Of the four linear layers; cuBLASLt's products of few bits need room for one.
@@ -184,7 +205,7 @@ fn stream_few_bits(gpu: &Gpu, linears: &mut Linears, values: GpuValues) {
         inputs: None,
     };
     for (shape, (name, n, k)) in SHAPES[..4].iter().enumerate() {
-        for m in [1, 2, 4, 8, 16, 32] {
+        for m in [1, 4, 8, 16] {
             let weights = match values {
                 GpuValues::Bf16 => 2 * n * k,
                 GpuValues::Fp8(_) => n * k,
@@ -193,36 +214,20 @@ fn stream_few_bits(gpu: &Gpu, linears: &mut Linears, values: GpuValues) {
             };
             let floor = 1e6 * (weights + 2 * m * k + 2 * m * n) as f64 / READ_BANDWIDTH;
             print!("{name:8} {m:4} {floor:7.1}");
-            let cuts = [
-                (1, 1),
-                (2, 1),
-                (4, 1),
-                (2, 2),
-                (4, 2),
-                (4, 4),
-                (8, 4),
-                (8, 2),
-                (8, 1),
-            ];
-            for (row_warps, cluster) in cuts {
-                linears.fix(Some(LinearPath::Stream { row_warps, cluster }));
+            for cut in cuts() {
+                linears.fix(Some(LinearPath::Stream(cut)));
                 let layers = &model.layers[shape];
                 let layer = &layers[0];
-                if linears
-                    .input_scaling(m, layer, LinearOutput::Bf16)
-                    .expect("cuBLASLt")
-                    .is_some()
-                {
+                if !linears.streams(m, layer, LinearOutput::Bf16) {
                     continue;
                 }
-                // Where a cut cannot be used, it is cuBLASLt's time.
                 let us = time_us(gpu, 2 * layers.len(), |call| {
                     let x = model.x.slice().range(0..m * k);
                     let out = model.out.slice().range(0..m * n);
                     let layer = &layers[call % layers.len()];
                     linears.forward_in(room, x, layer, LinearOutput::Bf16, out)
                 });
-                print!(" {row_warps}x{cluster} {us:.1} {:.0}%", 100.0 * floor / us);
+                print!(" {cut} {us:.1} {:.0}%", 100.0 * floor / us);
                 if *name == "gate_up" && linears.fuses_glu(m, layer, Activation::Silu) {
                     let us = time_us(gpu, 2 * layers.len(), |call| {
                         let x = model.x.slice().range(0..m * k);

@@ -6,6 +6,7 @@ mod attention_decode;
 mod attention_prefill;
 mod common;
 mod delta_rule;
+mod encoder;
 mod fused;
 mod linear;
 mod moe;
@@ -21,6 +22,7 @@ fn main() {
         ("attention_decode", attention_decode::bench),
         ("attention_prefill", attention_prefill::bench),
         ("delta_rule", delta_rule::bench),
+        ("encoder", encoder::bench),
         ("fused", fused::bench),
         ("linear", linear::bench),
         ("moe", moe::bench),

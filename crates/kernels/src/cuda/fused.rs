@@ -10,7 +10,7 @@ use super::GpuKvElement;
 use super::linear::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuRows};
 use crate::Activation;
 
-pub use operands::{GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
+pub use operands::{GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, PairAxes, rope_turns};
 
 /// Elements of one 16-byte access; rows are multiples of it.
 const VEC: usize = 8;

@@ -25,7 +25,7 @@ use crate::Activation;
 pub use cublas_lt::FP8_CAPABILITY;
 pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
-use stream::{Cut, NormOperands, StreamKernels};
+use stream::{NormOperands, StreamKernels};
 use tune::Measurements;
 
 pub use dequantised::{MOST_DEQUANTISED, dequantised_room};
@@ -35,14 +35,14 @@ pub use matrix::{
     FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuRows, GpuValues, GpuWeight, Int4Group,
     PART_OUTPUTS, int4_pitch, mxfp4_pitch,
 };
-pub use stream::LinearOutput;
+pub use stream::{LinearCut, LinearOutput};
 pub use tune::{LinearChoice, LinearScratch, LinearUse};
 
 /// How products of a shape are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Choice {
     /// In parts of the most rows that the kernels take.
-    Stream(Cut),
+    Stream(LinearCut),
     Lt(Algorithm),
 }
 
@@ -59,7 +59,7 @@ impl Choice {
 impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Stream(Cut { row_warps, cluster }) => write!(f, "own {row_warps} x {cluster}"),
+            Self::Stream(cut) => write!(f, "own {cut}"),
             Self::Lt(algorithm) => write!(f, "cuBLASLt {algorithm}"),
         }
     }
@@ -116,12 +116,7 @@ pub enum LinearPath {
     /// cuBLASLt, with its own first choice.
     CublasLt,
     /// Our kernels for few rows, cut in one of the ways there are; where that one cannot be used, cuBLASLt.
-    Stream {
-        /// Warps of a thread block side by side along the features: 1, 2, 4 or 8.
-        row_warps: usize,
-        /// Thread blocks that share the inputs: 1, 2, 4 or 8.
-        cluster: usize,
-    },
+    Stream(LinearCut),
 }
 
 impl Linears {
@@ -167,6 +162,11 @@ impl Linears {
     pub fn fix(&mut self, path: Option<LinearPath>) {
         self.fixed = path;
         self.known().clear();
+    }
+
+    /// Whether our own kernels for few rows compute a product of `m`.
+    pub fn streams(&self, m: usize, linear: &GpuLinear, output: LinearOutput) -> bool {
+        self.own(&linear.key(m, output)).is_some()
     }
 
     /// How `m` rows must be quantised for a product; `None` for as they are.
@@ -458,7 +458,7 @@ impl Linears {
 
     /// # Safety
     /// As [`CublasLt::run`].
-    unsafe fn stream_rows(&self, key: &Key, cut: Cut, operands: &Operands) -> Result<(), GpuError> {
+    unsafe fn stream_rows(&self, key: &Key, cut: LinearCut, operands: &Operands) -> Result<(), GpuError> {
         let Shape { m, k, pitch, .. } = key.shape;
         let most = stream::most_rows(key.shape.values);
         let (row, out_row) = (k * size_of::<bf16>(), pitch * key.output.bytes());
@@ -515,7 +515,7 @@ impl Linears {
     }
 
     /// How our own kernels compute any number of rows, where nothing else does.
-    fn slow_cut(&self, key: &Key) -> Result<Cut, GpuError> {
+    fn slow_cut(&self, key: &Key) -> Result<LinearCut, GpuError> {
         let rows = Shape {
             m: key.shape.m.min(stream::most_rows(key.shape.values)),
             ..key.shape
@@ -529,8 +529,8 @@ impl Linears {
     }
 
     /// The cut for our own kernels, if they are what computes this.
-    fn own(&self, key: &Key) -> Option<Cut> {
-        let can = |cut: &Cut| self.stream.can(&key.shape, key.output, *cut);
+    fn own(&self, key: &Key) -> Option<LinearCut> {
+        let can = |cut: &LinearCut| self.stream.can(&key.shape, key.output, *cut);
         match self.fixed {
             None => match self.measurements.find(key) {
                 Some(measured) => match measured.choice {
@@ -539,7 +539,7 @@ impl Linears {
                 },
                 None => self.stream.default_cut(&key.shape, key.output),
             },
-            Some(LinearPath::Stream { row_warps, cluster }) => Some(Cut { row_warps, cluster }).filter(can),
+            Some(LinearPath::Stream(cut)) => Some(cut).filter(can),
             Some(LinearPath::CublasLt) => None,
         }
     }

@@ -8,6 +8,7 @@ mod attention_decode;
 mod attention_options;
 mod attention_prefill;
 mod delta_rule;
+mod encoder;
 mod fused;
 mod image;
 mod kv;
@@ -24,12 +25,13 @@ pub use attention_prefill::{
 pub use delta_rule::{
     DeltaArgs, DeltaBound, DeltaKernels, DeltaSize, GpuDeltaGates, GpuStateRun, GpuStateTile,
 };
-pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
+pub use encoder::{EncoderKernels, GpuLayerNorm, KeptRows, PatchAttention, PatchGrid};
+pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, PairAxes, rope_turns};
 pub use image::{check, has_images, load};
 pub use kv::{GpuKv, GpuKvElement};
 pub use linear::{
     FP8_BLOCK, FP8_CAPABILITY, Fp8Scaling, GgufKernels, GpuFp8Rows, GpuLinear, GpuMatrix, GpuResidual,
-    GpuRows, GpuValues, GpuWeight, Int4Group, Int4Kernels, LinearChoice, LinearOutput, LinearPath,
+    GpuRows, GpuValues, GpuWeight, Int4Group, Int4Kernels, LinearChoice, LinearCut, LinearOutput, LinearPath,
     LinearRoom, LinearScratch, LinearUse, Linears, MOST_DEQUANTISED, PART_OUTPUTS, dequantised_room,
     int4_pitch, mxfp4_pitch,
 };

@@ -102,7 +102,7 @@ impl MoeKernels {
         let each = routes.len() / routes.experts;
         self.tile.unwrap_or(match each {
             0..=8 => 16,
-            9..=64 => 64,
+            9..=48 => 64,
             _ => 128,
         })
     }

@@ -7,8 +7,8 @@ use plimsoll_core::{Component, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 use plimsoll_device::{Arena, Budget, Pod};
 use plimsoll_kernels::cuda::{
-    GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath, LinearScratch,
-    LinearUse, Linears,
+    GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, LinearCut, LinearOutput, LinearPath,
+    LinearScratch, LinearUse, Linears,
 };
 use plimsoll_kernels::{Activation, Linear, Matrix, WeightType, glu};
 use rand::rngs::StdRng;
@@ -160,7 +160,15 @@ pub(crate) fn paths() -> Vec<Option<LinearPath>> {
     let sizes = [1, 2, 4, 8];
     let cuts = sizes.iter().flat_map(|&row_warps| {
         let clusters = sizes.into_iter().filter(move |cluster| *cluster <= row_warps);
-        clusters.map(move |cluster| Some(LinearPath::Stream { row_warps, cluster }))
+        clusters.flat_map(move |cluster| {
+            [1, 2].map(|blocks_per_sm| {
+                Some(LinearPath::Stream(LinearCut {
+                    row_warps,
+                    cluster,
+                    blocks_per_sm,
+                }))
+            })
+        })
     });
     [None, Some(LinearPath::CublasLt)]
         .into_iter()

@@ -7,6 +7,7 @@ mod attention_prefill;
 mod cache;
 mod common;
 mod delta_rule;
+mod encoder;
 mod fp8;
 mod fused;
 mod gguf;

@@ -33,6 +33,7 @@ use serde_json::{Map, Value};
 
 use crate::ModelError;
 use crate::config::RawConfig;
+use crate::shard::Shard;
 use crate::spec::{
     AttentionSpec, DecoderSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, Projections,
     Values, shared,
@@ -240,6 +241,8 @@ fn decoder(config: &RawConfig, change: impl Fn(usize, &mut LayerSpec)) -> Result
         quantization: config.quantization.clone(),
         logit_soft_cap: None,
         per_layer: None,
+        shard: Shard::WHOLE,
+        vocab_shard: Shard::WHOLE,
     })
 }
 
@@ -256,6 +259,7 @@ fn layer(config: &RawConfig) -> Result<LayerSpec, ModelError> {
         mixer: Mixer::Attention(AttentionSpec {
             heads,
             kv_heads: config.num_key_value_heads.unwrap_or(heads),
+            kv_shard: Shard::WHOLE,
             head_dim,
             window: None,
             rope: Some(Arc::new(rope::read(config)?)),

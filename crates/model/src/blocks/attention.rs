@@ -31,20 +31,26 @@ impl<L, V> Attention<L, V> {
     {
         let (q, kv) = (spec.q_size(), spec.kv_size());
         let own = scope.part("self_attn");
+        let (shard, kv_shard) = (scope.shard, spec.kv_shard);
         let matrix = |name, outputs| own.matrix(name, outputs, hidden);
+        let keys = || matrix("k_proj", kv).outputs_of(kv_shard);
         let parts = match spec.projections {
             Projections::Separate => {
                 let queries = match spec.gated {
                     false => matrix("q_proj", q),
                     true => own.grouped("q_proj", spec.heads, [spec.head_dim, spec.head_dim, 0, 0], hidden),
                 };
+                let queries = queries.outputs_of(shard);
                 match (spec.shares_kv, spec.values) {
                     (Some(_), _) => vec![queries],
-                    (None, Values::NormalisedKeys) => vec![queries, matrix("k_proj", kv)],
-                    (None, _) => vec![queries, matrix("k_proj", kv), matrix("v_proj", kv)],
+                    (None, Values::NormalisedKeys) => vec![queries, keys()],
+                    (None, _) => vec![queries, keys(), matrix("v_proj", kv).outputs_of(kv_shard)],
                 }
             }
-            Projections::Fused => vec![matrix("qkv_proj", spec.qkv_size())],
+            Projections::Fused => {
+                let parts = [(q, shard), (kv, kv_shard), (kv, kv_shard)];
+                vec![matrix("qkv_proj", spec.qkv_size()).outputs_of_parts(&parts)]
+            }
         };
         let norm = |name: String, len| Vector::norm(name, len, layer.norm);
         let shares = spec.shares_kv.is_some();
@@ -53,6 +59,11 @@ impl<L, V> Attention<L, V> {
             for idle in ["k_proj", "v_proj", "k_norm", "v_norm"] {
                 visitor.idle(own.name(&format!("{idle}.weight")));
             }
+        }
+        // What one rank adds is added once.
+        let output_bias = spec.output_bias && shard.rank == 0;
+        if spec.output_bias && !output_bias {
+            visitor.idle(own.name("o_proj.bias"));
         }
         Ok(Self {
             norm: visitor.vector(&norm(scope.name("input_layernorm.weight"), hidden))?,
@@ -77,11 +88,15 @@ impl<L, V> Attention<L, V> {
             },
             sinks: match spec.sinks {
                 false => None,
-                true => Some(visitor.vector(&Vector::plain(own.name("sinks"), spec.heads))?),
+                true => {
+                    Some(visitor.vector(
+                        &Vector::plain(own.name("sinks"), spec.heads).divided(&[(spec.heads, shard)]),
+                    )?)
+                }
             },
             output: visitor.linear(&Stack {
-                bias: spec.output_bias,
-                ..Stack::new(vec![own.matrix("o_proj", hidden, q)])
+                bias: output_bias,
+                ..Stack::new(vec![own.matrix("o_proj", hidden, q).inputs_of(shard)])
             })?,
             post_norm: match layer.post_norms {
                 false => None,
@@ -121,7 +136,8 @@ impl<L, V> Attention<L, V> {
         if is_last {
             step.keep_given(spec.q_size())?;
         }
-        step.project_output(&self.output)
+        step.project_output(&self.output)?;
+        step.sum_ranks()
     }
 }
 

@@ -4,11 +4,20 @@ use super::{Decoder, Matrix, Stack, Vector, Visitor};
 use crate::{DecoderSpec, spec};
 
 impl DecoderSpec {
-    /// Elements of all weights: not the scales of those in eight bits or four, and an embedding that is the head too only once.
+    /// Elements of all weights, all ranks' together: not the scales of those in eight bits or four, and an embedding that is the head too only once.
     pub fn num_parameters(&self) -> u64 {
-        let mut count = Count(0);
+        self.count(true)
+    }
+
+    /// Those of this part, where the network is divided among ranks.
+    pub fn num_parameters_of_rank(&self) -> u64 {
+        self.count(false)
+    }
+
+    fn count(&self, of_all: bool) -> u64 {
+        let mut count = Count { sum: 0, of_all };
         let Ok(_) = Decoder::visit(self, &mut count);
-        count.0
+        count.sum
     }
 
     /// Those that are read for one token: all but the experts to which it does not go.
@@ -16,7 +25,8 @@ impl DecoderSpec {
         let idle = self.layers.iter().map(|layer| match &layer.mlp {
             spec::Mlp::Dense(_) => 0,
             spec::Mlp::Moe(moe) | spec::Mlp::Both(_, moe) => {
-                let (inner, hidden) = (moe.intermediate_size as u64, self.hidden_size as u64);
+                let inner = (moe.intermediate_size * self.shard.ranks) as u64;
+                let hidden = self.hidden_size as u64;
                 let biases = if moe.bias { 2 * inner + hidden } else { 0 };
                 let expert = (3 * inner).saturating_mul(hidden).saturating_add(biases);
                 expert.saturating_mul((moe.experts - moe.top_k) as u64)
@@ -27,12 +37,32 @@ impl DecoderSpec {
     }
 }
 
-struct Count(u64);
+struct Count {
+    sum: u64,
+    /// As they are stored, or a rank's part of them.
+    of_all: bool,
+}
 
 impl Count {
     fn add(&mut self, rows: usize, cols: usize) {
         let elements = (rows as u64).saturating_mul(cols as u64);
-        self.0 = self.0.saturating_add(elements);
+        self.sum = self.sum.saturating_add(elements);
+    }
+
+    fn add_matrix(&mut self, matrix: &Matrix) {
+        let [rows, cols] = match self.of_all {
+            true => matrix.stored_shape(),
+            false => matrix.shape(),
+        };
+        self.add(rows, cols);
+    }
+
+    fn add_vector(&mut self, vector: &Vector) {
+        let len = match self.of_all {
+            true => vector.stored_shape().iter().product(),
+            false => vector.len,
+        };
+        self.add(len, 1);
     }
 }
 
@@ -43,7 +73,7 @@ impl Visitor for Count {
     type Error = Infallible;
 
     fn vector(&mut self, vector: &Vector) -> Result<(), Infallible> {
-        self.add(vector.len, 1);
+        self.add_vector(vector);
         Ok(())
     }
 
@@ -52,16 +82,13 @@ impl Visitor for Count {
     }
 
     fn linear(&mut self, stack: &Stack) -> Result<(), Infallible> {
-        stack
-            .parts
-            .iter()
-            .for_each(|part| self.add(part.outputs, part.inputs));
-        stack.biases().for_each(|bias| self.add(bias.len, 1));
+        stack.parts.iter().for_each(|part| self.add_matrix(part));
+        stack.biases().for_each(|bias| self.add_vector(&bias));
         Ok(())
     }
 
     fn embedding(&mut self, table: &Matrix) -> Result<(), Infallible> {
-        self.add(table.outputs, table.inputs);
+        self.add_matrix(table);
         Ok(())
     }
 

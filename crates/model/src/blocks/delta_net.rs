@@ -40,27 +40,37 @@ impl<L, V> DeltaNet<L, V> {
         let layout = &spec.layout;
         let (groups, heads) = (layout.key_heads, layout.value_heads);
         let own = scope.part("linear_attn");
+        let shard = scope.shard;
+        // q, k and v lie one after the other.
+        let channels = [layout.keys(), layout.keys(), layout.values()];
         let (qkvz, ba) = match spec.projections {
             Projections::Separate => (
                 vec![
-                    own.matrix("in_proj_qkv", layout.channels(), hidden),
-                    own.matrix("in_proj_z", layout.values(), hidden),
+                    own.matrix("in_proj_qkv", layout.channels(), hidden)
+                        .outputs_of_parts(&channels.map(|len| (len, shard))),
+                    own.matrix("in_proj_z", layout.values(), hidden).outputs_of(shard),
                 ],
                 vec![
-                    own.matrix("in_proj_b", heads, hidden),
-                    own.matrix("in_proj_a", heads, hidden),
+                    own.matrix("in_proj_b", heads, hidden).outputs_of(shard),
+                    own.matrix("in_proj_a", heads, hidden).outputs_of(shard),
                 ],
             ),
             Projections::Fused => {
                 let (keys, values) = (layout.key_dim, layout.values() / groups);
                 (
-                    vec![own.grouped("in_proj_qkvz", groups, [keys, keys, values, values], hidden)],
-                    vec![own.grouped(
-                        "in_proj_ba",
-                        groups,
-                        [heads / groups, heads / groups, 0, 0],
-                        hidden,
-                    )],
+                    vec![
+                        own.grouped("in_proj_qkvz", groups, [keys, keys, values, values], hidden)
+                            .outputs_of(shard),
+                    ],
+                    vec![
+                        own.grouped(
+                            "in_proj_ba",
+                            groups,
+                            [heads / groups, heads / groups, 0, 0],
+                            hidden,
+                        )
+                        .outputs_of(shard),
+                    ],
                 )
             }
         };
@@ -74,15 +84,17 @@ impl<L, V> DeltaNet<L, V> {
             qkvz: visitor.linear(&Stack::new(qkvz))?,
             ba: visitor.linear(&Stack::new(ba))?,
             rule: DeltaRule {
-                conv: visitor.vector(&Vector::shaped(
-                    own.name("conv1d.weight"),
-                    [layout.channels(), 1, layout.taps],
-                ))?,
-                a_log: visitor.vector(&vector("A_log", heads))?,
-                dt_bias: visitor.vector(&vector("dt_bias", heads))?,
+                conv: visitor.vector(
+                    &Vector::shaped(own.name("conv1d.weight"), [layout.channels(), 1, layout.taps])
+                        .divided(&channels.map(|len| (len, shard))),
+                )?,
+                a_log: visitor.vector(&vector("A_log", heads).divided(&[(heads, shard)]))?,
+                dt_bias: visitor.vector(&vector("dt_bias", heads).divided(&[(heads, shard)]))?,
                 norm: visitor.vector(&vector("norm.weight", layout.value_dim))?,
             },
-            output: visitor.linear(&Stack::new(vec![own.matrix("out_proj", hidden, layout.values())]))?,
+            output: visitor.linear(&Stack::new(vec![
+                own.matrix("out_proj", hidden, layout.values()).inputs_of(shard),
+            ]))?,
             post_norm: match layer.post_norms {
                 false => None,
                 true => Some(visitor.vector(&Vector::norm(
@@ -121,7 +133,8 @@ impl<L, V> DeltaNet<L, V> {
         if is_last {
             step.keep_given(spec.layout.values())?;
         }
-        step.project_output(&self.output)
+        step.project_output(&self.output)?;
+        step.sum_ranks()
     }
 }
 

@@ -25,12 +25,17 @@ impl<L> DenseMlp<L> {
             Projections::Separate => vec![("gate_proj", inner), ("up_proj", inner)],
             Projections::Fused => vec![("gate_up_proj", 2 * inner)],
         };
-        let parts = parts
-            .into_iter()
-            .map(|(part, outputs)| scope.matrix(part, outputs, hidden));
+        let shard = scope.shard;
+        let parts = parts.into_iter().map(|(part, outputs)| {
+            let pieces = [(inner, shard); 2];
+            let matrix = scope.matrix(part, outputs, hidden);
+            matrix.outputs_of_parts(&pieces[..outputs / inner])
+        });
         Ok(Self {
             gate_up: visitor.linear(&Stack::new(parts.collect()))?,
-            down: visitor.linear(&Stack::new(vec![scope.matrix("down_proj", hidden, inner)]))?,
+            down: visitor.linear(&Stack::new(vec![
+                scope.matrix("down_proj", hidden, inner).inputs_of(shard),
+            ]))?,
         })
     }
 

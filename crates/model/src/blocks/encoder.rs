@@ -1,5 +1,6 @@
 use super::{Scope, Stack, Vector, Visitor};
 use crate::EncoderSpec;
+use crate::shard::Shard;
 
 /// An encoder of images, with `L` for each linear layer and `V` for each vector.
 #[derive(Clone, Debug)]
@@ -67,7 +68,7 @@ impl<L, V> Encoder<L, V> {
     {
         // Towers are stored in floats, whatever the decoder is stored in.
         let floats = crate::Quantization::default();
-        let scope = Scope::new("visual.", &floats);
+        let scope = Scope::new("visual.", &floats, Shard::WHOLE);
         let hidden = spec.hidden_size;
         let embed = scope.part("patch_embed");
         let positions = [spec.positions_per_side.pow(2), hidden];

@@ -66,10 +66,17 @@ impl<L, V> Mlp<L, V> {
             eps: layer.norm.eps,
         };
         match (&layer.mlp, &self.kind) {
-            (spec::Mlp::Dense(spec), MlpKind::Dense(mlp)) => mlp.forward(spec, &norms, step),
-            (spec::Mlp::Moe(spec), MlpKind::Moe(moe)) => step.experts(spec, &norms, moe),
+            (spec::Mlp::Dense(spec), MlpKind::Dense(mlp)) => {
+                mlp.forward(spec, &norms, step)?;
+                step.sum_ranks()
+            }
+            (spec::Mlp::Moe(spec), MlpKind::Moe(moe)) => {
+                step.experts(spec, &norms, moe)?;
+                step.sum_ranks()
+            }
             (spec::Mlp::Both(dense, spec), MlpKind::Both(mlp, beside)) => {
                 mlp.forward(dense, &norms, step)?;
+                step.sum_ranks()?;
                 step.experts_beside(spec, layer.norm.eps, beside)
             }
             _ => unreachable!("a layer has the MLP of its specification"),

@@ -95,7 +95,7 @@ impl<E, L, V> Decoder<E, L, V> {
     where
         T: Visitor<Embedding = E, Linear = L, Vector = V>,
     {
-        let (vocab, hidden) = (spec.vocab_size, spec.hidden_size);
+        let (vocab, hidden) = (spec.vocab_rows(), spec.hidden_size);
         let ropes = spec.ropes();
         // Which pairs turn is a part of the configuration.
         let is_proportional = |rope: &&RopeSpec| matches!(rope.scaling, RopeScaling::Proportional { .. });
@@ -105,14 +105,19 @@ impl<E, L, V> Decoder<E, L, V> {
             }
             None => None,
         };
-        let scope = Scope::new("", &spec.quantization);
-        let embedding = visitor.embedding(&scope.matrix(EMBEDDING, vocab, hidden))?;
+        let scope = Scope::new("", &spec.quantization, spec.shard);
+        let table = scope
+            .matrix(EMBEDDING, vocab, hidden)
+            .outputs_of(spec.vocab_shard);
+        let embedding = visitor.embedding(&table)?;
         Ok(Self {
             rope_factors,
             head: match spec.head {
                 OutputHead::None => None,
                 OutputHead::Own => {
-                    let head = scope.matrix("lm_head", vocab, hidden);
+                    let head = scope
+                        .matrix("lm_head", vocab, hidden)
+                        .outputs_of(spec.vocab_shard);
                     Some(visitor.linear(&Stack::new(vec![head]))?)
                 }
                 OutputHead::Tied => Some(visitor.tied(&embedding)),
@@ -167,7 +172,7 @@ impl<E, L, V> Decoder<E, L, V> {
             if let Some(scalar) = &layer.scalar {
                 step.scale(scalar)?;
             }
-            step.add_features(index);
+            step.add_features(index)?;
         }
         step.finish(&Norms {
             added,
@@ -344,6 +349,11 @@ pub(crate) trait Operations<L, V> {
     /// From these to what is added to the residual stream.
     fn project_down(&mut self, mlp: &DenseMlpSpec, down: &L) -> Result<(), Self::Error>;
 
+    /// What is added to the residual stream is the sum of what all ranks computed. One rank alone has all of it.
+    fn sum_ranks(&mut self) -> Result<(), Self::Error> {
+        Ok(())
+    }
+
     /// From the norm of the residual stream through each row's experts to what is added to it.
     fn experts(&mut self, spec: &MoeSpec, norms: &Norms<'_, V>, moe: &Moe<L>) -> Result<(), Self::Error>;
 
@@ -361,7 +371,7 @@ pub(crate) trait Operations<L, V> {
     fn scale(&mut self, scalar: &V) -> Result<(), Self::Error>;
 
     /// What an image's rows have for the output of that layer is added to the residual stream.
-    fn add_features(&mut self, layer: usize);
+    fn add_features(&mut self, layer: usize) -> Result<(), Self::Error>;
 
     /// The last norm.
     fn finish(&mut self, norms: &Norms<'_, V>) -> Result<(), Self::Error>;

@@ -1,4 +1,5 @@
 use super::{Among, DenseMlp, InExperts, Scope, Stack, Vector, Visitor, Widths, dense_mlp};
+use crate::shard::Shard;
 use crate::spec::{LayerSpec, MoeSpec, StackedExperts};
 
 /// A mixture of experts.
@@ -79,7 +80,7 @@ impl<L> Moe<L> {
             module => scope.part(module),
         };
         let experts = own.part("experts");
-        let [gate, up, down] = spec.names.projections;
+        let [gate, up, down_name] = spec.names.projections;
         let biased = |parts| Stack {
             bias: spec.bias,
             ..Stack::new(parts)
@@ -92,18 +93,20 @@ impl<L> Moe<L> {
             rows,
             transposed: is_interleaved,
         };
+        let Shard { rank, ranks } = scope.shard;
         let gate_or_up = |index, part, second: usize| {
             let (first, step) = if is_interleaved {
-                (second, 2)
+                (second + 2 * rank * inner, 2)
             } else {
-                (second * inner, 1)
+                ((second * ranks + rank) * inner, 1)
             };
             let rows = Among {
-                all: 2 * inner,
+                all: 2 * ranks * inner,
                 first,
                 step,
             };
-            experts.expert_matrix(part, [inner, hidden], expert(index, "gate_up_proj", rows))
+            let matrix = experts.expert_matrix(part, [inner, hidden], expert(index, "gate_up_proj", rows));
+            matrix.outputs_of(scope.shard)
         };
         let gate_up = |index| biased(vec![gate_or_up(index, gate, 0), gate_or_up(index, up, 1)]);
         let all = Among {
@@ -113,8 +116,18 @@ impl<L> Moe<L> {
         };
         let down = |index| {
             let expert = expert(index, "down_proj", all);
-            biased(vec![experts.expert_matrix(down, [hidden, inner], expert)])
+            let matrix = experts.expert_matrix(down_name, [hidden, inner], expert);
+            Stack {
+                // What one rank adds is added once.
+                bias: spec.bias && rank == 0,
+                ..Stack::new(vec![matrix.inputs_of(scope.shard)])
+            }
         };
+        if spec.bias && rank > 0 {
+            visitor.idle(experts.name("down_proj_bias"));
+            (0..spec.experts)
+                .for_each(|index| visitor.idle(experts.name(&format!("{index}.{down_name}.bias"))));
+        }
         Ok(Self {
             router: visitor.linear(&biased(vec![own.matrix(spec.names.router, spec.experts, hidden)]))?,
             gate_up: (0..spec.experts)

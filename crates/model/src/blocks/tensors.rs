@@ -4,6 +4,7 @@ use plimsoll_kernels::GgufFormat;
 
 use super::{Among, RowOrder};
 use crate::quantization::{MatrixFormat, Quantization};
+use crate::shard::{Axis, Shard, Share};
 use crate::spec::NormSpec;
 
 /// A vector.
@@ -17,6 +18,8 @@ pub(crate) struct Vector {
     pub(crate) unit_offset: bool,
     /// Of an expert.
     pub(crate) expert: Option<InExperts>,
+    /// Which of the stored elements, along the first dimension, where they are not all.
+    pub(crate) share: Option<Share>,
 }
 
 impl Vector {
@@ -27,7 +30,25 @@ impl Vector {
             shape: None,
             unit_offset: false,
             expert: None,
+            share: None,
         }
+    }
+
+    /// A rank's part of a longer one: the lengths of pieces that lie one after the other, and among whom each is divided.
+    pub(crate) fn divided(self, parts: &[(usize, Shard)]) -> Self {
+        Self {
+            share: Share::of_parts(Axis::Outputs, parts),
+            ..self
+        }
+    }
+
+    /// The shape in which it is stored.
+    pub(crate) fn stored_shape(&self) -> Vec<usize> {
+        let mut shape = self.shape.clone().unwrap_or_else(|| vec![self.len]);
+        if let Some(share) = &self.share {
+            shape[0] = share.of;
+        }
+        shape
     }
 
     /// Stored in three dimensions.
@@ -68,6 +89,8 @@ pub(crate) struct Matrix {
     pub(crate) expert: Option<InExperts>,
     /// Stored as the kernel of a convolution that does not overlap: `[outputs, ..these]`, which are the inputs.
     pub(crate) kernel: Option<[usize; 4]>,
+    /// Which of the stored rows or columns, where they are not all.
+    pub(crate) share: Option<Share>,
 }
 
 /// Where a matrix or a bias of an expert is in a checkpoint that stores those of all experts as one tensor.
@@ -92,6 +115,46 @@ impl Matrix {
 
     pub(crate) fn shape(&self) -> [usize; 2] {
         [self.outputs, self.inputs]
+    }
+
+    /// The shape in which it is stored.
+    pub(crate) fn stored_shape(&self) -> [usize; 2] {
+        match &self.share {
+            None => self.shape(),
+            Some(Share {
+                axis: Axis::Outputs,
+                of,
+                ..
+            }) => [*of, self.inputs],
+            Some(Share {
+                axis: Axis::Inputs,
+                of,
+                ..
+            }) => [self.outputs, *of],
+        }
+    }
+
+    /// A rank's outputs of a larger matrix.
+    pub(crate) fn outputs_of(self, shard: Shard) -> Self {
+        let all = [(self.outputs, shard)];
+        self.outputs_of_parts(&all)
+    }
+
+    /// The same of one whose outputs are pieces that lie one after the other: how many the rank has of each, and among whom each is
+    /// divided.
+    pub(crate) fn outputs_of_parts(self, parts: &[(usize, Shard)]) -> Self {
+        Self {
+            share: Share::of_parts(Axis::Outputs, parts),
+            ..self
+        }
+    }
+
+    /// A rank's inputs of a larger matrix.
+    pub(crate) fn inputs_of(self, shard: Shard) -> Self {
+        Self {
+            share: Share::of_parts(Axis::Inputs, &[(self.inputs, shard)]),
+            ..self
+        }
     }
 
     /// Whether it chooses experts, or weighs the one of all tokens.
@@ -136,6 +199,7 @@ impl Stack {
         let parts = if self.bias { self.parts.as_slice() } else { &[] };
         parts.iter().map(|part| Vector {
             expert: part.expert.clone(),
+            share: part.share.clone().filter(|share| share.axis == Axis::Outputs),
             ..Vector::plain(format!("{}.bias", part.module), part.outputs)
         })
     }
@@ -147,19 +211,22 @@ pub(crate) struct Scope<'a> {
     /// In front of all names.
     prefix: String,
     quantization: &'a Quantization,
+    /// Among whom its matrices are divided.
+    pub(crate) shard: Shard,
 }
 
 impl<'a> Scope<'a> {
-    pub(crate) fn new(prefix: impl Into<String>, quantization: &'a Quantization) -> Self {
+    pub(crate) fn new(prefix: impl Into<String>, quantization: &'a Quantization, shard: Shard) -> Self {
         Self {
             prefix: prefix.into(),
             quantization,
+            shard,
         }
     }
 
     /// A part of it.
     pub(crate) fn part(&self, name: &str) -> Self {
-        Self::new(format!("{}{name}.", self.prefix), self.quantization)
+        Self::new(format!("{}{name}.", self.prefix), self.quantization, self.shard)
     }
 
     pub(crate) fn name(&self, name: &str) -> String {
@@ -176,6 +243,7 @@ impl<'a> Scope<'a> {
             order: RowOrder::Plain,
             expert: None,
             kernel: None,
+            share: None,
         }
     }
 

@@ -2,6 +2,7 @@ mod attention;
 mod beside;
 mod experts;
 mod head;
+mod images;
 mod layers;
 mod measure;
 
@@ -13,6 +14,7 @@ use plimsoll_kernels::cuda::{
     PrefillKernels, SampleKernels,
 };
 
+use super::encoder::{EncoderState, Products};
 use super::experts::Experts;
 use super::input::{StepInput, StepInputs};
 use super::masks::Masks;
@@ -26,6 +28,7 @@ use crate::blocks::Operations;
 use crate::spec::AttentionSpec;
 use crate::state::LayerPlace;
 use head::{Head, Logits};
+use images::RowsOfImage;
 use layers::{Kind, Step};
 
 /// What the kernels of a step work on.
@@ -42,6 +45,8 @@ pub(super) struct StepState {
     pub(super) places: Vec<LayerPlace>,
     /// Longest context that is served, in tokens.
     pub(super) max_model_len: usize,
+    /// Of a model that takes images.
+    pub(super) encoder: Option<EncoderState>,
     pub(super) inputs: StepInputs,
     pub(super) outputs: Outputs,
     pub(super) masks: Masks,
@@ -150,6 +155,15 @@ impl Decoder {
         };
         decoder.measure_linears()?;
         Ok(decoder)
+    }
+
+    /// Of a model that takes images.
+    pub(super) fn encoder(&self) -> Option<Products<'_>> {
+        let weights = self.weights.encoder.as_ref()?;
+        Some(Products {
+            linears: &self.linears,
+            weights,
+        })
     }
 
     /// Where it runs.
@@ -274,6 +288,10 @@ impl Decoder {
                 act.layer_inputs,
             )?;
         }
+        let images = RowsOfImage::of(input, state);
+        if let Some(images) = &images {
+            images.put(act.hidden, input.rows)?;
+        }
         let kinds = self.kinds.iter().map(|&first| {
             let layer = &decoder.layers[first];
             Kind::new(self, layer, input.rows, state)
@@ -284,6 +302,7 @@ impl Decoder {
             input,
             state,
             scores,
+            images,
             act,
             rows: input.rows,
             is_fresh: true,

@@ -7,17 +7,19 @@ use std::sync::Arc;
 use plimsoll_core::{BlockSize, Component, KvConfig, StepLimits};
 use plimsoll_device::cuda::{DeviceError, DryGpuArena, Gpu, POOL_CHUNK, POOL_UNIT};
 use plimsoll_kernels::cuda::{
-    AssumedGpu, DecodeKernels, DecodePlanner, DeltaKernels, FusedKernels, GpuKvElement, Linears, MoeKernels,
-    PrefillKernels, PrefillPlanner, SampleKernels,
+    AssumedGpu, DecodeKernels, DecodePlanner, DeltaKernels, EncoderKernels, FusedKernels, GpuKvElement,
+    Linears, MoeKernels, PrefillKernels, PrefillPlanner, SampleKernels,
 };
 
+use super::encoder::{self, EncoderState};
 use super::graphs::ladder;
-use super::input::{Sampling, StepInputs};
+use super::input::StepInputs;
 use super::masks::Masks;
 use super::output::Outputs;
 use super::planners::{
     AttentionKind, AttentionPlanners, Planners, attention_counters, planners, planners_on,
 };
+use super::shape::{ImageInputs, Sampling};
 use super::states::States;
 use super::step::StepLayout;
 use super::weights::weights_bytes;
@@ -70,6 +72,7 @@ struct Kernels {
     _sampler: Option<SampleKernels>,
     _delta: Option<DeltaKernels>,
     _experts: Option<MoeKernels>,
+    _encoder: Option<EncoderKernels>,
 }
 
 impl GpuFootprint {
@@ -121,7 +124,7 @@ impl GpuFootprint {
         kernels: Option<Kernels>,
     ) -> Self {
         Self {
-            weights: weights_bytes(&config.spec).map_or(u64::MAX, pooled),
+            weights: weights_bytes(&config).map_or(u64::MAX, pooled),
             config,
             kv_element,
             shape,
@@ -205,6 +208,7 @@ impl GpuFootprint {
                 *block_size,
                 &self.config.spec.cache_groups(),
                 sampling,
+                ImageInputs::of(&self.config),
                 &self.planners,
             ),
             attention_counters(&self.planners) * size_of::<u32>(),
@@ -212,6 +216,13 @@ impl GpuFootprint {
             Masks::bytes(sampling.most_rows(limits), self.config.spec.num_logits()),
         ];
         parts.into_iter().map(pooled).sum()
+    }
+
+    /// Bytes that a state has for images: what the largest that limits allow takes, and rows that are kept.
+    pub fn encoder_bytes(&self) -> u64 {
+        let spec = self.config.encoder.as_ref();
+        let bytes = |spec| EncoderState::bytes(spec).map_or(u64::MAX, |bytes| mapped(bytes as u64));
+        spec.map_or(0, bytes)
     }
 
     /// Bytes that the pool holds without using them, beside weights, the libraries' workspace and `staging` bytes.
@@ -286,8 +297,9 @@ impl GpuFootprint {
 
 fn read_config(path: &Path, shape: &GpuStateShape) -> Result<(ModelConfig, GpuKvElement), ModelError> {
     let element = kv_element(shape.kv_cache_dtype)?;
-    let config = ModelConfig::read(path, &shape.serve_as.without_images())?;
+    let config = ModelConfig::read(path, &shape.serve_as)?;
     check(&config.spec)?;
+    config.encoder.as_ref().map_or(Ok(()), encoder::check)?;
     Ok((config, element))
 }
 
@@ -303,6 +315,9 @@ impl Kernels {
             _sampler: samples.then(|| SampleKernels::load(gpu)).transpose()?,
             _delta: (config.spec.is_hybrid().then(|| DeltaKernels::load(gpu))).transpose()?,
             _experts: has_experts.then(|| MoeKernels::load(gpu)).transpose()?,
+            _encoder: (config.encoder.as_ref())
+                .map(|_| EncoderKernels::load(gpu))
+                .transpose()?,
             decode: DecodeKernels::load(gpu)?,
             prefill: PrefillKernels::load(gpu)?,
         };

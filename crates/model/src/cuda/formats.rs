@@ -70,8 +70,10 @@ impl Visitor for Products {
                 format,
                 order: _,
                 expert,
-                // Of an encoder, which is not loaded.
+                // Of an encoder, which is stored in floats.
                 kernel: _,
+                // A GPU has all of a model.
+                share: _,
             } = part;
             if is_int4 && expert.is_some() {
                 let value = format!("{format} for `{module}`");
@@ -124,6 +126,7 @@ mod tests {
             order: RowOrder::Plain,
             expert: None,
             kernel: None,
+            share: None,
         };
         let [wide, odd] = [("a.q_proj", 64), ("a.k_proj", 12)];
         let parts = |dtype| vec![part(wide.0, wide.1, WeightType::Q4K), part(odd.0, odd.1, dtype)];

@@ -3,7 +3,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use plimsoll_core::{
-    BlockSize, CacheGroups, KvConfig, Pooling, RequestId, RunInput, SampleSpec, StepLimits, StepPlan,
+    BlockSize, CacheGroups, KvConfig, Pooling, RequestId, Run, RunInput, SampleSpec, StepLimits, StepPlan,
 };
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlice};
@@ -12,10 +12,11 @@ use plimsoll_kernels::cuda::{
 };
 
 use super::planners::{AttentionPlanners, Planners};
+use super::shape::{BatchShape, ImageInputs, Sampling};
 use super::staging::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section, Staging};
 use super::states::{StateCounts, StateInput, StateLists};
-use crate::ModelConfig;
+use crate::positions::positions;
 use crate::tables::PageTable;
 
 /// What the kernels of a step read, besides weights and KV: sections of the staging memory.
@@ -26,6 +27,7 @@ pub(super) struct StepInput {
     /// Rows that are given out: sampled from, padding included, or pooled.
     pub(super) samples: usize,
     pub(super) tokens: Section<i32>,
+    /// One number for each row, or three where images are served.
     pub(super) positions: Section<i32>,
     /// For each table of pages, where rows are written.
     pub(super) slots: Vec<Section<i32>>,
@@ -43,6 +45,8 @@ pub(super) struct StepInput {
     pub(super) decode: Option<DecodeInput>,
     pub(super) prefill: Option<PrefillInput>,
     pub(super) blocks: Section<i32>,
+    /// Rows that are an image's: of each, which of the batch, and which of those that are kept.
+    pub(super) image_rows: Section<i32>,
     pub(super) history: Section<i32>,
     pub(super) biases: Section<TokenBias>,
     /// Rows that are sampled together, and what they refer to. Only the first part is packed with the rest.
@@ -71,75 +75,6 @@ pub(super) struct PrefillInput {
     pub(super) work: Vec<(PrefillPlan, Section<PrefillItem>)>,
 }
 
-/// Size of a step's batch.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum BatchShape {
-    /// A graph's: one row per run, each sampled from, padded to so many.
-    Decode(usize),
-    /// As many rows as there are tokens, and those sampled from.
-    Exact(Vec<i32>),
-    /// As many rows as there are tokens, those given out (all where there is no list), and which of these each vector is
-    /// pooled of: first row and number of rows.
-    Pool(Option<Vec<i32>>, Vec<[i32; 2]>),
-}
-
-impl BatchShape {
-    /// The rows that are given out, where that is said.
-    fn picked(&self) -> Option<&[i32]> {
-        match self {
-            Self::Exact(at) | Self::Pool(Some(at), _) => Some(at),
-            Self::Decode(_) | Self::Pool(None, _) => None,
-        }
-    }
-
-    fn spans(&self) -> &[[i32; 2]] {
-        match self {
-            Self::Pool(_, spans) => spans,
-            Self::Decode(_) | Self::Exact(_) => &[],
-        }
-    }
-}
-
-/// What becomes of the rows that a step gives out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Sampling {
-    /// They are sampled from, among so many tokens.
-    From {
-        /// Tokens of the vocabulary.
-        vocab_size: usize,
-    },
-    /// They are pooled.
-    Pooled(Pooling),
-}
-
-impl Sampling {
-    /// Of this model.
-    pub(super) fn of(config: &ModelConfig) -> Self {
-        match config.pooling() {
-            None => Self::From {
-                vocab_size: config.spec.vocab_size,
-            },
-            Some(pooling) => Self::Pooled(pooling),
-        }
-    }
-
-    /// Rows of a step that are scored at most.
-    pub(super) fn most_scored(self, limits: &StepLimits) -> usize {
-        match self {
-            Self::From { .. } => limits.max_num_batched_tokens,
-            Self::Pooled(_) => 0,
-        }
-    }
-
-    /// Rows of a step that are sampled from at most. One has room even where there are none: a step's tokens may refer to it.
-    pub(super) fn most_rows(self, limits: &StepLimits) -> usize {
-        match self {
-            Self::From { .. } => limits.max_num_seqs,
-            Self::Pooled(_) => 1,
-        }
-    }
-}
-
 /// Elements of the lists that rows to sample refer to: room for any one row. Steps of more are sampled in parts.
 #[derive(Clone, Copy, Debug)]
 struct ListRoom {
@@ -153,6 +88,7 @@ pub(super) struct StepInputs {
     staging: Staging,
     planners: Planners,
     kv: KvConfig,
+    images: Option<ImageInputs>,
     room: ListRoom,
     tables: Vec<PageTable>,
     /// Runs of the step being packed, for each table.
@@ -168,15 +104,17 @@ impl StepInputs {
         limits: &StepLimits,
         kv: KvConfig,
         sampling: Sampling,
+        images: Option<ImageInputs>,
         planners: Planners,
     ) -> Result<Self, DeviceError> {
         let room = ListRoom::new(limits, sampling);
-        let bytes = Self::bytes(limits, kv.block_size, &kv.groups, sampling, &planners);
+        let bytes = Self::bytes(limits, kv.block_size, &kv.groups, sampling, images, &planners);
         let tables = PageTable::all(&kv.groups);
         Ok(Self {
             staging: Staging::new(gpu, bytes, STEPS_IN_FLIGHT)?,
             planners,
             kv,
+            images,
             room,
             decode_runs: vec![Vec::new(); tables.len()],
             prefill_runs: vec![Vec::new(); tables.len()],
@@ -192,16 +130,19 @@ impl StepInputs {
             &StepPlan::default(),
             &HashMap::new(),
             &BatchShape::Decode(size),
+            &[],
         )
     }
 
-    /// Packs a checked plan into the memory of step slot `slot`, whose last copy is done.
+    /// Packs a checked plan into the memory of step slot `slot`, whose last copy is done. `image_rows` are its rows of an image: of
+    /// each, which of the batch, and which of those that are kept.
     pub(super) fn pack(
         &mut self,
         slot: usize,
         plan: &StepPlan,
         last: &HashMap<RequestId, u32>,
         shape: &BatchShape,
+        image_rows: &[[i32; 2]],
     ) -> StepInput {
         let pages = self.split_runs(plan, shape);
         if self.kv.groups.state_layers() > 0 {
@@ -223,6 +164,7 @@ impl StepInputs {
         // Later parts take the place of the first.
         counts.history = lists.history.len();
         counts.biases = lists.biases.len();
+        counts.image_rows = image_rows.len();
         counts.late_rows = if is_late { counts.sample_rows } else { 0 };
         if sample_parts.len() > 1 {
             (counts.history, counts.biases) = (self.room.history, self.room.biases);
@@ -234,6 +176,9 @@ impl StepInputs {
             self.states.write(&mut self.staging, slot, states);
         }
         self.write_blocks(slot, plan, &input);
+        self.staging
+            .host(slot, input.image_rows)
+            .copy_from_slice(image_rows.as_flattened());
         if let (Some(at), Some(section)) = (shape.picked(), input.sample_at) {
             self.staging.host(slot, section).copy_from_slice(at);
         }
@@ -313,6 +258,7 @@ impl StepInputs {
         block_size: BlockSize,
         groups: &CacheGroups,
         sampling: Sampling,
+        images: Option<ImageInputs>,
         planners: &[AttentionPlanners],
     ) -> usize {
         let room = ListRoom::new(limits, sampling);
@@ -334,6 +280,8 @@ impl StepInputs {
             decode_runs: limits.max_num_seqs,
             prefill_runs: limits.max_num_seqs,
             pages: tables.iter().map(most).sum(),
+            numbers: ImageInputs::numbers(images),
+            image_rows: images.map_or(0, |_| rows),
             late_rows: sample_rows,
             history: room.history,
             biases: room.biases,
@@ -401,6 +349,8 @@ impl StepInputs {
             decode_runs: self.decode_runs[0].len(),
             prefill_runs: self.prefill_runs[0].len(),
             pages,
+            numbers: ImageInputs::numbers(self.images),
+            image_rows: 0,
             late_rows: 0,
             history: 0,
             biases: 0,
@@ -430,13 +380,12 @@ impl StepInputs {
         }
         tokens[row..].fill(0);
 
-        let positions = self.staging.host(slot, input.positions);
-        let mut row = 0;
-        for position in plan.runs.iter().flat_map(|run| run.start..run.end()) {
-            positions[row] = position as i32;
-            row += 1;
+        let written = self.staging.host(slot, input.positions);
+        let mut at = 0;
+        for run in &plan.runs {
+            at += write_positions(self.images, run, &mut written[at..]);
         }
-        positions[row..].fill(0);
+        written[at..].fill(0);
 
         let block_size = self.kv.block_size.tokens();
         for (table, &slots) in self.tables.iter().zip(&input.slots) {
@@ -532,9 +481,28 @@ struct Counts {
     decode_runs: usize,
     prefill_runs: usize,
     pages: usize,
+    /// Of a position.
+    numbers: usize,
+    image_rows: usize,
     late_rows: usize,
     history: usize,
     biases: usize,
+}
+
+/// Writes the positions of a run's rows. Returns how many numbers they are.
+fn write_positions(images: Option<ImageInputs>, run: &Run, to: &mut [i32]) -> usize {
+    let rows = run.start..run.end();
+    let Some(ImageInputs { merge }) = images else {
+        to.iter_mut().zip(rows).for_each(|(to, row)| *to = row as i32);
+        return run.input.len();
+    };
+    let spans = run.images.as_deref().unwrap_or_default();
+    let numbers = positions(spans, merge, rows);
+    let numbers = numbers.as_flattened();
+    to.iter_mut()
+        .zip(numbers)
+        .for_each(|(to, &number)| *to = number as i32);
+    numbers.len()
 }
 
 /// Whether a token's sampling depends on those before it, or on biases.
@@ -553,7 +521,7 @@ fn layout(counts: &Counts, planners: &[AttentionPlanners]) -> StepInput {
         rows: counts.rows,
         samples: counts.samples,
         tokens: layout.section(counts.rows),
-        positions: layout.section(counts.rows),
+        positions: layout.section(counts.rows * counts.numbers),
         slots: sections(&mut layout, counts.tables, counts.rows),
         states: counts.states.layout(&mut layout),
         sample_at: counts.gather.then(|| layout.section(counts.samples)),
@@ -582,6 +550,7 @@ fn layout(counts: &Counts, planners: &[AttentionPlanners]) -> StepInput {
                 .collect(),
         }),
         blocks: layout.section(counts.pages),
+        image_rows: layout.section(2 * counts.image_rows),
         history: layout.section(counts.history),
         biases: layout.section(counts.biases),
         sample_parts: Vec::new(),

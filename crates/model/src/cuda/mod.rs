@@ -6,9 +6,12 @@
 //!
 //! A step with constrained rows is launched like any other, but its sampler skips all rows: the host computes the masks while the
 //! GPU computes the step, and then has the logits sampled where they lie. So graphs know nothing of masks.
+//!
+//! An image is encoded on the same stream ahead of the first step that has rows of it, which is no graph.
 
 mod clock;
 mod decoder;
+mod encoder;
 mod experts;
 mod footprint;
 mod formats;
@@ -19,6 +22,7 @@ mod output;
 mod planners;
 mod runner;
 mod scores;
+mod shape;
 mod staging;
 mod states;
 mod step;
@@ -28,16 +32,19 @@ mod weights;
 use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use plimsoll_core::{BlockSize, BuildError, Component, KvConfig, StateConfig, StepLimits};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
 use plimsoll_kernels::cuda::{DeltaKernels, DeltaSize, FusedKernels, GpuKvElement, HEAD_DIMS};
 
+use crate::encoder::SlowestEncode;
 use crate::model::Description;
 use crate::spec::Mlp;
 use crate::state::StateCache;
 use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress};
 use decoder::Decoder;
+use encoder::Encoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
 use planners::{Planners, planners, planners_on};
 pub use runner::GpuRunner;
@@ -55,6 +62,9 @@ pub struct GpuOptions {
 pub struct GpuModel {
     about: About,
     decoder: Decoder,
+    /// Of a model that takes images.
+    encoder: Option<Encoder>,
+    slowest_encode: SlowestEncode,
     kv_element: GpuKvElement,
 }
 
@@ -80,15 +90,19 @@ impl GpuModel {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
         let kv_element = kv_element(options.kv_cache_dtype)?;
-        let description = Description::read(path, &options.serve_as.without_images())?;
+        let description = Description::read(path, &options.serve_as)?;
         check(description.about.spec())?;
+        let images = description.about.config().encoder.as_ref();
+        images.map_or(Ok(()), encoder::check)?;
         description.about.log_what_is_left_out();
         let fused = FusedKernels::load(gpu)?;
         let weights = GpuWeights::load(&description, &options, kv_element, gpu, &fused, progress)?;
         let decoder = Decoder::new(gpu, weights, fused)?;
         Ok(Arc::new(Self {
+            encoder: images.map(|spec| Encoder::load(gpu, spec)).transpose()?,
             about: description.about,
             decoder,
+            slowest_encode: SlowestEncode::default(),
             kv_element,
         }))
     }
@@ -129,6 +143,11 @@ impl GpuModel {
     /// Bytes of the states of fixed size of one request; 0 where no layer has one.
     pub fn state_bytes(&self) -> u64 {
         StateCache::slot_bytes(self.spec())
+    }
+
+    /// As [`crate::Model::slowest_encode`].
+    pub fn slowest_encode(&self) -> Duration {
+        self.slowest_encode.get()
     }
 
     /// Element of the KV cache.

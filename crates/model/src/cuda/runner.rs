@@ -1,8 +1,9 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
+use std::time::Instant;
 
 use plimsoll_core::{
-    Component, DeviceTime, Executor, FillMasks, KvConfig, Pooling, RequestId, ScoreSpec, StateConfig,
+    Component, DeviceTime, Executor, FillMasks, Image, KvConfig, Pooling, RequestId, ScoreSpec, StateConfig,
     StepError, StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_device::cuda::{DeviceError, GpuArena, GpuError, GpuSlab};
@@ -10,17 +11,20 @@ use plimsoll_kernels::SampleError;
 
 use super::clock::Clocks;
 use super::decoder::StepState;
+use super::encoder::EncoderState;
 use super::graphs::{Graphs, ladder};
-use super::input::{BatchShape, Sampling, StepInput, StepInputs};
+use super::input::{StepInput, StepInputs};
 use super::masks::Masks;
 use super::output::Outputs;
 use super::planners::attention_counters;
 use super::scores::Scores;
+use super::shape::{BatchShape, ImageInputs, Sampling};
 use super::staging::STEPS_IN_FLIGHT;
 use super::states::States;
 use super::vectors::Vectors;
 use super::{GpuModel, GpuOptions};
 use crate::batch::Bounds;
+use crate::images;
 use crate::state::LayerPlace;
 use crate::tables::LayerPage;
 
@@ -69,6 +73,16 @@ impl GpuRunner {
         graphs: &mut dyn FnMut(usize, usize),
     ) -> Result<Self, DeviceError> {
         let (gpu, spec) = (model.gpu(), model.spec());
+        // Before all else: what the rest is measured with holds it.
+        let encoder = match model.encoder.as_ref().zip(model.decoder().encoder()) {
+            None => None,
+            Some((encoder, products)) => {
+                let begun = Instant::now();
+                let state = EncoderState::new(gpu, encoder, products)?;
+                model.slowest_encode.add(begun.elapsed());
+                Some(state)
+            }
+        };
         let canary = match usize::try_from(config.canary_bytes) {
             Ok(0) => None,
             Ok(bytes) => Some(gpu.alloc(Component::Canary, bytes)?),
@@ -85,7 +99,8 @@ impl GpuRunner {
             .ok_or_else(|| gpu.budget().oom(Component::Kv, u64::MAX))?;
         let planners = model.planners(kv.block_size, limits.max_num_seqs)?;
         let sampling = Sampling::of(model.config());
-        let inputs = StepInputs::new(gpu, limits, kv, sampling, planners)?;
+        let images = ImageInputs::of(model.config());
+        let inputs = StepInputs::new(gpu, limits, kv, sampling, images, planners)?;
         let counters = gpu.alloc(
             Component::Staging,
             attention_counters(inputs.planners()) * size_of::<u32>(),
@@ -99,6 +114,7 @@ impl GpuRunner {
             states: States::new(gpu, spec, kv.state_slots)?,
             places: LayerPlace::all(spec, &LayerPage::all(&layout)),
             max_model_len: limits.max_model_len,
+            encoder,
             inputs,
             outputs: Outputs::new(gpu, sampling.most_rows(limits))?,
             masks: Masks::new(gpu, sampling.most_rows(limits), spec.num_logits())?,
@@ -117,8 +133,7 @@ impl GpuRunner {
                 kv,
                 vocab_size: spec.vocab_size,
                 pooling: model.config().pooling(),
-                // Towers are not loaded on GPUs yet: text alone is served.
-                images: None,
+                images: model.config().image_input(),
             },
             state,
             arena: GpuArena::new(gpu, config.scratch)?,
@@ -207,7 +222,9 @@ impl GpuRunner {
             return Ok(logits);
         }
         let shape = BatchShape::Exact(rows.iter().map(|&row| row as i32).collect());
-        let input = self.state.inputs.pack(0, plan, &self.last, &shape);
+        let image_rows = self.encode_image(0, plan)?;
+        let inputs = &mut self.state.inputs;
+        let input = inputs.pack(0, plan, &self.last, &shape, &image_rows);
         self.last.clear();
         // SAFETY: nothing is in flight.
         unsafe { self.state.inputs.send(0, &input) }.map_err(failed)?;
@@ -217,14 +234,50 @@ impl GpuRunner {
         Ok(logits)
     }
 
+    /// As [`crate::Runner::encode`].
+    ///
+    /// # Errors
+    /// [`StepError`] where the model takes no images, steps are in flight, or the GPU fails.
+    pub fn encode(&mut self, image: &Image) -> Result<Vec<f32>, StepError> {
+        if !self.in_flight.is_empty() {
+            return Err(StepError::Failed(
+                "an encode while steps are in flight".to_owned(),
+            ));
+        }
+        let (state, products) = (self.state.encoder.as_mut(), self.model.decoder().encoder());
+        let (Some(input), Some(state), Some(products)) = (self.bounds.images, state, products) else {
+            return Err(StepError::Failed("the model is served without images".to_owned()));
+        };
+        let (patches, most) = (image.grid.patches(), input.limits.max_patches);
+        let rows = input.rows(image.grid).filter(|_| patches <= most);
+        let rows = rows.ok_or_else(|| StepError::Failed(format!("an image of {patches} patches")))?;
+        let encoded = state.encode(products, image, 0)?;
+        state.download(&encoded, rows).map_err(failed)
+    }
+
+    /// Launches the encode of the image of a checked plan, if it has one and its rows are not kept. Returns the rows of the plan that
+    /// are its: of each, which of the batch, and which of those that are kept.
+    fn encode_image(&mut self, slot: usize, plan: &StepPlan) -> Result<Vec<[i32; 2]>, DeviceError> {
+        let (state, products) = (self.state.encoder.as_mut(), self.model.decoder().encoder());
+        let (Some((image, rows)), Some(state), Some(products)) = (images::rows_of(plan), state, products)
+        else {
+            return Ok(Vec::new());
+        };
+        let encoded = state.encode(products, image, slot)?;
+        let place = |(row, of_image)| [row as i32, EncoderState::place(&encoded, of_image)];
+        Ok(rows.into_iter().map(place).collect())
+    }
+
     /// Launches all of a checked plan that is not empty, as step `step`.
     fn launch_step(&mut self, step: usize, plan: &StepPlan, batch: &Batch) -> Result<(), DeviceError> {
         let slot = step % STEPS_IN_FLIGHT;
+        let image_rows = self.encode_image(slot, plan)?;
         let graph = match batch.shape {
             BatchShape::Decode(size) => self.graphs.get(size),
             BatchShape::Exact(_) | BatchShape::Pool(..) => None,
         };
-        let mut input = self.state.inputs.pack(slot, plan, &self.last, &batch.shape);
+        let inputs = &mut self.state.inputs;
+        let mut input = inputs.pack(slot, plan, &self.last, &batch.shape, &image_rows);
         input.scored = self.state.scores.pack(slot, plan);
         // SAFETY: the slot is packed again two steps from now, when this step has ended.
         unsafe { self.state.inputs.send(slot, &input)? };
@@ -312,7 +365,9 @@ impl Batch {
         let decodes = plan
             .runs
             .iter()
-            .all(|run| run.input.len() == 1 && run.sample.is_some() && run.score.is_none());
+            .all(|run| run.input.len() == 1 && run.sample.is_some() && run.score.is_none())
+            // Graphs know nothing of images, whose last row may be that which is sampled from.
+            && images::rows_of(plan).is_none();
         let size = graphs.size_for(plan.runs.len()).filter(|_| decodes);
         let (mut row, mut at, mut scored) = (0, Vec::new(), 0);
         let runs = plan.runs.iter().map(|run| {

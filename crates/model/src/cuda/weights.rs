@@ -1,4 +1,4 @@
-//! The decoder's weights in device memory.
+//! A model's weights in device memory.
 
 mod convert;
 mod layout;
@@ -14,7 +14,7 @@ use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::WeightType;
 use plimsoll_kernels::cuda::{
     Fp8Scaling, FusedKernels, GgufKernels, GpuKvElement, GpuLinear, GpuMatrix, GpuWeight, Int4Group,
-    Int4Kernels, MoeKernels, rope_turns,
+    Int4Kernels, MoeKernels, PairAxes, rope_turns,
 };
 
 use crate::blocks::{self, Matrix, Stack, Vector, Visitor};
@@ -22,17 +22,19 @@ use crate::model::Description;
 use crate::quantization::Fp8Scales;
 use crate::rope::RopeTable;
 use crate::weights::{Checked, DUMMY_SCALE, Scales};
-use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelError, Progress};
+use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError, Progress};
 use convert::{Job, widen_int4, widen_mxfp4};
 use layout::{Boundless, Element, KeptScales, Layout, LinearSpan, MatrixSpan, Part, Places, Span, Stored};
 use transfer::transfer;
 
-/// All weights of a decoder on a GPU, in one piece of memory. Matrices are row-major, `[outputs, inputs]`.
+/// All weights of a model on a GPU, in one piece of memory. Matrices are row-major, `[outputs, inputs]`.
 #[derive(Debug)]
 pub(super) struct GpuWeights {
     pub(super) spec: DecoderSpec,
     /// The embedding is `[vocab, hidden]`.
     pub(super) decoder: blocks::Decoder<GpuLinear, GpuLinear, GpuVector>,
+    /// Of a model that takes images.
+    pub(super) encoder: Option<GpuEncoderWeights>,
     /// Of each kind of rotary positions, its tables.
     pub(super) ropes: Vec<Vec<GpuRopeTable>>,
     /// Of the keys and of the values of each layer in a cache of 8 bits; otherwise 1.
@@ -55,6 +57,8 @@ pub(super) struct GpuRopeTable {
     pub(super) turns: GpuVector,
     /// Multiplies cosines and sines.
     pub(super) factor: f32,
+    /// Where positions have three numbers.
+    pub(super) axes: Option<PairAxes>,
 }
 
 impl GpuVector {
@@ -63,12 +67,15 @@ impl GpuVector {
     }
 }
 
+/// An encoder of images.
+pub(super) type GpuEncoderWeights = blocks::Encoder<GpuLinear, GpuVector>;
+
 /// One layer.
 pub(super) type GpuLayer = blocks::Layer<GpuLinear, GpuVector>;
 
 /// Bytes of a model's weights; `None` if no memory could hold them.
-pub(super) fn weights_bytes(spec: &DecoderSpec) -> Option<usize> {
-    Layout::new(spec).map(|layout| layout.bytes)
+pub(super) fn weights_bytes(config: &ModelConfig) -> Option<usize> {
+    Layout::new(&config.spec, config.encoder.as_ref()).map(|layout| layout.bytes)
 }
 
 impl GpuWeights {
@@ -87,7 +94,8 @@ impl GpuWeights {
         let (spec, format) = (description.about.spec(), options.format);
         let source = description.source(format)?;
         let mut tensors = Checked::new(&*source);
-        let layout = Layout::new(spec);
+        let images = description.about.config().encoder.as_ref();
+        let layout = Layout::new(spec, images);
         let bytes = layout.as_ref().map_or(u64::MAX, |layout| layout.bytes as u64);
         let Some(layout) = layout.filter(|_| bytes <= gpu.info().total_bytes) else {
             return Err(gpu.budget().oom(Component::Weights, bytes).into());
@@ -120,15 +128,21 @@ impl GpuWeights {
         let Ok(decoder) = blocks::Decoder::visit(spec, &mut views) else {
             return Err(gpu.budget().oom(Component::Weights, bytes).into());
         };
+        let visited = images.map(|images| blocks::Encoder::visit(images, &mut views));
+        let Ok(encoder) = visited.transpose() else {
+            return Err(gpu.budget().oom(Component::Weights, bytes).into());
+        };
         let mut ropes = Vec::new();
         for (rope, spans) in spec.ropes().into_iter().zip(&layout.turns) {
             let tables = rope.scaled_tables(factors.as_deref());
+            let axes = images.map(|_| rope.sections.map(|sections| sections.axes()).unwrap_or_default());
+            let axes = axes.map(|axes| PairAxes::new(&axes));
             let upload = |(table, &span): (&RopeTable, &Span)| {
                 let slab = Arc::clone(&slab);
                 let turns = GpuVector { slab, span };
                 gpu.upload(&rope_turns(&table.frequencies), turns.slice())?;
                 let factor = table.attention_factor;
-                Ok(GpuRopeTable { turns, factor })
+                Ok(GpuRopeTable { turns, factor, axes })
             };
             ropes.push(
                 tables
@@ -155,6 +169,7 @@ impl GpuWeights {
         Ok(Self {
             spec: spec.clone(),
             decoder,
+            encoder,
             ropes,
             kv_scales,
             parts: layout.parts,
@@ -165,6 +180,11 @@ impl GpuWeights {
     /// For layers without rotary positions.
     pub(super) fn no_turns(&self) -> GpuSlice<'_, f32> {
         self.slab.slice().range(0..0)
+    }
+
+    /// The same, of positions.
+    pub(super) fn no_axes(&self) -> Option<PairAxes> {
+        self.encoder.as_ref().map(|_| PairAxes::new(&[]))
     }
 
     /// A stored tensor as it lies in device memory.

@@ -3,7 +3,7 @@
 use std::f32::consts::FRAC_1_SQRT_2;
 use std::sync::Arc;
 
-use plimsoll_core::Oom;
+use plimsoll_core::{Oom, StepError};
 use plimsoll_kernels::{
     ExpertBuffers, ExpertWeights, KvElement, Linear, Router, add_normed, experts, glu, rms_norm, route,
 };
@@ -64,7 +64,7 @@ impl<E: KvElement> Step<'_, '_, E> {
         spec: &MoeSpec,
         eps: f32,
         beside: &Beside<Arc<Linear>, Vec<f32>>,
-    ) -> Result<(), Oom> {
+    ) -> Result<(), StepError> {
         let (rows, arena, moe) = (self.rows, self.arena, &beside.moe);
         let width = moe.router.inputs();
         let len = rows * width;
@@ -97,6 +97,9 @@ impl<E: KvElement> Step<'_, '_, E> {
         // Attention is done with it.
         let out = &mut self.qkv[..len];
         experts(normed, routes, weights, spec.activation, buffers, out, arena)?;
+        if let Some(exchange) = &mut self.exchange {
+            exchange.sum(out)?;
+        }
         let [of_mlp, of_experts] = &beside.post_norms;
         rms_norm(delta, of_mlp, eps, normed);
         add_normed(normed, out, of_experts, eps);

@@ -8,42 +8,33 @@ use plimsoll_device::{Budget, Slab};
 use crate::EncoderSpec;
 
 /// Rows of a page.
-const PAGE: usize = 16;
+pub(crate) const PAGE: usize = 16;
 
 /// Images of the most rows that there is room for: the one that a step reads, and as much again for others.
 const LARGEST_KEPT: usize = 2;
 
-/// Rows of images, in pages, in memory that is there from the beginning. Those used least recently go first.
+/// Where the rows of an image are: its pages. Valid until the next image is encoded.
+pub(crate) type EncodedImage = Arc<[usize]>;
+
+/// Which images have rows, and in which pages. Those used least recently go first.
 #[derive(Debug)]
-pub(crate) struct Embeddings {
-    slab: Slab,
-    /// Elements of one part of a row, and of all.
-    part: usize,
-    row: usize,
+pub(crate) struct KeptImages {
     free: Vec<usize>,
     /// The least recently used first.
     kept: Vec<([u8; 32], EncodedImage)>,
 }
 
-/// Where the rows of an image are: its pages. Valid until the next image is encoded.
-pub(crate) type EncodedImage = Arc<[usize]>;
-
-impl Embeddings {
-    pub(crate) fn new(spec: &EncoderSpec, budget: &Budget) -> Result<Self, Oom> {
-        let bytes = Self::bytes(spec).ok_or_else(|| budget.oom(Component::Encoder, u64::MAX))?;
-        Ok(Self {
-            slab: Slab::new(budget, Component::Encoder, bytes)?,
-            part: spec.out_size,
-            row: spec.row_size(),
+impl KeptImages {
+    pub(crate) fn new(spec: &EncoderSpec) -> Self {
+        Self {
             free: (0..pages(spec)).rev().collect(),
             kept: Vec::new(),
-        })
+        }
     }
 
-    /// What they take; `None` if no memory could hold it.
-    pub(crate) fn bytes(spec: &EncoderSpec) -> Option<usize> {
-        let elements = pages(spec).checked_mul(PAGE)?.checked_mul(spec.row_size())?;
-        elements.checked_mul(size_of::<f32>())
+    /// Rows that there is room for; `None` if no memory could hold them.
+    pub(crate) fn rows(spec: &EncoderSpec) -> Option<usize> {
+        pages(spec).checked_mul(PAGE)
     }
 
     /// An image that is kept, which is then the one used last.
@@ -76,6 +67,41 @@ impl Embeddings {
         pages
     }
 
+    /// Forgets all.
+    pub(crate) fn clear(&mut self) {
+        for (_, pages) in self.kept.drain(..) {
+            self.free.extend(pages.iter());
+        }
+    }
+}
+
+/// The rows of images that are kept, in memory that is there from the beginning.
+#[derive(Debug)]
+pub(crate) struct Embeddings {
+    slab: Slab,
+    /// Elements of one part of a row, and of all.
+    part: usize,
+    row: usize,
+    pub(crate) images: KeptImages,
+}
+
+impl Embeddings {
+    pub(crate) fn new(spec: &EncoderSpec, budget: &Budget) -> Result<Self, Oom> {
+        let bytes = Self::bytes(spec).ok_or_else(|| budget.oom(Component::Encoder, u64::MAX))?;
+        Ok(Self {
+            slab: Slab::new(budget, Component::Encoder, bytes)?,
+            part: spec.out_size,
+            row: spec.row_size(),
+            images: KeptImages::new(spec),
+        })
+    }
+
+    /// What they take; `None` if no memory could hold it.
+    pub(crate) fn bytes(spec: &EncoderSpec) -> Option<usize> {
+        let elements = KeptImages::rows(spec)?.checked_mul(spec.row_size())?;
+        elements.checked_mul(size_of::<f32>())
+    }
+
     /// Writes one part of all rows.
     pub(crate) fn write(&mut self, pages: &EncodedImage, part: usize, rows: &[f32]) {
         let (row, len) = (self.row, self.part);
@@ -91,16 +117,10 @@ impl Embeddings {
         let at = place(pages, index) * self.row + part * self.part;
         &self.slab.as_slice::<f32>()[at..at + self.part]
     }
-
-    /// Forgets all.
-    pub(crate) fn clear(&mut self) {
-        for (_, pages) in self.kept.drain(..) {
-            self.free.extend(pages.iter());
-        }
-    }
 }
 
-fn place(pages: &EncodedImage, row: usize) -> usize {
+/// Where a row of an image is, among all that there is room for.
+pub(crate) fn place(pages: &EncodedImage, row: usize) -> usize {
     pages[row / PAGE] * PAGE + row % PAGE
 }
 

@@ -175,6 +175,7 @@ fn sinks_and_soft_caps_are_those_of_the_definition() {
         encoder: None,
         slowest_encode: Default::default(),
         kv_element: KvElementType::F32,
+        exchange: None,
         _charges: loader.finish().unwrap(),
     });
     let state = StateConfig {

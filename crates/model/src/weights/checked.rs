@@ -7,10 +7,12 @@ use plimsoll_core::untrusted::quotable;
 
 use plimsoll_kernels::WeightType;
 
+use super::share::in_units;
 use super::{Beside, RowOrder, Scales, Source, StoredMatrix, Tensor};
 use crate::blocks::{InExperts, Matrix, Vector};
 use crate::names::TOWER;
-use crate::quantization::{Fp8Scales, MXFP4_BLOCK, MatrixFormat};
+use crate::quantization::{FP8_BLOCK, Fp8Scales, MXFP4_BLOCK, MatrixFormat};
+use crate::shard::{Axis, Share};
 use crate::{ModelError, Shape};
 
 #[cfg(test)]
@@ -53,12 +55,16 @@ impl<'a> Checked<'a> {
             MatrixFormat::Int4(format) => return self.int4(matrix, format),
             MatrixFormat::Plain | MatrixFormat::Gguf(_) | MatrixFormat::Fp8 { .. } | MatrixFormat::ToFp8 => {}
         }
+        let mut share = matrix.share.as_ref();
         let mut tensor = match &matrix.expert {
             Some(expert) if matrix.format == MatrixFormat::Plain && !self.source.has(&matrix.name()) => {
-                self.of_experts(&matrix.name(), expert, &matrix.shape())?
+                let (stored, is_found) = (matrix.stored_shape(), Axis::Outputs);
+                // Its rows are found among those of all.
+                share = share.filter(|share| share.axis != is_found);
+                self.of_experts(&matrix.name(), expert, &[matrix.outputs, stored[1]])?
             }
             _ => match matrix.kernel {
-                None => self.take(&[matrix.name()], &[&matrix.shape()])?,
+                None => self.take(&[matrix.name()], &[&matrix.stored_shape()])?,
                 Some(kernel) => {
                     let stored = [&[matrix.outputs], &kernel[..]].concat();
                     let tensor = self.take(&[matrix.name()], &[&stored])?;
@@ -67,6 +73,9 @@ impl<'a> Checked<'a> {
                 }
             },
         };
+        if let Some(share) = share {
+            tensor = tensor.of_rank(share)?;
+        }
         if matrix.order != RowOrder::Plain {
             tensor.order = matrix.order;
         }
@@ -86,10 +95,15 @@ impl<'a> Checked<'a> {
         let of_module = |names: [&str; 2]| names.map(|name| format!("{}.{name}", matrix.module));
         // The second is transformers' name, of the same: it is what the elements are multiplied by.
         let names = of_module(["weight_scale", "weight_scale_inv"]);
-        let shape = scales.shape(matrix.outputs, matrix.inputs);
+        let [outputs, inputs] = matrix.stored_shape();
+        let shape = scales.shape(outputs, inputs);
         let values = match scales {
             Fp8Scales::Tensor => self.scales(&names, &SCALAR)?,
             Fp8Scales::Channel | Fp8Scales::Block => self.scales(&names, &[&shape])?,
+        };
+        let values = match share {
+            None => values,
+            Some(share) => scales_of_rank(values, scales, shape[1], share, &matrix.module)?,
         };
         if input_scale {
             self.scales(&of_module(["input_scale", "activation_scale"]), &SCALAR)?;
@@ -102,7 +116,8 @@ impl<'a> Checked<'a> {
 
     /// An expert's matrix in MXFP4: elements `[outputs, inputs / 32, 16]`, two in a byte, and exponents `[outputs, inputs / 32]`.
     fn mxfp4(&mut self, matrix: &Matrix) -> Result<StoredMatrix<'a>, ModelError> {
-        let blocks = [matrix.inputs / MXFP4_BLOCK, MXFP4_BLOCK / 2];
+        let [_, inputs] = matrix.stored_shape();
+        let blocks = [inputs / MXFP4_BLOCK, MXFP4_BLOCK / 2];
         Ok(StoredMatrix {
             tensor: self.mxfp4_part(matrix, "blocks", &blocks)?,
             beside: Beside::Exponents(self.mxfp4_part(matrix, "scales", &blocks[..1])?),
@@ -112,14 +127,21 @@ impl<'a> Checked<'a> {
     /// Bytes of an expert's matrix, so many for each row.
     fn mxfp4_part(&mut self, matrix: &Matrix, part: &str, row: &[usize]) -> Result<Tensor<'a>, ModelError> {
         let own = format!("{}_{part}", matrix.module);
-        let shape = [&[matrix.outputs][..], row].concat();
+        let [outputs, _] = matrix.stored_shape();
+        let mut share = matrix.share.as_ref();
         let tensor = match &matrix.expert {
             Some(expert) if !self.source.has(&own) => {
+                share = share.filter(|share| share.axis != Axis::Outputs);
+                let shape = [&[matrix.outputs][..], row].concat();
                 let stored = [&[expert.count, expert.rows.all][..], row].concat();
                 let tensor = self.take(&[format!("{}_{part}", expert.stacked)], &[&stored])?;
                 tensor.of_expert(expert, Shape(shape), RowOrder::Among(expert.rows))
             }
-            _ => self.take(&[own], &[&shape])?,
+            _ => self.take(&[own], &[&[&[outputs][..], row].concat()])?,
+        };
+        let tensor = match share {
+            None => tensor,
+            Some(share) => blocks_of_rank(tensor, share)?,
         };
         match tensor.dtype {
             WeightType::U8 => Ok(tensor),
@@ -254,14 +276,18 @@ impl<'a> Checked<'a> {
     /// A vector, in floats.
     pub(crate) fn vector(&mut self, vector: &Vector) -> Result<Tensor<'a>, ModelError> {
         let unit_offset = vector.unit_offset && !self.source.has_whole_norms();
-        let flat = [vector.len];
-        let shape = vector.shape.as_deref().unwrap_or(&flat);
         let tensor = match &vector.expert {
             Some(expert) if !self.source.has(&vector.name) => {
-                let bias = self.of_experts(&vector.name, expert, shape)?;
+                let bias = self.of_experts(&vector.name, expert, &[vector.len])?;
                 bias.in_order()
             }
-            _ => self.take(std::slice::from_ref(&vector.name), &[shape])?,
+            _ => {
+                let tensor = self.take(std::slice::from_ref(&vector.name), &[&vector.stored_shape()])?;
+                match &vector.share {
+                    None => tensor,
+                    Some(share) => tensor.of_rank(share)?,
+                }
+            }
         };
         let tensor = Tensor {
             unit_offset,
@@ -369,6 +395,49 @@ impl Tensor<'_> {
             ..self
         }
     }
+}
+
+/// Of the scales of a matrix, `columns` in a row, those of a rank's part.
+fn scales_of_rank(
+    values: Vec<f32>,
+    scales: Fp8Scales,
+    columns: usize,
+    share: &Share,
+    module: &str,
+) -> Result<Vec<f32>, ModelError> {
+    let unit = match (scales, share.axis) {
+        (Fp8Scales::Tensor, _) | (Fp8Scales::Channel, Axis::Inputs) => return Ok(values),
+        (Fp8Scales::Channel, Axis::Outputs) => 1,
+        (Fp8Scales::Block, _) => FP8_BLOCK,
+    };
+    let own = in_units(share, unit, module)?;
+    Ok(match share.axis {
+        Axis::Outputs => own
+            .into_iter()
+            .flat_map(|rows| &values[rows.start * columns..rows.end * columns])
+            .copied()
+            .collect(),
+        Axis::Inputs => values
+            .chunks_exact(columns)
+            .flat_map(|row| own.iter().flat_map(|own| &row[own.clone()]))
+            .copied()
+            .collect(),
+    })
+}
+
+/// A rank's part of the elements or exponents of a matrix in MXFP4, so many bytes for each block of a row.
+fn blocks_of_rank<'a>(tensor: Tensor<'a>, share: &Share) -> Result<Tensor<'a>, ModelError> {
+    let RowOrder::Among(among) = tensor.order else {
+        return match share.axis {
+            Axis::Outputs => tensor.cut(0, share, 1),
+            Axis::Inputs => tensor.cut_units(1, share, MXFP4_BLOCK),
+        };
+    };
+    let mut tensor = tensor;
+    let rows = std::mem::replace(&mut tensor.shape.0[0], among.all);
+    let mut cut = tensor.cut_units(1, share, MXFP4_BLOCK)?;
+    cut.shape.0[0] = rows;
+    Ok(cut)
 }
 
 /// The module of a tensor.

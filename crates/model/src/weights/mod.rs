@@ -10,6 +10,7 @@ mod loader;
 mod mxfp4;
 mod rows;
 mod safetensors;
+mod share;
 
 use std::borrow::Cow;
 

@@ -7,6 +7,7 @@ pub mod embeddings;
 pub mod experts;
 pub mod fp8;
 pub mod groups;
+pub mod images;
 pub mod int4;
 pub mod malformed;
 pub mod requests;

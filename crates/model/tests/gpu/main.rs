@@ -6,6 +6,7 @@ mod embeddings;
 mod experts;
 mod gguf;
 mod golden;
+mod images;
 mod kv;
 mod memory;
 mod reference;

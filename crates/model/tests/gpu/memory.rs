@@ -3,17 +3,18 @@
 use plimsoll_core::{BuildError, Component, Oom, Scratch, StateConfig};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_model::cuda::{GpuModel, GpuOptions};
-use plimsoll_model::{LoadOptions, ModelError};
+use plimsoll_model::{KvCacheDtype, LoadOptions, ModelError};
 
+use crate::common::images::{IMAGE_LIMITS, options};
 use crate::common::requests::{Disturbance, Request, serve};
 use crate::common::{golden_path, state_config};
 use crate::reference::VOCAB;
 use crate::setup::{HYBRID_MODELS, LIMITS, MODELS, Setup, gpu, load};
 
 /// Whether memory sufficed.
-fn start(gpu: &Gpu, name: &str) -> Result<(), Oom> {
+fn start(gpu: &Gpu, name: &str, options: &LoadOptions) -> Result<(), Oom> {
     let path = golden_path(name);
-    let model = match GpuModel::load(&path, LoadOptions::default(), gpu, &mut |_| ()) {
+    let model = match GpuModel::load(&path, options.clone(), gpu, &mut |_| ()) {
         Err(ModelError::Oom(oom)) => return Err(oom),
         loaded => loaded.unwrap(),
     };
@@ -32,22 +33,28 @@ fn start(gpu: &Gpu, name: &str) -> Result<(), Oom> {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn any_allocation_of_a_start_may_fail() {
     let gpu = gpu();
-    for name in ["llama3-tied-bf16", HYBRID_MODELS[0]] {
+    let text = LoadOptions::default();
+    let images = options(KvCacheDtype::Auto, IMAGE_LIMITS);
+    for (name, options) in [
+        ("llama3-tied-bf16", &text),
+        (HYBRID_MODELS[0], &text),
+        ("qwen3-vl", &images),
+    ] {
         let meters = || gpu.budget().meters();
         // The kernels' modules stay loaded, so that every load of a model takes some more of the runtime.
         let held = || meters().reserved - meters().by_component.get(Component::Runtime);
-        start(&gpu, name).unwrap();
+        start(&gpu, name, options).unwrap();
         let (before, allocations) = (held(), meters().allocations);
-        start(&gpu, name).unwrap();
+        start(&gpu, name, options).unwrap();
         let allocations = meters().allocations - allocations;
         assert_eq!(held(), before, "{name}");
         assert!(allocations > 10, "{name}: {allocations} allocations");
         for n in 1..=allocations {
             gpu.budget().fail_allocation(n);
-            assert!(start(&gpu, name).is_err(), "{name}, allocation {n}");
+            assert!(start(&gpu, name, options).is_err(), "{name}, allocation {n}");
             assert_eq!(held(), before, "{name}, allocation {n}");
         }
-        start(&gpu, name).unwrap();
+        start(&gpu, name, options).unwrap();
     }
 }
 

@@ -11,7 +11,7 @@ use plimsoll_model::{LoadFormat, LoadOptions};
 use crate::common::{Oracle, golden_path, state_config};
 
 /// The tiny models whose heads have a size that the kernels know.
-pub(crate) const MODELS: [&str; 31] = [
+pub(crate) const MODELS: [&str; 32] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
@@ -41,6 +41,7 @@ pub(crate) const MODELS: [&str; 31] = [
     "qwen3-fp8-block",
     "qwen3-gptq-order",
     "qwen3-sharded",
+    "qwen3-vl",
     "qwen3_5-vision",
     "smollm3",
 ];

@@ -111,6 +111,9 @@ pub(crate) struct MemoryReport {
     /// The report of the auto-profile, as `--profile-report` writes it.
     pub(crate) profile: Value,
     pub(crate) now: MemoryNow,
+    /// The memory of each rank, where several serve the model together; `now` is that of the first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) ranks: Vec<RankNow>,
     pub(crate) kv: KvNow,
     /// Device allocations since the server became ready; expected to be 0.
     pub(crate) device_allocs_after_ready: u64,
@@ -143,6 +146,23 @@ pub(crate) struct MemoryNow {
     /// Memory of other processes.
     pub(crate) peers: u64,
     /// Memory held by this server, by component.
+    #[schema(value_type = std::collections::BTreeMap<String, u64>)]
+    pub(crate) components: Map<String, Value>,
+}
+
+/// The memory of one rank, in bytes.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct RankNow {
+    pub(crate) rank: usize,
+    /// Capacity of its device, or of its part of one.
+    pub(crate) total: u64,
+    pub(crate) free: u64,
+    /// Memory held by this rank.
+    pub(crate) reserved: u64,
+    pub(crate) reserved_high: u64,
+    /// Memory of other processes.
+    pub(crate) peers: u64,
+    /// Memory held by this rank, by component.
     #[schema(value_type = std::collections::BTreeMap<String, u64>)]
     pub(crate) components: Map<String, Value>,
 }

@@ -1,7 +1,8 @@
 //! What the element-wise kernels take.
 
-use plimsoll_device::cuda::GpuSlice;
+use plimsoll_device::cuda::{Arg, GpuSlice};
 
+use super::int;
 use crate::cuda::GpuKv;
 use crate::{CachedValues, QueryScale};
 
@@ -42,8 +43,10 @@ pub struct GpuQkNorm<'a> {
 /// Rotary embedding of a step's rows.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuRope<'a> {
-    /// Position of each row.
+    /// Position of each row: one number, or three with `axes`, `[rows, 3]`.
     pub positions: GpuSlice<'a, i32>,
+    /// With which number of a position each pair turns, where there are three.
+    pub axes: Option<PairAxes>,
     /// `[pairs, 2]`: [`rope_turns`] of the frequencies. Elements beyond `2 × pairs` of a head are not rotated; a layer
     /// without rotary embedding has no pairs.
     pub turns: GpuSlice<'a, f32>,
@@ -51,6 +54,64 @@ pub struct GpuRope<'a> {
     pub factor: f32,
     /// What q is multiplied by.
     pub query_scale: Option<QueryScale>,
+}
+
+impl GpuRope<'_> {
+    /// Rows that have a position.
+    ///
+    /// # Panics
+    /// If one has some of its numbers.
+    pub(super) fn rows(&self) -> usize {
+        let numbers = self.axes.map_or(1, |_| PairAxes::NUMBERS);
+        assert!(
+            self.positions.len().is_multiple_of(numbers),
+            "positions of {numbers} numbers"
+        );
+        self.positions.len() / numbers
+    }
+}
+
+/// With which of three numbers of a position each pair turns (mRoPE, [Qwen2-VL](https://arxiv.org/abs/2409.12191)): a bit for each
+/// that turns with the second, and with the third.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PairAxes {
+    second: u128,
+    third: u128,
+}
+
+impl PairAxes {
+    /// Numbers of a position.
+    pub const NUMBERS: usize = 3;
+
+    /// Of the number of each pair.
+    ///
+    /// # Panics
+    /// If a number is not below 3, or there are more than 128 pairs, as no head has.
+    pub fn new(axes: &[usize]) -> Self {
+        assert!(axes.len() <= 128 && axes.iter().all(|&axis| axis < Self::NUMBERS));
+        let turning_with = |number: usize| {
+            let pairs = axes.iter().enumerate();
+            pairs.fold(0, |bits, (pair, &axis)| bits | u128::from(axis == number) << pair)
+        };
+        Self {
+            second: turning_with(1),
+            third: turning_with(2),
+        }
+    }
+
+    /// `Axes` of `kernels/rope.cu`: numbers of a position, and the bits in words.
+    pub(super) fn args(axes: Option<Self>) -> [Arg; 5] {
+        let Self { second, third } = axes.unwrap_or(Self { second: 0, third: 0 });
+        let numbers = if axes.is_some() { Self::NUMBERS } else { 1 };
+        let low = |bits: u128| Arg::from(bits as u64);
+        [
+            int(numbers),
+            low(second),
+            low(second >> 64),
+            low(third),
+            low(third >> 64),
+        ]
+    }
 }
 
 /// Where a layer's keys and values go.

@@ -3,7 +3,9 @@
 use half::bf16;
 use plimsoll_device::cuda::{GpuError, GpuSlice, Launch};
 
-use super::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, MAX_THREADS, VEC, WARP, int, row_len};
+use super::{
+    FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, MAX_THREADS, PairAxes, VEC, WARP, int, row_len,
+};
 use crate::CachedValues;
 
 /// What a row of the projection has, in heads, and where keys and values go: their addresses.
@@ -47,9 +49,9 @@ impl FusedKernels {
         rope: GpuRope<'_>,
         kv: GpuKvWrite<'_>,
     ) -> Result<(), GpuError> {
-        let (rows, dim) = (rope.positions.len(), kv.head_dim);
+        let (rows, dim) = (kv.slots.len(), kv.head_dim);
         let width = row_len(qkv, rows);
-        assert_eq!(kv.slots.len(), rows, "one slot per row");
+        assert_eq!(rope.rows(), rows, "one position per row");
         assert!(kv.block_size > 0 && kv.kv_heads > 0 && dim > 0);
         let (value_heads, eps) = match kv.values {
             CachedValues::Projected => (kv.kv_heads, None),
@@ -112,7 +114,7 @@ impl FusedKernels {
         norm: Option<GpuNorm<'_>>,
         rope: GpuRope<'_>,
     ) -> Result<(), GpuError> {
-        let width = row_len(q, rope.positions.len());
+        let width = row_len(q, rope.rows());
         assert!(
             head_dim > 0 && width.is_multiple_of(head_dim),
             "q is not [tokens, heads, head_dim]"
@@ -149,7 +151,7 @@ impl FusedKernels {
         rope: GpuRope<'_>,
         row: &Row,
     ) -> Result<(), GpuError> {
-        let (rows, dim, pairs) = (rope.positions.len(), row.head_dim, rope.turns.len() / 2);
+        let (rows, dim, pairs) = (rope.rows(), row.head_dim, rope.turns.len() / 2);
         assert!(
             dim.is_multiple_of(2 * VEC)
                 && dim <= 2 * VEC * WARP
@@ -196,6 +198,7 @@ impl FusedKernels {
             k_inverse.into(),
             v_inverse.into(),
         ];
+        let args = [&args[..], &PairAxes::args(rope.axes)].concat();
         let launch =
             Launch::new([rows as u32, 1, 1], threads as u32).shared((pairs + 1) * size_of::<[f32; 2]>());
         let kernel = &kernels[row.element][usize::from(rope.query_scale.is_some())];

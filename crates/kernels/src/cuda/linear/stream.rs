@@ -1,5 +1,7 @@
 //! Our own kernels for few rows (`kernels/linear.cu`), which are bound by reading the weights.
 
+use std::fmt;
+
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, Launch};
 
@@ -23,6 +25,14 @@ pub(super) fn most_rows(values: GpuValues) -> usize {
     }
 }
 
+/// Most blocks on a multiprocessor that are worth a measurement.
+pub(super) fn most_blocks(values: GpuValues) -> usize {
+    match values {
+        GpuValues::Bf16 => 1,
+        GpuValues::Fp8(_) | GpuValues::Int4(_) | GpuValues::Gguf(_) => 2,
+    }
+}
+
 /// Constants of `kernels/linear.cu`.
 const WARPS: usize = 8;
 const TILE: usize = 16;
@@ -33,6 +43,9 @@ const INPUT_BYTES: usize = 32 << 10;
 const BUFFERS: usize = 4;
 const PAD: usize = 4;
 const MOST_PARTS: usize = 8;
+
+/// Of a multiprocessor's shared memory, what the system takes for each thread block.
+const SYSTEM_SHARED_BYTES: usize = 1 << 10;
 
 /// What becomes of the sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -82,13 +95,27 @@ pub(super) struct NormOperands {
     pub(super) eps: f32,
 }
 
-/// How a product is cut into thread blocks.
+/// How our own kernels cut a product into thread blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Cut {
+pub struct LinearCut {
     /// Warps of a block side by side along the features, each with 16; the rest of its 8 warps share k. A power of two.
-    pub(super) row_warps: usize,
+    pub row_warps: usize,
     /// Blocks that share k. A power of two; more than 1 needs compute capability 9.0.
-    pub(super) cluster: usize,
+    pub cluster: usize,
+    /// Blocks on a multiprocessor: 1 or 2. Reading bf16 weights needs one, and the next kernel's starts to read beside it. Weights of
+    /// fewer bits are unpacked meanwhile, which two hide better.
+    pub blocks_per_sm: usize,
+}
+
+impl fmt::Display for LinearCut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            row_warps,
+            cluster,
+            blocks_per_sm,
+        } = self;
+        write!(f, "{row_warps}x{cluster}x{blocks_per_sm}")
+    }
 }
 
 /// The kernels for one type of weights: for up to 8, 16 and perhaps 32 rows, by the activation where outputs are gated, which as an
@@ -159,7 +186,7 @@ impl StreamKernels {
     }
 
     /// The cuts that can compute a product, the likeliest first.
-    pub(super) fn cuts(&self, shape: &Shape, output: LinearOutput) -> Vec<Cut> {
+    pub(super) fn cuts(&self, shape: &Shape, output: LinearOutput) -> Vec<LinearCut> {
         if shape.m > most_rows(shape.values) || chunks(shape).is_none() {
             return Vec::new();
         }
@@ -175,15 +202,19 @@ impl StreamKernels {
             (8, 2),
             (8, 1),
         ];
-        let mut cuts: Vec<_> = all
-            .map(|(row_warps, cluster)| Cut { row_warps, cluster })
-            .into_iter()
-            .filter(|cut| self.can(shape, output, *cut))
-            .collect();
+        let most_blocks = most_blocks(shape.values);
+        let cuts = all.into_iter().flat_map(|(row_warps, cluster)| {
+            (1..=most_blocks).map(move |blocks_per_sm| LinearCut {
+                row_warps,
+                cluster,
+                blocks_per_sm,
+            })
+        });
+        let mut cuts: Vec<_> = cuts.filter(|cut| self.can(shape, output, *cut)).collect();
         // A block's part of x should fit, and no multiprocessor should be without a block: one that is gets two of the next
         // kernel's.
         let sms = self.gpu.info().sm_count;
-        let fills = |cut: &Cut| 16 * cut.cluster * self.clusters_of(shape.n, output, *cut) >= 15 * sms;
+        let fills = |cut: &LinearCut| 16 * cut.cluster * self.clusters_of(shape.n, output, *cut) >= 15 * sms;
         if cuts.iter().any(fills) {
             cuts.retain(fills);
         }
@@ -192,13 +223,13 @@ impl StreamKernels {
     }
 
     /// The cut to use where nothing was measured, if these kernels should be.
-    pub(super) fn default_cut(&self, shape: &Shape, output: LinearOutput) -> Option<Cut> {
+    pub(super) fn default_cut(&self, shape: &Shape, output: LinearOutput) -> Option<LinearCut> {
         let first = self.cuts(shape, output).first().copied();
         first.filter(|cut| fits(shape, *cut))
     }
 
     /// Whether a cut can compute a product.
-    pub(super) fn can(&self, shape: &Shape, output: LinearOutput, cut: Cut) -> bool {
+    pub(super) fn can(&self, shape: &Shape, output: LinearOutput, cut: LinearCut) -> bool {
         let parts = WARPS / cut.row_warps;
         // The tile of a warp has one factor.
         let whole_blocks = shape.scaling() != Some(Fp8Scaling::Blocks)
@@ -211,26 +242,26 @@ impl StreamKernels {
             && self.clusters(cut) > 0
             && parts * cut.cluster <= MOST_PARTS
             && BUFFERS * shape.m * parts * chunk_bytes(shape) <= INPUT_BYTES
-            && shared_bytes(shape, cut) <= self.gpu.info().max_shared_bytes
+            && cut.blocks_per_sm * (shared_bytes(shape, cut) + SYSTEM_SHARED_BYTES)
+                <= self.gpu.info().max_shared_bytes + SYSTEM_SHARED_BYTES
     }
 
     /// Whether a cut that can compute a product can compute a norm ahead of it.
-    pub(super) fn can_norm(shape: &Shape, cut: Cut) -> bool {
+    pub(super) fn can_norm(shape: &Shape, cut: LinearCut) -> bool {
         shape.m <= MAX_NORM_ROWS
             && shape.m * shape.k <= MAX_NORM_ELEMENTS
             && shape.k.is_multiple_of(chunk_inputs(shape))
             && fits(shape, cut)
     }
 
-    fn clusters(&self, cut: Cut) -> usize {
+    fn clusters(&self, cut: LinearCut) -> usize {
         self.clusters[cut.cluster.trailing_zeros() as usize]
     }
 
-    /// Clusters that compute `n` outputs. Not more at once than have a multiprocessor for each block: two on one would take
-    /// twice as long.
-    fn clusters_of(&self, n: usize, output: LinearOutput, cut: Cut) -> usize {
+    /// Clusters that compute `n` outputs: not more than run at once, with as many blocks on each multiprocessor as the cut says.
+    fn clusters_of(&self, n: usize, output: LinearOutput, cut: LinearCut) -> usize {
         let features = cut.row_warps * TILE / output.stacked();
-        self.clusters(cut).min(n.div_ceil(features))
+        (self.clusters(cut) * cut.blocks_per_sm).min(n.div_ceil(features))
     }
 
     /// Launches a kernel that does nothing.
@@ -249,7 +280,7 @@ impl StreamKernels {
         &self,
         shape: &Shape,
         output: LinearOutput,
-        cut: Cut,
+        cut: LinearCut,
         operands: &Operands,
         norm: &NormOperands,
     ) -> Result<(), GpuError> {
@@ -295,7 +326,7 @@ impl StreamKernels {
 }
 
 /// Whether a block's part of x stays in shared memory.
-fn fits(shape: &Shape, cut: Cut) -> bool {
+fn fits(shape: &Shape, cut: LinearCut) -> bool {
     let chunks = chunks(shape).unwrap_or(0).div_ceil(cut.cluster);
     shape.m * chunks * chunk_bytes(shape) <= INPUT_BYTES
 }
@@ -327,12 +358,13 @@ fn tiles(m: usize) -> usize {
     m.div_ceil(8).next_power_of_two()
 }
 
-fn shared_bytes(shape: &Shape, cut: Cut) -> usize {
-    let pieces = match shape.values {
-        GpuValues::Gguf(format) => format.pieces(),
-        _ => CHUNK_BYTES / PIECE,
+fn shared_bytes(shape: &Shape, cut: LinearCut) -> usize {
+    let row = match shape.values {
+        GpuValues::Gguf(format) => format.pieces() * PIECE,
+        GpuValues::Int4(group) => CHUNK_BYTES + group.stride(chunk_inputs(shape)) * size_of::<u32>(),
+        GpuValues::Bf16 | GpuValues::Fp8(_) => CHUNK_BYTES,
     };
-    let ring = WARPS * (RING_PIECES / pieces) * TILE * pieces * PIECE;
+    let ring = WARPS * (RING_PIECES * PIECE / row) * TILE * row;
     let parts = WARPS / cut.row_warps;
     ring + INPUT_BYTES + 2 * parts * tiles(shape.m) * 8 * (cut.row_warps * TILE + PAD) * 4
 }

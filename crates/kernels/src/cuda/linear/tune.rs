@@ -20,7 +20,7 @@ const MANY_ROWS: usize = 512;
 const MOST_STREAMED_ROWS: usize = 64;
 /// Of a measurement; the least counts.
 const REPEATS: usize = 3;
-/// Candidates.
+/// Candidates; of cuts, for each number of blocks on a multiprocessor.
 const MOST_CUTS: usize = 6;
 const MOST_ALGORITHMS: usize = 3;
 
@@ -260,7 +260,9 @@ impl Clock<'_> {
             false => shape.m,
         };
         let cuts = linears.stream.cuts(&Shape { m: part, ..*shape }, key.output);
-        let cuts = cuts.into_iter().take(MOST_CUTS);
+        let cuts = cuts
+            .into_iter()
+            .take(MOST_CUTS * stream::most_blocks(shape.values));
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
         // With a row or two, what quantises the inputs of a library's e4m3 products costs more than they win, and ours can have the
         // norm in them.

@@ -93,7 +93,7 @@ enum Source {
     Few,
     /// `kernels/moe.cu`: by blocks of 128 rows of weights.
     Portable,
-    /// `kernels/moe_hopper.cu`, for bf16: by one block for each multiprocessor, 256 rows of weights at a time.
+    /// `kernels/moe_hopper.cu`: by one block for each multiprocessor, 256 rows of weights at a time.
     Hopper,
 }
 
@@ -134,8 +134,8 @@ impl Products {
         let product = |format: Format, tile: usize| {
             let (kernels, source) = match &hopper {
                 _ if tile == EXPERT_TILES[0] => (&few, Source::Few),
-                Some(hopper) if format == Format::Bf16 => (hopper, Source::Hopper),
-                _ => (&portable, Source::Portable),
+                Some(hopper) => (hopper, Source::Hopper),
+                None => (&portable, Source::Portable),
             };
             let function = kernels.function(&source.kernel(format, tile));
             let function = function?;
@@ -186,10 +186,17 @@ impl Product {
                 let sums = tile * (features + 4) * size_of::<f32>();
                 Launch::new(grid(features), 128).shared((stages * stage + exponents).max(sums))
             }
-            // Stages, barriers, and alignment.
+            // Stages of one chunk or two, with exponents, barriers, and alignment.
             Source::Hopper => {
-                let (features, stages) = (256, if tile == 64 { 5 } else { 4 });
-                let stage = (features + tile) * 2 * CHUNK;
+                let features = 256;
+                let (chunks, [some, many], exponents) = match format {
+                    Format::Bf16 => (1, [5, 4], 0),
+                    Format::Fp8 | Format::Fp8Blocks => (2, [4, 3], 0),
+                    Format::Mxfp4 => (2, [6, 4], 2 * CHUNK / EXPONENT_INPUTS),
+                };
+                let stages = if tile == 64 { some } else { many };
+                let stage =
+                    chunks * (features * format.chunk_bytes() + tile * 2 * CHUNK) + features * exponents;
                 let blocks = (rows.div_ceil(features) * most_tiles).min(self.multiprocessors);
                 Launch::new([blocks as u32, 1, 1], 384).shared(stages * stage + 2 * 1024)
             }

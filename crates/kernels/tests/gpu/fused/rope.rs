@@ -1,6 +1,6 @@
 //! Norm of q and k, rotation, write to the cache.
 
-use plimsoll_kernels::cuda::GpuKvElement;
+use plimsoll_kernels::cuda::{GpuKvElement, PairAxes};
 use plimsoll_kernels::{CachedValues, QueryScale};
 
 use super::*;
@@ -14,6 +14,8 @@ struct Case {
     block_size: usize,
     qkv: Vec<bf16>,
     positions: Vec<i32>,
+    /// Where positions have three numbers: with which of them each pair turns, and them, of which the first is the position.
+    axes: Option<(Vec<usize>, Vec<[u32; 3]>)>,
     /// A slot per row, or -1.
     slots: Vec<i32>,
     blocks: usize,
@@ -51,6 +53,16 @@ impl Case {
             block_size,
             qkv: Vec::new(),
             positions: (0..tokens).map(|i| (start + i) as i32).collect(),
+            axes: (pairs <= 128 && rng.random_bool(0.4)).then(|| {
+                let position = |i: usize, rng: &mut StdRng| {
+                    let mut near = || (start + i) as u32 + rng.random_range(0..100);
+                    [(start + i) as u32, near(), near()]
+                };
+                (
+                    (0..pairs).map(|_| rng.random_range(0..3)).collect(),
+                    (0..tokens).map(|i| position(i, rng)).collect(),
+                )
+            }),
             slots: (0..tokens)
                 .map(|i| if rng.random_bool(0.2) { -1 } else { slot(i) as i32 })
                 .collect(),
@@ -154,7 +166,11 @@ impl Case {
                         .for_each(|(x, &w)| *x *= scale * f64::from(w));
                 }
                 for (pair, &frequency) in self.frequencies.iter().enumerate() {
-                    let (sin, cos) = (f64::from(self.positions[row]) * f64::from(frequency)).sin_cos();
+                    let position = match &self.axes {
+                        None => f64::from(self.positions[row]),
+                        Some((axes, positions)) => f64::from(positions[row][axes[pair]]),
+                    };
+                    let (sin, cos) = (position * f64::from(frequency)).sin_cos();
                     let (sin, cos) = (sin * f64::from(self.factor), cos * f64::from(self.factor));
                     let (a, b) = (head[pair], head[pair + self.pairs]);
                     head[pair] = a * cos - b * sin;
@@ -197,7 +213,7 @@ impl Case {
     fn check(&self, name: &str, out: &Out) {
         let (q, kv) = self.reference();
         let shape = format!(
-            "{name}: {} + {} + {} heads of {}, {} pairs, {:?}, {} rows from position {}, norm {}, factor {}, {:?}",
+            "{name}: {} + {} + {} heads of {}, {} pairs, {:?}, {} rows from position {}, norm {}, factor {}, {:?}, axes {}",
             self.heads,
             self.kv_heads,
             self.value_heads(),
@@ -209,6 +225,7 @@ impl Case {
             self.norm.is_some(),
             self.factor,
             self.query_scale,
+            self.axes.is_some(),
         );
         assert_close(&format!("{shape}: q"), &out.q, &q, BF16);
         assert_close(&format!("{shape}: kv"), &out.kv, &kv, BF16);
@@ -253,7 +270,12 @@ fn write_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case, cache: Cache) ->
     let mut padded = projections.clone();
     padded.extend([bf16::from_bits(0xffff); GUARD]);
     let qkv = upload(gpu, &padded);
-    let (positions, slots) = (upload(gpu, &case.positions), upload(gpu, &case.slots));
+    let positions: Vec<i32> = match &case.axes {
+        None => case.positions.clone(),
+        Some((_, positions)) => positions.iter().flatten().map(|&at| at as i32).collect(),
+    };
+    let numbers = positions.len();
+    let (positions, slots) = (upload(gpu, &positions), upload(gpu, &case.slots));
     let turns = upload(gpu, &rope_turns(&case.frequencies));
     let [own, stride] = case.block();
     let len = (case.blocks - 1) * stride + own;
@@ -266,7 +288,8 @@ fn write_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case, cache: Cache) ->
         eps: EPS,
     });
     let rope = GpuRope {
-        positions: positions.slice().range(0..tokens),
+        positions: positions.slice().range(0..numbers),
+        axes: case.axes.as_ref().map(|(axes, _)| PairAxes::new(axes)),
         turns: turns.slice().range(0..2 * case.pairs),
         factor: case.factor,
         query_scale: case.query_scale,
@@ -340,7 +363,12 @@ fn run_on_cpu(case: &Case) -> Out {
         blocks: &table,
     }];
     let mut angles = vec![f32::NAN; tokens * 2 * case.pairs];
-    cpu::rope_angles(&case.frequencies, case.factor, &runs, &mut angles);
+    match &case.axes {
+        None => cpu::rope_angles(&case.frequencies, case.factor, &runs, &mut angles),
+        Some((axes, positions)) => {
+            cpu::rope_angles_of_axes(&case.frequencies, case.factor, axes, positions, &mut angles);
+        }
+    }
     let mut q = vec![f32::NAN; tokens * case.heads * case.dim];
     let norm = case.norm.as_ref().map(|(q, k)| cpu::QkNorm { q, k, eps: EPS });
     let mut kv = cpu::PagedKvMut {
@@ -403,7 +431,10 @@ fn fused_rotate_queries() {
     let kernels = FusedKernels::load(&gpu).unwrap();
     for shape in SHAPES {
         for norm in [false, true] {
-            let case = Case::new(&mut rng, shape, norm);
+            let case = Case {
+                axes: None,
+                ..Case::new(&mut rng, shape, norm)
+            };
             let (tokens, dim) = (case.positions.len(), case.dim);
             let rows = case.qkv.chunks_exact(case.width());
             let mut queries: Vec<bf16> = rows.flat_map(|row| &row[..case.heads * dim]).copied().collect();
@@ -421,6 +452,7 @@ fn fused_rotate_queries() {
             });
             let rope = GpuRope {
                 positions: positions.slice().range(0..tokens),
+                axes: None,
                 turns: turns.slice().range(0..2 * case.pairs),
                 factor: case.factor,
                 query_scale: case.query_scale,

@@ -23,6 +23,7 @@ impl<'b> Step<'_, 'b> {
         let table = own.map(|[rope, table]| &weights.ropes[rope][table]);
         GpuRope {
             positions: self.state.inputs.device(self.input.positions),
+            axes: table.map_or(weights.no_axes(), |table| table.axes),
             turns: table.map_or(weights.no_turns(), |table| table.turns.slice()),
             factor: table.map_or(1.0, |table| table.factor),
             query_scale: spec.rope.as_deref().and_then(|rope| rope.query_scale),

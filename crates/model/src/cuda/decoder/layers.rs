@@ -8,6 +8,7 @@ use plimsoll_kernels::cuda::{
     LinearOutput, Linears,
 };
 
+use super::images::RowsOfImage;
 use super::{Decoder, StepState};
 use crate::blocks::{Beside, DeltaRule, DenseMlp, LayerInput, Moe, Norms, Operations};
 use crate::cuda::input::StepInput;
@@ -116,6 +117,8 @@ pub(super) struct Step<'a, 'b> {
     pub(super) input: &'b StepInput,
     pub(super) state: &'b StepState,
     pub(super) scores: Option<&'b ScoreSlices<'b>>,
+    /// Of a step that has any.
+    pub(super) images: Option<RowsOfImage<'b>>,
     /// As wide as the widest layer needs.
     pub(super) act: Activations<'a>,
     /// Rows that are computed.
@@ -506,8 +509,10 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         Ok(())
     }
 
-    /// No step has images on a GPU.
-    fn add_features(&mut self, _: usize) {}
+    fn add_features(&mut self, layer: usize) -> Result<(), GpuError> {
+        let Some(images) = &self.images else { return Ok(()) };
+        images.add_features(layer, self.act.hidden, self.rows)
+    }
 
     fn finish(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {
         let width = norms.weight.slice().len();

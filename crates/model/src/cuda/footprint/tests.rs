@@ -1,5 +1,6 @@
 use std::path::PathBuf;
 
+use plimsoll_core::EncoderLimits;
 use plimsoll_kernels::cuda::SampleRow;
 use serde_json::Value;
 
@@ -105,6 +106,43 @@ fn states_are_as_large_as_their_slots() {
     assert!(hybrid.arena(&[(step, false)]).scratch[0] > 0);
     let dense = footprint(&recorded("kv-full.json"));
     assert_eq!((dense.state_bytes(), dense.states_bytes(512)), (0, 0));
+}
+
+/// The largest image, and rows of two; nothing where text alone is served.
+#[test]
+fn images_take_what_the_largest_needs() {
+    let mut shape = footprint(&recorded("kv-full.json")).shape;
+    let text = GpuFootprint::assumed(&golden("qwen3-vl"), shape.clone()).unwrap();
+    assert_eq!(text.encoder_bytes(), 0);
+    shape.serve_as.images = Some(EncoderLimits {
+        max_patches: 1 << 16,
+        max_images_per_prompt: 1,
+    });
+    let images = GpuFootprint::assumed(&golden("qwen3-vl"), shape.clone()).unwrap();
+    let (patches, rows) = (1 << 16, 1 << 14);
+    // Three parts of 64 elements that are kept of each row; of each patch three activations of 48, q, k and v, and 12 angles.
+    let kept = 2 * rows * 3 * 64 * 2;
+    let activations = patches * (3 * 48 + 3 * 48) * 2 + patches * 24 * 4 + rows * 64 * 2 + rows / 16 * 4;
+    assert_eq!(
+        images.encoder_bytes(),
+        (kept + activations).next_multiple_of(2 << 20)
+    );
+    assert!(images.weights_bytes() > text.weights_bytes());
+    assert!(images.staging_bytes() > text.staging_bytes());
+
+    let config = std::fs::read_to_string(golden("qwen3-vl").join("config.json")).unwrap();
+    for (field, value) in [("num_heads", 4), ("intermediate_size", 60)] {
+        let mut config: Value = serde_json::from_str(&config).unwrap();
+        config["vision_config"][field] = value.into();
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        let error = GpuFootprint::assumed(dir.path(), shape.clone())
+            .unwrap_err()
+            .to_string();
+        for said in [field, "--device cpu", "--limit-mm-per-prompt"] {
+            assert!(error.contains(said), "{error}");
+        }
+    }
 }
 
 #[test]

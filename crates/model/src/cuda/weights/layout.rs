@@ -8,10 +8,10 @@ use half::bf16;
 use plimsoll_kernels::GgufFormat;
 use plimsoll_kernels::cuda::{int4_pitch, mxfp4_pitch};
 
-use crate::DecoderSpec;
-use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
+use crate::blocks::{Decoder, Encoder, Matrix, Stack, Vector, Visitor};
 use crate::quantization::MatrixFormat;
 use crate::rope::RopeTable;
+use crate::{DecoderSpec, EncoderSpec};
 pub(super) use scales::{KeptScales, ScalePlace, ScaleSpan};
 
 /// Alignment of every weight, in bytes: that of a line of L2, and what bulk copies and tensor maps ask for.
@@ -189,10 +189,13 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// `None` if the weights would not fit into any memory.
-    pub(super) fn new(spec: &DecoderSpec) -> Option<Self> {
+    /// Of a model, with its encoder if it is served; `None` if the weights would not fit into any memory.
+    pub(super) fn new(spec: &DecoderSpec, encoder: Option<&EncoderSpec>) -> Option<Self> {
         let mut places = Places::default();
         Decoder::visit(spec, &mut places).ok()?;
+        if let Some(encoder) = encoder {
+            Encoder::visit(encoder, &mut places).ok()?;
+        }
         let mut turns = Vec::new();
         for rope in spec.ropes() {
             let tables = rope.tables();
@@ -355,6 +358,7 @@ pub(super) mod tests {
 
     use super::*;
     use crate::OutputHead;
+    use crate::Shard;
     use crate::quantization::{
         Fp8Scales, Int4Format, Int4Groups, Int4Packing, MatrixFormat, ModuleNames, Quantization,
         QuantizationGroup,
@@ -383,6 +387,7 @@ pub(super) mod tests {
                 mixer: Mixer::Attention(AttentionSpec {
                     heads: kv_heads * rng.random_range(1..4),
                     kv_heads,
+                    kv_shard: Shard::WHOLE,
                     head_dim,
                     window: None,
                     rope: Some(Arc::new(RopeSpec {
@@ -421,6 +426,8 @@ pub(super) mod tests {
             head: [OutputHead::Own, OutputHead::Tied, OutputHead::None][rng.random_range(0..3)],
             logit_soft_cap: None,
             per_layer: None,
+            shard: Shard::WHOLE,
+            vocab_shard: Shard::WHOLE,
             quantization: quantization(rng),
         }
     }
@@ -458,7 +465,7 @@ pub(super) mod tests {
     fn parts_cover_the_memory_without_overlap() {
         for seed in (0..200).chain([rand::random()]) {
             let spec = random_spec(&mut StdRng::seed_from_u64(seed));
-            let layout = Layout::new(&spec).unwrap();
+            let layout = Layout::new(&spec, None).unwrap();
             let parts = layout.parts.iter();
             let spans = parts.flat_map(|part| std::iter::once(part.span()).chain(part.scale_span()));
             let turns = layout.turns.iter().flatten().copied();
@@ -531,11 +538,11 @@ pub(super) mod tests {
     fn what_no_memory_holds_is_no_layout() {
         let mut spec = random_spec(&mut StdRng::seed_from_u64(1));
         (spec.vocab_size, spec.hidden_size) = (1 << 28, 1 << 28);
-        assert!(Layout::new(&spec).is_some());
+        assert!(Layout::new(&spec, None).is_some());
         let mut layer = spec.layers[0].as_ref().clone();
         let attention = layer.attention_mut();
         (attention.heads, attention.kv_heads, attention.head_dim) = (1 << 28, 1 << 28, 256);
         spec.layers = shared([layer]);
-        assert!(Layout::new(&spec).is_none());
+        assert!(Layout::new(&spec, None).is_none());
     }
 }

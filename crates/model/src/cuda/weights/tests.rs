@@ -51,7 +51,7 @@ fn experts_arrive_as_a_cpu_reads_them() {
             .join(name);
         let description = Description::read(&path, &ServeAs::default()).unwrap();
         let source = description.source(LoadFormat::Auto).unwrap();
-        let layout = Layout::new(description.about.spec()).unwrap();
+        let layout = Layout::new(description.about.spec(), None).unwrap();
         let mut tensors = Checked::new(&*source);
         let mut aligned = vec![u64::MAX; layout.bytes / 8];
         let memory: &mut [u8] = cast_slice_mut(&mut aligned);
@@ -249,8 +249,8 @@ fn block_types_keep_their_values() {
     for (seed, types) in (0..).zip(files) {
         let source = Blocks(types.clone());
         let mut spec = spec_of_blocks(seed);
-        spec.quantization = Quantization::of_gguf(source.types(&Layout::new(&spec).unwrap()));
-        let layout = Layout::new(&spec).unwrap();
+        spec.quantization = Quantization::of_gguf(source.types(&Layout::new(&spec, None).unwrap()));
+        let layout = Layout::new(&spec, None).unwrap();
         let mut aligned = vec![u64::MAX; layout.bytes / 8];
         let memory: &mut [u8] = cast_slice_mut(&mut aligned);
         let mut tensors = Checked::new(&source);
@@ -294,7 +294,7 @@ fn block_types_keep_their_values() {
 fn parts_in_different_types_are_pieces() {
     let source = Blocks(vec![WeightType::Q4K, WeightType::Q6K, WeightType::Q2K]);
     let mut spec = spec_of_blocks(3);
-    spec.quantization = Quantization::of_gguf(source.types(&Layout::new(&spec).unwrap()));
+    spec.quantization = Quantization::of_gguf(source.types(&Layout::new(&spec, None).unwrap()));
     let mut places = Places::default();
     let decoder = Decoder::visit(&spec, &mut places).ok().unwrap();
     let mut counts = Vec::new();
@@ -323,8 +323,8 @@ fn parts_in_different_types_are_pieces() {
 fn types_that_changed_are_errors() {
     let mut spec = spec_of_blocks(5);
     let before = Blocks(vec![WeightType::Q4K]);
-    spec.quantization = Quantization::of_gguf(before.types(&Layout::new(&spec).unwrap()));
-    let layout = Layout::new(&spec).unwrap();
+    spec.quantization = Quantization::of_gguf(before.types(&Layout::new(&spec, None).unwrap()));
+    let layout = Layout::new(&spec, None).unwrap();
     let is_matrix = |part: &&Part| matches!(part.stored, Stored::Matrix(_));
     let part = layout.parts.iter().find(is_matrix).unwrap();
     let after = Blocks(vec![WeightType::Q5K]);

@@ -164,6 +164,7 @@ mod tests {
                     order: RowOrder::Plain,
                     expert: None,
                     kernel: None,
+                    share: None,
                 }),
             };
             let part = Part {
@@ -243,7 +244,7 @@ mod tests {
                 // Inputs are any number here, and whole words there: `weights/tests.rs` has them.
                 continue;
             }
-            let layout = Layout::new(&spec).unwrap();
+            let layout = Layout::new(&spec, None).unwrap();
             let mixed = Mixed::new(&spec.quantization);
             let mut checked = Checked::new(&mixed);
             let mut aligned = vec![u64::MAX; layout.bytes / 8];

@@ -6,6 +6,7 @@ use super::{Checked, in_floats};
 use crate::ModelError;
 use crate::blocks::Matrix;
 use crate::quantization::{INT4_WORD, Int4Format, Int4Packing};
+use crate::shard::{Axis, Share};
 use crate::weights::int4::Int4;
 use crate::weights::{Beside, StoredMatrix, Tensor};
 
@@ -16,7 +17,7 @@ impl<'a> Checked<'a> {
         matrix: &Matrix,
         format: Int4Format,
     ) -> Result<StoredMatrix<'a>, ModelError> {
-        let [outputs, inputs] = matrix.shape();
+        let [outputs, inputs] = matrix.stored_shape();
         let words = |len: usize| len.div_ceil(INT4_WORD);
         let groups = format.groups.count(inputs);
         let (is_compressed, has_zeros) = match format.packing {
@@ -61,7 +62,39 @@ impl<'a> Checked<'a> {
             false => self.optional_integers(&index, WeightType::I32, &[inputs])?,
         };
         self.drop_zero_bias(&format!("{}.bias", matrix.module))?;
-        let int4 = Int4::new(format, [outputs, inputs], scales, zeros, order.as_ref())?;
+        let mut stored = Stored {
+            codes: tensor,
+            scales,
+            zeros,
+        };
+        if let Some(share) = &matrix.share {
+            let is_ordered = order
+                .as_ref()
+                .is_some_and(|order| !is_in_turn(order, format, inputs));
+            if share.axis == Axis::Inputs && is_ordered {
+                return Err(ModelError::unsupported(
+                    "--tensor-parallel-size",
+                    format!(
+                        "a part of the inputs of `{}`, whose groups are out of order",
+                        matrix.module
+                    ),
+                    "only 1 is for such a matrix (`desc_act`)",
+                ));
+            }
+            stored = stored.of_rank(format, share, inputs)?;
+        }
+        let Stored {
+            codes: tensor,
+            scales,
+            zeros,
+        } = stored;
+        let order = order.filter(|_| {
+            matrix
+                .share
+                .as_ref()
+                .is_none_or(|share| share.axis == Axis::Outputs)
+        });
+        let int4 = Int4::new(format, matrix.shape(), scales, zeros, order.as_ref())?;
         Ok(StoredMatrix {
             tensor,
             beside: Beside::Int4(int4),
@@ -90,7 +123,7 @@ impl<'a> Checked<'a> {
             .0
             .iter()
             .map(|&bytes| i64::from_le_bytes(bytes));
-        let want = matrix.shape().map(|size| size as i64);
+        let want = matrix.stored_shape().map(|size| size as i64);
         if sizes.clone().eq(want) {
             return Ok(());
         }
@@ -102,6 +135,60 @@ impl<'a> Checked<'a> {
             ),
         })
     }
+}
+
+/// The tensors of a matrix.
+struct Stored<'a> {
+    codes: Tensor<'a>,
+    scales: Tensor<'a>,
+    zeros: Option<Tensor<'a>>,
+}
+
+impl Stored<'_> {
+    /// A rank's part of a matrix of so many inputs.
+    fn of_rank(self, format: Int4Format, share: &Share, inputs: usize) -> Result<Self, ModelError> {
+        let group = format.groups.size(inputs);
+        let is_compressed = matches!(format.packing, Int4Packing::Compressed { .. });
+        // Which dimension of the codes is divided, and how many share a word there.
+        let (dimension, unit) = match (format.packing, share.axis) {
+            (Int4Packing::Compressed { .. }, Axis::Outputs) => (0, 1),
+            (Int4Packing::Compressed { .. }, Axis::Inputs) => (1, INT4_WORD),
+            (Int4Packing::Awq, Axis::Outputs) => (1, INT4_WORD),
+            (Int4Packing::Awq, Axis::Inputs) => (0, 1),
+            (Int4Packing::Gptq { .. }, Axis::Outputs) => (1, 1),
+            (Int4Packing::Gptq { .. }, Axis::Inputs) => (0, INT4_WORD),
+        };
+        let codes = self.codes.cut_units(dimension, share, unit)?;
+        let of_outputs = if is_compressed { 0 } else { 1 };
+        let (scales, zeros) = match share.axis {
+            Axis::Outputs => (
+                self.scales.cut_units(of_outputs, share, 1)?,
+                (self
+                    .zeros
+                    .map(|zeros| zeros.cut_units(of_outputs, share, INT4_WORD)))
+                .transpose()?,
+            ),
+            // One group has all inputs, whoever has them.
+            Axis::Inputs if group == inputs => (self.scales, self.zeros),
+            Axis::Inputs => (
+                self.scales.cut_units(1 - of_outputs, share, group)?,
+                (self
+                    .zeros
+                    .map(|zeros| zeros.cut_units(1 - of_outputs, share, group)))
+                .transpose()?,
+            ),
+        };
+        Ok(Self { codes, scales, zeros })
+    }
+}
+
+/// Whether the groups of inputs follow from their places.
+fn is_in_turn(order: &Tensor<'_>, format: Int4Format, inputs: usize) -> bool {
+    let size = format.groups.size(inputs);
+    let groups = order.data.as_chunks().0.iter();
+    groups
+        .enumerate()
+        .all(|(input, &group)| usize::try_from(i32::from_le_bytes(group)) == Ok(input / size))
 }
 
 #[cfg(test)]

@@ -206,6 +206,7 @@ impl Plain {
             order,
             expert: None,
             kernel: None,
+            share: None,
         }
     }
 

@@ -1,0 +1,193 @@
+//! Several ranks as one executor.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use plimsoll_core::{
+    Component, Executor, FillMasks, Oom, RefusedBy, RequestId, Run, RunInput, SampleSpec, SamplingParams,
+    StepError, StepOutput, StepPlan,
+};
+
+use super::fake::answer;
+use super::*;
+use crate::FanOut;
+
+const RANKS: usize = 3;
+
+/// What goes wrong on one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    Launch,
+    Sample,
+    Finish,
+    Panic,
+    Hang,
+    OtherToken,
+}
+
+/// A rank that meets the others nowhere: they launch what it does not.
+struct Part {
+    fault: Option<(u64, Fault)>,
+    launched: VecDeque<StepPlan>,
+    masks: Sender<Vec<Vec<u32>>>,
+}
+
+impl Part {
+    fn fails(&self, plan: &StepPlan, fault: Fault) -> bool {
+        self.fault == Some((plan.step, fault))
+    }
+}
+
+fn oom() -> StepError {
+    StepError::Oom(Oom {
+        requested: 1,
+        component: Component::Arena,
+        refused_by: RefusedBy::Device,
+        meters: Box::default(),
+    })
+}
+
+impl Executor for Part {
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        assert!(!self.fails(plan, Fault::Panic), "told to panic");
+        if self.fails(plan, Fault::Hang) {
+            std::thread::sleep(Duration::from_secs(3));
+        }
+        if self.fails(plan, Fault::Launch) {
+            return Err(oom());
+        }
+        self.launched.push_back(plan.clone());
+        Ok(())
+    }
+
+    fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
+        let plan = self.launched.pop_back().expect("a step awaits masks");
+        let mut masks = vec![vec![7; 2]; plan.constrained().count()];
+        fill(&mut masks.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>());
+        self.masks.send(masks).unwrap();
+        if self.fails(&plan, Fault::Sample) {
+            return Err(oom());
+        }
+        self.launched.push_back(plan);
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<StepOutput, StepError> {
+        let plan = self.launched.pop_front().expect("a step was launched");
+        if self.fails(&plan, Fault::Finish) {
+            return Err(oom());
+        }
+        let mut output = answer(&plan);
+        if self.fails(&plan, Fault::OtherToken) {
+            output.samples[0] = None;
+        }
+        Ok(output)
+    }
+}
+
+fn plan_of(step: u64, constrained: bool) -> StepPlan {
+    let spec = SampleSpec {
+        params: Arc::new(SamplingParams::greedy()),
+        seed: 3,
+        index: step as usize,
+        history: Vec::new(),
+        prompt_len: 0,
+        constrained,
+    };
+    StepPlan {
+        step,
+        runs: vec![Run {
+            request: RequestId(1),
+            start: 0,
+            input: RunInput::Known(vec![1]),
+            images: None,
+            tables: Vec::new(),
+            state: None,
+            sample: Some(spec),
+            score: None,
+            pool: None,
+        }],
+    }
+}
+
+fn fan_out(fault: Option<(usize, u64, Fault)>) -> (FanOut<Part>, Receiver<Vec<Vec<u32>>>) {
+    let (masks, all_masks) = channel();
+    let parts = (0..RANKS).map(|rank| Part {
+        fault: fault
+            .filter(|(bad, ..)| *bad == rank)
+            .map(|(_, step, fault)| (step, fault)),
+        launched: VecDeque::new(),
+        masks: masks.clone(),
+    });
+    let fan_out = FanOut::new(parts.collect(), 64).unwrap();
+    (fan_out.with_patience(Duration::from_millis(200)), all_masks)
+}
+
+#[test]
+fn steps_end_well_on_all_ranks_or_on_none() {
+    for bad in 0..RANKS {
+        for fault in [
+            Fault::Launch,
+            Fault::Sample,
+            Fault::Finish,
+            Fault::Panic,
+            Fault::OtherToken,
+        ] {
+            let (mut all, _masks) = fan_out(Some((bad, 2, fault)));
+            for step in 1..5 {
+                let constrained = fault == Fault::Sample;
+                let result = all.execute(&plan_of(step, constrained));
+                let failed = match (step, fault) {
+                    // Rank 0 is what others are compared with.
+                    (2, Fault::OtherToken) => matches!(result, Err(StepError::Failed(_))),
+                    (2, Fault::Panic) => matches!(result, Err(StepError::Panicked(_))),
+                    (2, _) => result == Err(oom()),
+                    _ => result == Ok(answer(&plan_of(step, constrained))),
+                };
+                assert!(failed, "{fault:?} on rank {bad}, step {step}");
+            }
+        }
+    }
+}
+
+/// They are computed once, whatever the number of ranks.
+#[test]
+fn masks_reach_all_ranks() {
+    let (mut all, masks) = fan_out(None);
+    all.launch(&plan_of(1, true)).unwrap();
+    let mut filled = 0;
+    all.sample(&mut |masks| {
+        filled += 1;
+        masks[0].copy_from_slice(&[5, 6]);
+    })
+    .unwrap();
+    assert_eq!(all.finish().unwrap(), answer(&plan_of(1, true)));
+    assert_eq!(filled, 1);
+    assert_eq!(
+        masks.try_iter().collect::<Vec<_>>(),
+        vec![vec![vec![5, 6]]; RANKS]
+    );
+    // Who fills them may panic: that step is over, and no other.
+    all.launch(&plan_of(2, true)).unwrap();
+    let sampled = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        all.sample(&mut |_| panic!("told to panic"))
+    }));
+    assert!(sampled.is_err());
+    assert_eq!(all.execute(&plan_of(3, true)).unwrap(), answer(&plan_of(3, true)));
+}
+
+#[test]
+fn a_rank_that_hangs_is_named_and_waited_for_no_longer() {
+    for bad in 0..RANKS {
+        let (mut all, _masks) = fan_out(Some((bad, 2, Fault::Hang)));
+        all.execute(&plan_of(1, false)).unwrap();
+        let begun = Instant::now();
+        for _ in 0..2 {
+            match all.execute(&plan_of(2, false)).unwrap_err() {
+                StepError::RankLost(why) => assert!(why.contains(&format!("rank {bad} ")), "{why}"),
+                other => panic!("{other:?}"),
+            }
+        }
+        drop(all);
+        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    }
+}

@@ -1,0 +1,396 @@
+//! The encoder of images on a GPU: the blocks' operations as launches on `bf16` activations, in memory of its own.
+//!
+//! Images are encoded on the stream of the steps, ahead of the step that first has rows of them: what was launched before still reads
+//! rows that make room for the new ones, and what is launched afterwards finds these.
+
+use std::sync::Arc;
+
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use plimsoll_core::{Component, Image, ImageGrid};
+use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
+use plimsoll_kernels::Gelu;
+use plimsoll_kernels::cuda::{
+    EncoderKernels, GpuLayerNorm, GpuLinear, KeptRows, Linears, PatchAttention, PatchGrid,
+};
+
+use super::staging::{Layout, STEPS_IN_FLIGHT, Section};
+use super::weights::{GpuEncoderWeights, GpuVector};
+use crate::blocks::{EncoderLayer, EncoderOperations, LayerNorm, Merger};
+use crate::encoder::{EncodedImage, KeptImages, PAGE, largest_image, place};
+use crate::{EncoderSpec, ModelError};
+
+/// Alignment of everything, in bytes.
+const ALIGN: usize = 256;
+
+/// What the kernels ask of an encoder, beyond what the CPU does.
+pub(super) fn check(spec: &EncoderSpec) -> Result<(), ModelError> {
+    let merged = spec.hidden_size * spec.merged();
+    let widths = [
+        ("the values of a patch", spec.input.patch_values),
+        ("num_heads", spec.head_dim()),
+        ("hidden_size", spec.hidden_size),
+        ("intermediate_size", spec.intermediate_size),
+        ("out_hidden_size", spec.out_size),
+    ];
+    let unsupported = |field: &str, value: String, supported: String| {
+        let supported = format!(
+            "on a GPU {supported}; --device cpu has no such bound, and --limit-mm-per-prompt '{{\"image\": 0}}' serves the text \
+             part alone"
+        );
+        Err(ModelError::unsupported(
+            format!("vision_config.{field}"),
+            value,
+            supported,
+        ))
+    };
+    for (field, width) in widths {
+        if !width.is_multiple_of(8) {
+            let value = match field {
+                "num_heads" => format!("heads of {width}"),
+                _ => width.to_string(),
+            };
+            return unsupported(field, value, "multiples of 8 are".to_owned());
+        }
+    }
+    if spec.head_dim() > EncoderKernels::MAX_HEAD_DIM {
+        let supported = format!("heads of up to {} are", EncoderKernels::MAX_HEAD_DIM);
+        return unsupported("num_heads", format!("heads of {}", spec.head_dim()), supported);
+    }
+    if merged > EncoderKernels::MAX_NORM {
+        let supported = format!("up to {} for the patches of a row are", EncoderKernels::MAX_NORM);
+        return unsupported("hidden_size", merged.to_string(), supported);
+    }
+    Ok(())
+}
+
+/// A model's encoder, but for its weights.
+#[derive(Debug)]
+pub(super) struct Encoder {
+    spec: EncoderSpec,
+    kernels: Arc<EncoderKernels>,
+}
+
+impl Encoder {
+    pub(super) fn load(gpu: &Gpu, spec: &EncoderSpec) -> Result<Self, GpuError> {
+        Ok(Self {
+            spec: spec.clone(),
+            kernels: Arc::new(EncoderKernels::load(gpu)?),
+        })
+    }
+}
+
+/// What multiplies with which weights.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Products<'a> {
+    pub(super) linears: &'a Linears,
+    pub(super) weights: &'a GpuEncoderWeights,
+}
+
+/// Where everything lies that is on the device for images of up to so many patches.
+#[derive(Clone, Copy, Debug)]
+struct EncoderLayout {
+    /// Rows that are kept, of all parts.
+    kept: Section<bf16>,
+    /// The residual stream.
+    hidden: Section<bf16>,
+    normed: Section<bf16>,
+    /// What is to be added to the residual stream; inside the mergers.
+    delta: Section<bf16>,
+    /// Patches, then q, k and v, or what is inside the MLP.
+    wide: Section<bf16>,
+    angles: Section<f32>,
+    rows: Section<bf16>,
+    /// Pages of the rows.
+    pages: Section<i32>,
+    bytes: usize,
+}
+
+impl EncoderLayout {
+    /// `None` if no memory could hold it.
+    fn new(spec: &EncoderSpec, patches: usize) -> Option<Self> {
+        let mut layout = Layout::aligned(ALIGN);
+        let hidden = spec.hidden_size;
+        let wide = [3 * hidden, spec.intermediate_size, spec.input.patch_values];
+        let rows = patches / spec.merged();
+        Some(Self {
+            kept: layout.rows(KeptImages::rows(spec)?, spec.row_size())?,
+            hidden: layout.rows(patches, hidden)?,
+            normed: layout.rows(patches, hidden)?,
+            delta: layout.rows(patches, hidden)?,
+            wide: layout.rows(patches, wide.into_iter().max()?)?,
+            angles: layout.rows(patches, spec.head_dim())?,
+            rows: layout.rows(rows, spec.out_size)?,
+            pages: layout.rows(rows.div_ceil(PAGE), 1)?,
+            bytes: layout.bytes(),
+        })
+    }
+}
+
+/// What a state has for images: the memory of one encode at a time, and the rows of a few images.
+#[derive(Debug)]
+pub(super) struct EncoderState {
+    gpu: Gpu,
+    spec: EncoderSpec,
+    kernels: Arc<EncoderKernels>,
+    memory: GpuSlab,
+    layout: EncoderLayout,
+    images: KeptImages,
+    /// Patches and pages of each step in flight.
+    host: Vec<Input>,
+}
+
+/// What an encode takes from the host.
+#[derive(Debug)]
+struct Input {
+    patches: PinnedSlab,
+    pages: PinnedSlab,
+}
+
+impl EncoderState {
+    /// Takes as much memory as the largest image that limits allow, and encodes such a one: a state that cannot is not built.
+    pub(super) fn new(gpu: &Gpu, encoder: &Encoder, products: Products<'_>) -> Result<Self, DeviceError> {
+        let spec = &encoder.spec;
+        let layout = EncoderLayout::new(spec, Self::most_patches(spec));
+        let layout = layout.ok_or_else(|| gpu.budget().oom(Component::Encoder, u64::MAX))?;
+        let memory = gpu.alloc(Component::Encoder, layout.bytes)?;
+        let patches = Self::most_patches(spec) * spec.input.patch_values;
+        let input = |_| {
+            Ok::<_, GpuError>(Input {
+                patches: PinnedSlab::new(gpu, patches * size_of::<bf16>())?,
+                pages: PinnedSlab::new(gpu, layout.pages.bytes())?,
+            })
+        };
+        let mut state = Self {
+            gpu: gpu.clone(),
+            spec: spec.clone(),
+            kernels: Arc::clone(&encoder.kernels),
+            memory,
+            layout,
+            images: KeptImages::new(spec),
+            host: (0..STEPS_IN_FLIGHT).map(input).collect::<Result<_, _>>()?,
+        };
+        state.encode(products, &largest_image(spec), 0)?;
+        gpu.synchronize()?;
+        state.images.clear();
+        Ok(state)
+    }
+
+    /// Bytes of device memory; `None` if no memory could hold it.
+    pub(super) fn bytes(spec: &EncoderSpec) -> Option<usize> {
+        EncoderLayout::new(spec, Self::most_patches(spec)).map(|layout| layout.bytes)
+    }
+
+    fn most_patches(spec: &EncoderSpec) -> usize {
+        spec.most_rows() * spec.merged()
+    }
+
+    pub(super) fn kernels(&self) -> &EncoderKernels {
+        &self.kernels
+    }
+
+    /// Elements of one part of a row.
+    pub(super) fn width(&self) -> usize {
+        self.spec.out_size
+    }
+
+    /// Layers of the decoder to whose output rows of images are added.
+    pub(super) fn features(&self) -> usize {
+        self.spec.features.len()
+    }
+
+    /// One part of all rows that are kept.
+    pub(super) fn kept(&self, part: usize) -> KeptRows<'_> {
+        KeptRows {
+            rows: self.layout.kept.of(&self.memory),
+            stride: self.spec.row_size(),
+            column: part * self.spec.out_size,
+        }
+    }
+
+    /// Launches what makes the image's rows, unless they are kept, as a part of step slot `slot`, whose last step has ended.
+    pub(super) fn encode(
+        &mut self,
+        products: Products<'_>,
+        image: &Image,
+        slot: usize,
+    ) -> Result<EncodedImage, DeviceError> {
+        if let Some(kept) = self.images.find(&image.hash) {
+            return Ok(kept);
+        }
+        let place = self.images.place(image.grid.patches() / self.spec.merged());
+        match self.launch(products, image, &place, slot) {
+            Ok(()) => Ok(self.images.keep(image.hash, place)),
+            Err(error) => {
+                self.images.give_back(&place);
+                Err(error)
+            }
+        }
+    }
+
+    /// Which of all rows that are kept a row of an image is.
+    pub(super) fn place(encoded: &EncodedImage, row: usize) -> i32 {
+        place(encoded, row) as i32
+    }
+
+    /// Rows of an encoded image, `[rows, row_size]`, when all work is done.
+    pub(super) fn download(&self, encoded: &EncodedImage, rows: usize) -> Result<Vec<f32>, GpuError> {
+        let (kept, size) = (self.layout.kept.of(&self.memory), self.spec.row_size());
+        let mut out = Vec::with_capacity(rows * size);
+        for first in (0..rows).step_by(PAGE) {
+            let (at, len) = (place(encoded, first) * size, (rows - first).min(PAGE) * size);
+            let page = self.gpu.download(kept.range(at..at + len))?;
+            out.extend(page.into_iter().map(bf16::to_f32));
+        }
+        Ok(out)
+    }
+
+    fn launch(
+        &mut self,
+        products: Products<'_>,
+        image: &Image,
+        place: &EncodedImage,
+        slot: usize,
+    ) -> Result<(), DeviceError> {
+        let (spec, grid) = (&self.spec, image.grid);
+        let patches = grid.patches();
+        let layout = EncoderLayout::new(spec, patches);
+        let layout = layout.ok_or_else(|| self.gpu.budget().oom(Component::Encoder, u64::MAX))?;
+        let input = &mut self.host[slot];
+        let values = image.patches.len();
+        input.patches.as_mut_slice::<bf16>()[..values].convert_from_f32_slice(&image.patches);
+        for (to, &page) in input.pages.as_mut_slice::<i32>().iter_mut().zip(place.iter()) {
+            *to = page as i32;
+        }
+        let pages = layout.pages.of(&self.memory);
+        let wide = layout.wide.of(&self.memory);
+        let taken = wide.range(0..values);
+        // SAFETY: the slot is packed again when its step has ended, and the drop of the runner waits for all of them.
+        unsafe {
+            self.gpu.upload_async(&input.patches, 0, taken.cast())?;
+            self.gpu.upload_async(&input.pages, 0, pages.cast())?;
+        }
+        let mut step = Step {
+            spec,
+            kernels: &self.kernels,
+            linears: products.linears,
+            grid,
+            rows: patches / spec.merged(),
+            is_added: true,
+            hidden: layout.hidden.of(&self.memory),
+            normed: layout.normed.of(&self.memory),
+            delta: layout.delta.of(&self.memory),
+            wide,
+            angles: layout.angles.of(&self.memory),
+            merged: layout.rows.of(&self.memory),
+            pages,
+            kept: self.kept(0),
+        };
+        self.kernels
+            .patch_angles(step.patch_grid(), spec.theta, step.angles)?;
+        products.weights.forward(spec, &mut step)?;
+        Ok(())
+    }
+}
+
+/// The activations of one image.
+struct Step<'a> {
+    spec: &'a EncoderSpec,
+    kernels: &'a EncoderKernels,
+    linears: &'a Linears,
+    grid: ImageGrid,
+    /// Rows that it becomes.
+    rows: usize,
+    /// Nothing is to be added to the residual stream.
+    is_added: bool,
+    hidden: GpuSlice<'a, bf16>,
+    normed: GpuSlice<'a, bf16>,
+    delta: GpuSlice<'a, bf16>,
+    wide: GpuSlice<'a, bf16>,
+    angles: GpuSlice<'a, f32>,
+    merged: GpuSlice<'a, bf16>,
+    pages: GpuSlice<'a, i32>,
+    kept: KeptRows<'a>,
+}
+
+impl<'a> Step<'a> {
+    fn patch_grid(&self) -> PatchGrid {
+        PatchGrid {
+            patches: self.grid.patches(),
+            height: self.grid.height,
+            width: self.grid.width,
+            merge: self.spec.input.merge,
+        }
+    }
+
+    /// The first elements of the widest activation: as many as all patches have of this width.
+    fn wide(&self, width: usize) -> GpuSlice<'a, bf16> {
+        self.wide.range(0..self.grid.patches() * width)
+    }
+
+    /// The norm of the residual stream, to which what is left is added first.
+    fn norm(&mut self, norm: &LayerNorm<GpuVector>) -> Result<(), GpuError> {
+        let delta = (!std::mem::replace(&mut self.is_added, true)).then_some(self.delta);
+        let norm = GpuLayerNorm {
+            weight: norm.weight.slice(),
+            bias: norm.bias.slice(),
+            eps: self.spec.eps,
+        };
+        self.kernels.layer_norm(self.hidden, delta, norm, self.normed)
+    }
+}
+
+impl EncoderOperations<GpuLinear, GpuVector> for Step<'_> {
+    type Error = GpuError;
+
+    fn embed(&mut self, patches: &GpuLinear, positions: &GpuVector) -> Result<(), GpuError> {
+        let values = self.wide(self.spec.input.patch_values);
+        self.linears.forward(values, patches, self.hidden)?;
+        let side = self.spec.positions_per_side;
+        self.kernels
+            .add_positions(self.hidden, positions.slice(), side, self.patch_grid())
+    }
+
+    fn attend(&mut self, layer: &EncoderLayer<GpuLinear, GpuVector>) -> Result<(), GpuError> {
+        self.norm(&layer.attention_norm)?;
+        let qkv = self.wide(3 * self.spec.hidden_size);
+        self.linears.forward(self.normed, &layer.qkv, qkv)?;
+        let (heads, head_dim) = (self.spec.heads, self.spec.head_dim());
+        self.kernels
+            .rotate(qkv, heads, self.angles, self.grid.patches())?;
+        self.kernels.attention(&PatchAttention {
+            qkv,
+            heads,
+            head_dim,
+            // Patches of one frame see each other.
+            segment: self.grid.height * self.grid.width,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            out: self.normed,
+        })?;
+        self.is_added = false;
+        self.linears.forward(self.normed, &layer.output, self.delta)
+    }
+
+    fn mlp(&mut self, layer: &EncoderLayer<GpuLinear, GpuVector>) -> Result<(), GpuError> {
+        self.norm(&layer.mlp_norm)?;
+        let inner = self.wide(self.spec.intermediate_size);
+        self.linears.forward(self.normed, &layer.up, inner)?;
+        self.kernels.gelu(self.spec.activation, inner)?;
+        self.is_added = false;
+        self.linears.forward(inner, &layer.down, self.delta)
+    }
+
+    fn merge(&mut self, merger: &Merger<GpuLinear, GpuVector>, part: usize) -> Result<(), GpuError> {
+        // Merged patches are neighbours in memory: a norm of them is one of wider rows.
+        self.norm(&merger.norm)?;
+        self.linears.forward(self.normed, &merger.up, self.delta)?;
+        self.kernels.gelu(Gelu::Exact, self.delta)?;
+        self.linears.forward(self.delta, &merger.down, self.merged)?;
+        let kept = KeptRows {
+            column: part * self.spec.out_size,
+            ..self.kept
+        };
+        self.kernels
+            .keep_rows(self.merged, self.rows, (self.pages, PAGE), kept)
+    }
+}

@@ -1,0 +1,95 @@
+//! What a step's batch is to its kernels, beside its tokens.
+
+use plimsoll_core::{Pooling, StepLimits};
+use plimsoll_kernels::cuda::PairAxes;
+
+use crate::ModelConfig;
+
+/// Size of a step's batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum BatchShape {
+    /// A graph's: one row per run, each sampled from, padded to so many.
+    Decode(usize),
+    /// As many rows as there are tokens, and those sampled from.
+    Exact(Vec<i32>),
+    /// As many rows as there are tokens, those given out (all where there is no list), and which of these each vector is
+    /// pooled of: first row and number of rows.
+    Pool(Option<Vec<i32>>, Vec<[i32; 2]>),
+}
+
+impl BatchShape {
+    /// The rows that are given out, where that is said.
+    pub(super) fn picked(&self) -> Option<&[i32]> {
+        match self {
+            Self::Exact(at) | Self::Pool(Some(at), _) => Some(at),
+            Self::Decode(_) | Self::Pool(None, _) => None,
+        }
+    }
+
+    pub(super) fn spans(&self) -> &[[i32; 2]] {
+        match self {
+            Self::Pool(_, spans) => spans,
+            Self::Decode(_) | Self::Exact(_) => &[],
+        }
+    }
+}
+
+/// What becomes of the rows that a step gives out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sampling {
+    /// They are sampled from, among so many tokens.
+    From {
+        /// Tokens of the vocabulary.
+        vocab_size: usize,
+    },
+    /// They are pooled.
+    Pooled(Pooling),
+}
+
+impl Sampling {
+    /// Of this model.
+    pub(super) fn of(config: &ModelConfig) -> Self {
+        match config.pooling() {
+            None => Self::From {
+                vocab_size: config.spec.vocab_size,
+            },
+            Some(pooling) => Self::Pooled(pooling),
+        }
+    }
+
+    /// Rows of a step that are scored at most.
+    pub(super) fn most_scored(self, limits: &StepLimits) -> usize {
+        match self {
+            Self::From { .. } => limits.max_num_batched_tokens,
+            Self::Pooled(_) => 0,
+        }
+    }
+
+    /// Rows of a step that are sampled from at most. One has room even where there are none: a step's tokens may refer to it.
+    pub(super) fn most_rows(self, limits: &StepLimits) -> usize {
+        match self {
+            Self::From { .. } => limits.max_num_seqs,
+            Self::Pooled(_) => 1,
+        }
+    }
+}
+
+/// What the inputs of a step have of images.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ImageInputs {
+    /// Rows and columns of patches that are one row of an image.
+    pub(super) merge: usize,
+}
+
+impl ImageInputs {
+    /// Of a model that takes images.
+    pub(super) fn of(config: &ModelConfig) -> Option<Self> {
+        let input = config.image_input()?;
+        Some(Self { merge: input.merge })
+    }
+
+    /// Numbers of a position.
+    pub(super) fn numbers(images: Option<Self>) -> usize {
+        images.map_or(1, |_| PairAxes::NUMBERS)
+    }
+}
