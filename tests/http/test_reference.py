@@ -17,6 +17,9 @@ def test_reference(sim, open_page, scheme):
     assert page.locator(".schema").count() == len(document["components"]["schemas"])
     chat = page.locator(".operation", has_text="/v1/chat/completions").first
     assert "temperature" in chat.inner_text() and "curl" in chat.inner_text()
+    # Bounds in words, and the methods where a path has several.
+    assert "(1 to 16384 items)" in chat.inner_text() and "(0 to 100)" in chat.inner_text()
+    assert {"GET /v1/batches", "POST /v1/batches"} <= set(page.locator("#list a").all_inner_texts())
     chat.locator("summary", has_text="200").click()
     expect(chat.locator("td", has_text="finish_reason").or_(chat.locator("td", has_text="choices")).first).to_be_visible()
     page.locator("#filter").fill("tokenize")

@@ -13,10 +13,10 @@ use crate::bytes::Bytes;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Server")]
 pub struct FileArgs {
-    /// Directory for files and batches, which another start goes on with [default: a temporary one, removed at the end]
+    /// Directory for files and batches: the next start goes on with what is in it [default: a temporary one, removed at the end]
     #[arg(long, value_name = "DIR")]
     pub file_store_dir: Option<PathBuf>,
-    /// Maximum number of files, and of batches; 0 offers neither
+    /// Maximum number of files, and of batches; 0 turns both endpoints off
     #[arg(long, value_name = "N", default_value_t = FileLimits::default().count)]
     file_store_max_count: usize,
     /// Maximum disk space for files

@@ -104,7 +104,8 @@ pub struct ServerArgs {
     /// [default: thirty times the slowest step of the proof, at least 120]
     #[arg(long, value_name = "SECONDS", value_parser = duration)]
     pub watchdog_timeout: Option<Duration>,
-    /// Enable POST /admin/drain, which finishes the accepted requests and ends the server; any API key may call it
+    /// Enable POST /admin/drain, which finishes the accepted requests and ends the server, and POST /reset_prefix_cache; any API key
+    /// may call them
     #[arg(long, overrides_with = "no_enable_admin_api")]
     enable_admin_api: bool,
     /// Do not offer it: only signals end the server (the default)

@@ -109,7 +109,12 @@ impl Device for CpuBackend {
             ..self.settings.load_options()
         };
         let model = plimsoll_model::Footprint::read(&self.model, options)?;
-        let facts = ModelFacts::of(model.config(), model.kv_bytes_per_token(), model.state_bytes());
+        let facts = ModelFacts::of(
+            model.config(),
+            None,
+            model.kv_bytes_per_token(),
+            model.state_bytes(),
+        );
         let footprint = CpuFootprint {
             model: Rc::new(model),
             limits,
@@ -130,7 +135,12 @@ impl Backend for CpuBackend {
         let CpuRank { budget, exchange, .. } = &self.device;
         let model = Model::load_rank(&self.model, load_options, budget, exchange.clone(), progress)?;
         Ok(LoadedModel {
-            facts: ModelFacts::of(model.config(), model.kv_bytes_per_token(), model.state_bytes()),
+            facts: ModelFacts::of(
+                model.config(),
+                model.scoring_row(),
+                model.kv_bytes_per_token(),
+                model.state_bytes(),
+            ),
             generation: model.generation().clone(),
             eos_token_ids: model.eos_token_ids(),
             disabled: disabled(instruction_set(), self.settings.device),

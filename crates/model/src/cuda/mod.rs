@@ -90,7 +90,8 @@ impl GpuModel {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
         let kv_element = kv_element(options.kv_cache_dtype)?;
-        let description = Description::read(path, &options.serve_as)?;
+        let mut description = Description::read(path, &options.serve_as)?;
+        description.read_scoring_row(options.format)?;
         check(description.about.spec())?;
         let images = description.about.config().encoder.as_ref();
         images.map_or(Ok(()), encoder::check)?;

@@ -36,22 +36,26 @@ export function type(schema = {}) {
   return [kinds.join(" or ") || "any"];
 }
 
+// A range in words, of `unit` if there is one.
+function range(least, most, unit) {
+  if (least === undefined && most === undefined) return [];
+  const bounds = least === most ? `${least}` : most === undefined ? `at least ${least}` : least === undefined ? `at most ${most}` : `${least} to ${most}`;
+  return [unit ? `${bounds} ${(most ?? least) === 1 ? unit : `${unit}s`}` : bounds];
+}
+
 function limits(schema = {}) {
-  const known = [
-    ["minimum", "at least"],
-    ["exclusiveMinimum", "above"],
-    ["maximum", "at most"],
-    ["exclusiveMaximum", "below"],
-    ["minItems", "items, at least:"],
-    ["maxItems", "items, at most:"],
-    ["minLength", "characters, at least:"],
-    ["maxLength", "characters, at most:"],
-    ["default", "default"],
-  ];
   // Unsigned integers: a minimum of 0 is not shown.
   const isUnsigned = schema.minimum === 0 && schema.format === undefined && schema.type !== "number";
-  const said = known.filter(([name]) => schema[name] !== undefined && !(name === "minimum" && isUnsigned));
-  return said.map(([name, words]) => `${words} ${word(schema[name])}`).join(", ");
+  const least = isUnsigned && schema.maximum === undefined ? undefined : schema.minimum;
+  const said = (name, words) => (schema[name] === undefined ? [] : [`${words} ${word(schema[name])}`]);
+  return [
+    ...said("exclusiveMinimum", "above"),
+    ...range(least, schema.maximum),
+    ...said("exclusiveMaximum", "below"),
+    ...range(schema.minItems, schema.maxItems, "item"),
+    ...range(schema.minLength, schema.maxLength, "character"),
+    ...said("default", "default"),
+  ].join(", ");
 }
 
 function fields(schema, owner) {

@@ -62,7 +62,8 @@ function draw(api) {
     const entries = group.map(({ method, path, what }) => {
       const node = operation(method, path, what);
       reference.push(node);
-      return entry(node, path, `${method} ${what.summary}`);
+      const shared = group.filter((other) => other.path === path).length > 1;
+      return entry(node, shared ? `${method.toUpperCase()} ${path}` : path, `${method} ${what.summary}`);
     });
     groups.push({ title: tag.name, entries });
   }

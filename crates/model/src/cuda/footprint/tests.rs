@@ -119,7 +119,7 @@ fn images_take_what_the_largest_needs() {
         max_images_per_prompt: 1,
     });
     let images = GpuFootprint::assumed(&golden("qwen3-vl"), shape.clone()).unwrap();
-    let (patches, rows) = (1 << 16, 1 << 14);
+    let (patches, rows) = (1_u64 << 16, 1 << 14);
     // Three parts of 64 elements that are kept of each row; of each patch three activations of 48, q, k and v, and 12 angles.
     let kept = 2 * rows * 3 * 64 * 2;
     let activations = patches * (3 * 48 + 3 * 48) * 2 + patches * 24 * 4 + rows * 64 * 2 + rows / 16 * 4;
