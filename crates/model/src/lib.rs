@@ -10,6 +10,7 @@ mod cancel;
 mod config;
 pub mod cuda;
 mod decoder;
+mod divide;
 mod embedding;
 mod encoder;
 mod encoder_spec;

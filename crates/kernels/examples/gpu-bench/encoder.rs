@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use half::bf16;
 use plimsoll_core::Component;
-use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_device::cuda::{Gpu, GpuSlab, GpuSlice};
 use plimsoll_kernels::Gelu;
 use plimsoll_kernels::cuda::{
     EncoderKernels, FusedKernels, GpuLayerNorm, GpuLinear, GpuMatrix, GpuWeight, Linears, PatchAttention,
@@ -27,6 +27,10 @@ fn noise(gpu: &Gpu, kernels: &FusedKernels, elements: usize) -> GpuSlab {
     slab
 }
 
+fn rows(slab: &GpuSlab, elements: usize) -> GpuSlice<'_, bf16> {
+    slab.slice().range(0..elements)
+}
+
 fn line(name: &str, patches: usize, floor: f64, us: f64) {
     println!(
         "{name:24} {patches:6} {us:9.2} us  floor {floor:8.2} us  x{:.2}",
@@ -47,7 +51,6 @@ pub(crate) fn bench(gpu: &Gpu) {
     gpu.fill(floats.slice(), 0).expect("zeros");
     for side in [32, 64] {
         let patches = side * side;
-        let rows = |slab: &GpuSlab, width: usize| slab.slice::<bf16>().range(0..patches * width);
         let moved = |elements: usize| (patches * elements * 2) as f64 / READ_BANDWIDTH * 1e6;
         let grid = PatchGrid {
             patches,
@@ -63,10 +66,14 @@ pub(crate) fn bench(gpu: &Gpu) {
             bias: floats.slice().range(0..HIDDEN),
             eps: 1e-6,
         };
-        let (x, added, out) = (rows(&hidden, HIDDEN), rows(&delta, HIDDEN), rows(&normed, HIDDEN));
+        let (x, added, out) = (
+            rows(&hidden, patches * HIDDEN),
+            rows(&delta, patches * HIDDEN),
+            rows(&normed, patches * HIDDEN),
+        );
         let us = time_us(gpu, 16, |_| kernels.layer_norm(x, Some(added), norm, out));
         line("layer_norm", patches, moved(4 * HIDDEN), us);
-        let qkv = rows(&wide, 3 * HIDDEN);
+        let qkv = rows(&wide, patches * 3 * HIDDEN);
         let us = time_us(gpu, 16, |_| kernels.rotate(qkv, HEADS, turned, patches));
         line("rotate", patches, moved(4 * HIDDEN), us);
         let args = PatchAttention {
@@ -80,7 +87,9 @@ pub(crate) fn bench(gpu: &Gpu) {
         let us = time_us(gpu, 8, |_| kernels.attention(&args));
         let work = (4 * patches * patches * HIDDEN) as f64 / BF16_RATE * 1e6;
         line("attention", patches, work, us);
-        let us = time_us(gpu, 16, |_| kernels.gelu(Gelu::Tanh, rows(&wide, INNER)));
+        let us = time_us(gpu, 16, |_| {
+            kernels.gelu(Gelu::Tanh, rows(&wide, patches * INNER))
+        });
         line("gelu", patches, moved(2 * INNER), us);
         for (name, n, k) in [
             ("patches", HIDDEN, 1536),
@@ -92,7 +101,7 @@ pub(crate) fn bench(gpu: &Gpu) {
             let matrix = GpuMatrix::Bf16(GpuWeight::new(&weights, 0..n * k));
             let linear = GpuLinear::new(matrix, Some(GpuWeight::new(&weights, 0..n)), n, k);
             let us = time_us(gpu, 8, |_| {
-                linears.forward(rows(&wide, k), &linear, rows(&other, n))
+                linears.forward(rows(&wide, patches * k), &linear, rows(&other, patches * n))
             });
             line(name, patches, (2 * patches * n * k) as f64 / BF16_RATE * 1e6, us);
         }
