@@ -2,8 +2,8 @@
 //
 // Flash decoding: a context is cut into splits, so that few long contexts fill the GPU as well as many short ones. A unit of
 // work is a split for one KV head; its query heads are the rows of a tensor-core tile, so keys and values are read once.
-// Each warp streams its own tiles of 16 keys through its own ring in shared memory and shares nothing with the others until
-// the split is done. Who finishes the last of up to `kFanIn` neighbouring splits merges them in order, and who finishes the
+// Each warp (of large heads each team of two) streams its own tiles of 16 keys through its own ring in shared memory and shares
+// nothing with the others until the split is done. Who finishes the last of up to `kFanIn` neighbouring splits merges them in order, and who finishes the
 // last of several such merges merges those.
 //
 // The grid is fixed: blocks walk over the units that the work list in device memory names, so one captured graph serves all
@@ -40,6 +40,7 @@ struct Args {
     int kv_heads;
     int group;        // query heads of one KV head
     int block_shift;  // log2 of the tokens of a block
+    int block_rows;   // rows of the cache, in units of a head, from one block to the next
     int window;       // tokens seen, the current one included
     float scale;      // times log2(e): weights are powers of two
     float inner;      // of a soft cap: what products are multiplied by before `tanh_exp2`, whose results `scale` multiplies
@@ -93,12 +94,13 @@ struct Decode {
     using Element = typename S::Element;
     using Products = TileProducts<D, Fp8>;
     static constexpr int kHeld = Products::kHeld;
-    static constexpr int kD = Products::kD;
+    static constexpr int kSums = Products::kSums;
 
     const Args args;
     char* const rings;
-    Element* const ring;  // this warp's
-    const int warp;
+    Element* const ring;  // this team's
+    const int team;
+    const int part;  // of the columns, which the team shares
     const int lane;
     const int passes;  // tiles of query heads for one KV head
     const int tiles;
@@ -106,8 +108,9 @@ struct Decode {
     __device__ __forceinline__ Decode(const Args& args, char* shared)
         : args(args),
           rings(shared),
-          ring(reinterpret_cast<Element*>(shared + threadIdx.x / kWarp * S::kWarpBytes)),
-          warp(threadIdx.x / kWarp),
+          ring(reinterpret_cast<Element*>(shared + threadIdx.x / kWarp / S::kParts * S::kRingBytes)),
+          team(threadIdx.x / kWarp / S::kParts),
+          part(threadIdx.x / kWarp % S::kParts),
           lane(threadIdx.x % kWarp),
           passes((args.group + kRows - 1) / kRows),
           tiles(args.kv_heads * passes) {}
@@ -142,15 +145,24 @@ struct Decode {
         return unit;
     }
 
-    // How many of the unit's first tiles are this warp's: each `kWarps`th.
-    __device__ __forceinline__ int share(int tiles) const { return max(tiles - warp + S::kWarps - 1, 0) / S::kWarps; }
+    // How many of the unit's first tiles are this team's: each `kTeams`th.
+    __device__ __forceinline__ int share(int tiles) const { return max(tiles - team + S::kTeams - 1, 0) / S::kTeams; }
+
+    // Until all of the team are here.
+    __device__ __forceinline__ static void wait_for_team() {
+        if constexpr (S::kParts == 1) {
+            __syncwarp();
+        } else {
+            __syncthreads();
+        }
+    }
 
     __device__ __forceinline__ int count(const Unit& unit) const {
         return share((unit.end - unit.begin + kKeys - 1) / kKeys);
     }
 
     __device__ __forceinline__ int first_key(const Unit& unit, int tile) const {
-        return unit.begin + (tile * S::kWarps + warp) * kKeys;
+        return unit.begin + (tile * S::kTeams + team) * kKeys;
     }
 
     // For this lane's eight keys of the lot that starts with `tile`: their row of the cache, in units of a head.
@@ -158,11 +170,11 @@ struct Decode {
         const int key = first_key(unit, tile + lane / 2) + lane % 2 * 8;
         if (key + 8 <= unit.seen || key >= unit.end) return 0;
         const int block = args.blocks[unit.block_offset + (key >> args.block_shift)];
-        return ((block * args.kv_heads + unit.kv_head) << args.block_shift) + (key & ((1 << args.block_shift) - 1));
+        return block * args.block_rows + (unit.kv_head << args.block_shift) + (key & ((1 << args.block_shift) - 1));
     }
 
-    // Begins to copy keys and values of a tile. Those that are not seen become zero: what a block's unused slots hold must
-    // not even be multiplied by zero.
+    // Begins to copy keys and values of a tile, or this warp's share of its rows. Those that are not seen become zero: what a
+    // block's unused slots hold must not even be multiplied by zero.
     __device__ __forceinline__ void load(const Unit& unit, int tile, int& rows) const {
         if (tile % S::kLot == 0 && tile > 0) rows = cache_row(unit, tile);
         const int key = first_key(unit, tile);
@@ -172,8 +184,9 @@ struct Decode {
         if constexpr (Fp8) {
             constexpr int kChunks = D / 16;
 #pragma unroll
-            for (int i = 0; i < kKeys * kChunks / kWarp; ++i) {
-                const int row = (i * kWarp + lane) / kChunks, chunk = (i * kWarp + lane) % kChunks;
+            for (int i = 0; i < kKeys * kChunks / kWarp / S::kParts; ++i) {
+                const int at_lane = i * kWarp + lane;
+                const int row = part * (kKeys / S::kParts) + at_lane / kChunks, chunk = at_lane % kChunks;
                 const int head = __shfl_sync(kAllLanes, rows, tile % S::kLot * 2 + row / 8) + row % 8;
                 const size_t from = size_t(head) * D + chunk * 16;
                 const bool wanted = key + row >= unit.seen && key + row < unit.end;
@@ -184,13 +197,14 @@ struct Decode {
         } else {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+                if (S::kParts > 1 && half != part) continue;
                 const size_t from = size_t(__shfl_sync(kAllLanes, rows, tile % S::kLot * 2 + half)) * D;
 #pragma unroll
                 for (int i = 0; i < D / kWarp; ++i) {
                     const int chunk = i * kWarp + lane;
-                    const int row = half * 8 + chunk / kD;
+                    const int row = half * 8 + chunk / S::kChunks;
                     const bool wanted = key + row >= unit.seen && key + row < unit.end;
-                    const int at = swizzled<D>(row, chunk % kD);
+                    const int at = swizzled<D>(row, chunk % S::kChunks);
                     copy_async(to + at, k + from + chunk * 8, wanted);
                     copy_async(to + S::kTile + at, v + from + chunk * 8, wanted);
                 }
@@ -239,17 +253,17 @@ struct Decode {
             const Unit next = fetch(header, index);
             const int next_rows = cache_row(next, 0);
 
-            float sums[kD][4] = {};
+            float sums[kSums][4] = {};
             float maximum[2] = {-INFINITY, -INFINITY}, total[2] = {};
             const int tiles = count(unit);
             for (int tile = 0; tile < tiles; ++tile) {
                 wait_async<S::kStages - 2>();
-                __syncwarp();
+                wait_for_team();
                 if (tile + S::kStages - 1 < tiles) load(unit, tile + S::kStages - 1, rows);
                 commit_async();
                 attend(unit, tile, queries, sums, maximum, total);
             }
-            __syncwarp();
+            wait_for_team();
 
             rows = next_rows;
             start(next, rows, 0, S::kStages);
@@ -263,21 +277,21 @@ struct Decode {
         const bf16* from = args.q + size_t(unit.first_row) * args.q_stride + unit.head * D;
         bf16* const to = shared_queries();
 #pragma unroll
-        for (int i = 0; i < kRows * kD / S::kThreads; ++i) {
+        for (int i = 0; i < kRows * S::kChunks / S::kThreads; ++i) {
             const int at = i * S::kThreads + threadIdx.x;
             const Bf16x8 zero = {};
-            const int place = Fp8 ? swizzled_queries<D>(at / kD, at % kD) : swizzled<D>(at / kD, at % kD);
-            store8(to + place, at / kD < unit.rows ? load8(from + at * 8) : zero);
+            const int place = Fp8 ? swizzled_queries<D>(at / S::kChunks, at % S::kChunks) : swizzled<D>(at / S::kChunks, at % S::kChunks);
+            store8(to + place, at / S::kChunks < unit.rows ? load8(from + at * 8) : zero);
         }
         __syncthreads();
     }
 
     __device__ __forceinline__ bf16* shared_queries() const {
-        return reinterpret_cast<bf16*>(rings + S::kWarps * S::kWarpBytes);
+        return reinterpret_cast<bf16*>(rings + S::kTeams * S::kRingBytes);
     }
 
     __device__ __forceinline__ void attend(const Unit& unit, int tile, const uint32_t (&queries)[kHeld][4],
-                                           float (&sums)[kD][4], float (&maximum)[2], float (&total)[2]) const {
+                                           float (&sums)[kSums][4], float (&maximum)[2], float (&total)[2]) const {
         const Element* keys = ring + tile % S::kStages * S::kStage;
         // Four chains of products instead of two: the tensor cores' latency is what a short context waits for.
         float chains[2][2][4] = {};
@@ -309,15 +323,15 @@ struct Decode {
                                pack(weights[1][0], weights[1][1]), pack(weights[1][2], weights[1][3])};
         const Element* values = keys + S::kTile;
         if constexpr (Fp8) {
-            Products::accumulate_fp8(a, values, sums);
+            Products::accumulate_fp8(a, values, part, sums);
         } else {
-            Products::accumulate(a, values, sums);
+            Products::accumulate(a, values, part, sums);
         }
     }
 
     // Scores become weights relative to the running maximum, and what came before is scaled to it. Each tile has a key that
     // is seen, so the maximum is finite.
-    __device__ __forceinline__ static void soften(float (&weights)[2][4], float (&sums)[kD][4], float (&maximum)[2],
+    __device__ __forceinline__ static void soften(float (&weights)[2][4], float (&sums)[kSums][4], float (&maximum)[2],
                                                   float (&total)[2]) {
         float factor[2];
         bool grown = false;
@@ -340,36 +354,36 @@ struct Decode {
         }
         if (__any_sync(kAllLanes, grown)) {
 #pragma unroll
-            for (int d = 0; d < kD; ++d) {
+            for (int d = 0; d < kSums; ++d) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sums[d][i] *= factor[i / 2];
             }
         }
     }
 
-    // Combines the warps' results and stores the unit's: the output if there is only one split, else a partial result.
-    __device__ __forceinline__ void finish(const Unit& unit, const float (&sums)[kD][4], const float (&maximum)[2],
+    // Combines the teams' results and stores the unit's: the output if there is only one split, else a partial result.
+    __device__ __forceinline__ void finish(const Unit& unit, const float (&sums)[kSums][4], const float (&maximum)[2],
                                            float (&total)[2], float2 (*states)[kRows], unsigned& arrived) const {
         // Columns are permuted so that the lanes' stores go to different banks.
-        constexpr int kExchange = S::kWarpBytes - S::kExchangeBytes;
-        float* mine = reinterpret_cast<float*>(rings + warp * S::kWarpBytes + kExchange);
+        constexpr int kExchange = S::kRingBytes - S::kExchangeBytes;
+        float* mine = reinterpret_cast<float*>(rings + team * S::kRingBytes + kExchange) + part * S::kColumns;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             total[h] += __shfl_xor_sync(kAllLanes, total[h], 1);
             total[h] += __shfl_xor_sync(kAllLanes, total[h], 2);
             const int row = h * 8 + lane / 4;
             if (row < unit.rows) {
-                if (lane % 4 == 0) states[warp][row] = make_float2(maximum[h], total[h]);
+                if (lane % 4 == 0 && part == 0) states[team][row] = make_float2(maximum[h], total[h]);
                 if constexpr (Fp8) {
                     // Even and odd columns of 16; see `TileProducts::accumulate_fp8`.
 #pragma unroll
-                    for (int d = 0; d < kD; d += 2) {
+                    for (int d = 0; d < kSums; d += 2) {
                         *reinterpret_cast<float4*>(mine + row * D + (d * 8 + lane % 4 * 4 ^ (row & 3) * 8)) = make_float4(
                             sums[d][h * 2], sums[d + 1][h * 2], sums[d][h * 2 + 1], sums[d + 1][h * 2 + 1]);
                     }
                 } else {
 #pragma unroll
-                    for (int d = 0; d < kD; ++d) {
+                    for (int d = 0; d < kSums; ++d) {
                         *reinterpret_cast<float2*>(mine + row * D + (d * 8 + lane % 4 * 2 ^ (row & 3) * 8)) =
                             make_float2(sums[d][h * 2], sums[d][h * 2 + 1]);
                     }
@@ -377,20 +391,20 @@ struct Decode {
             }
         }
         __syncthreads();
-        const float* warps = reinterpret_cast<const float*>(rings + kExchange);
+        const float* teams = reinterpret_cast<const float*>(rings + kExchange);
         for (int at = threadIdx.x; at < unit.rows * (D / 4); at += S::kThreads) {
             const int row = at / (D / 4), column = at % (D / 4) * 4;
             float largest = states[0][row].x;
 #pragma unroll
-            for (int w = 1; w < S::kWarps; ++w) largest = fmaxf(largest, states[w][row].x);
+            for (int t = 1; t < S::kTeams; ++t) largest = fmaxf(largest, states[t][row].x);
             float4 sum = {};
             float weight = 0.0f;
 #pragma unroll
-            for (int w = 0; w < S::kWarps; ++w) {
-                const float factor = exp2_fast(states[w][row].x - largest);
-                const float* sums_of = warps + w * (S::kWarpBytes / int(sizeof(float))) + row * D;
-                const float4 part = *reinterpret_cast<const float4*>(sums_of + (column ^ (row & 3) * 8));
-                add(sum, weight, factor, part, states[w][row].y);
+            for (int t = 0; t < S::kTeams; ++t) {
+                const float factor = exp2_fast(states[t][row].x - largest);
+                const float* sums_of = teams + t * (S::kRingBytes / int(sizeof(float))) + row * D;
+                const float4 of_team = *reinterpret_cast<const float4*>(sums_of + (column ^ (row & 3) * 8));
+                add(sum, weight, factor, of_team, states[t][row].y);
             }
             if (unit.splits == 1) {
                 store(unit, row, column, sum, largest, weight);
@@ -507,11 +521,11 @@ extern __shared__ __align__(128) char shared[];
     extern "C" __global__ void __launch_bounds__(Shape<D, FP8>::kThreads, 2) NAME(                                       \
         const bf16* q, const void* k, const void* v, const Run* runs, const int* blocks, const Header* header,           \
         const Item* items, bf16* out, float* scratch, unsigned* counters, int q_stride, int kv_heads, int group,         \
-        int block_shift, int window, float scale, float inner, const float* sinks, float out_scale) {                    \
-        __shared__ float2 states[Shape<D, FP8>::kWarps][kRows];                                                          \
+        int block_shift, int block_rows, int window, float scale, float inner, const float* sinks, float out_scale) {    \
+        __shared__ float2 states[Shape<D, FP8>::kTeams][kRows];                                                          \
         __shared__ unsigned arrived;                                                                                     \
-        const Args args = {q,        k,        v,     runs,        blocks, header, items, out,   scratch,  counters,     \
-                           q_stride, kv_heads, group, block_shift, window, scale,  inner, sinks, out_scale};             \
+        const Args args = {q,        k,        v,     runs,        blocks,     header, items, out,   scratch, counters,  \
+                           q_stride, kv_heads, group, block_shift, block_rows, window, scale, inner, sinks,   out_scale}; \
         Decode<D, CAPPED, FP8>(args, shared)(states, arrived);                                                           \
     }
 #define DECODE(D)                                                    \
@@ -524,3 +538,4 @@ DECODE(64)
 DECODE(96)
 DECODE(128)
 DECODE(256)
+DECODE(512)

@@ -13,9 +13,13 @@ namespace {
 template <int D, bool Fp8>
 struct Shape {
     using Element = typename KvElement<Fp8>::Type;
-    static constexpr int kRows = D <= 128 ? 128 : 64;
-    static constexpr int kKeys = D <= 128 ? 64 : 32;
+    // Less than 99 KiB of shared memory, which every GPU has.
+    static constexpr int kRows = D <= 128 ? 128 : D <= 256 ? 64 : 32;
+    static constexpr int kKeys = D <= 128 ? 64 : D <= 256 ? 32 : 16;
     static constexpr int kWarps = 4;
+    // Warps that have the same rows, and of which each sums a part of the values' columns: all do not fit its registers. The
+    // scores are computed by each.
+    static constexpr int kParts = D <= 256 ? 1 : 2;
     static constexpr int kThreads = kWarps * kWarp;
     // Keys and values of 8 bits have one tile each, and one each as they are in the cache, from which it is filled.
     static constexpr int kStages = Fp8 ? 2 : 3;
@@ -34,10 +38,11 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
     using S = Shape<D, Fp8>;
     using Element = typename S::Element;
     using Base = QueryTile<D, S::kRows>;
-    static constexpr int kM = S::kRows / S::kWarps / 16;  // tiles of 16 rows of a warp
+    static constexpr int kM = S::kRows * S::kParts / S::kWarps / 16;  // tiles of 16 rows of a warp
     static constexpr int kN = S::kKeys / 8;
-    static constexpr int kD = D / 8;
-    using Warp = WarpRows<Base, kM, kN>;
+    static constexpr int kColumns = D / S::kParts;
+    static constexpr int kD = kColumns / 8;
+    using Warp = WarpRows<Base, kM, kN, kColumns>;
     using Base::args, Base::item;
 
     bf16* const q_tile;
@@ -115,7 +120,7 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
         load(args.v, first, 1);
         commit_async();
 
-        Warp warp(threadIdx.x / kWarp * kM * 16);
+        Warp warp(threadIdx.x / kWarp / S::kParts * kM * 16, threadIdx.x / kWarp % S::kParts * kColumns);
         const bool idle = warp.row >= this->rows();
         const int lowest = this->position(warp.row);
         const int highest = this->position(min(warp.row + kM * 16, this->rows()) - 1);
@@ -152,9 +157,11 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
             __syncthreads();
             if (tile + 1 < last) load(args.v, tile + 1, free(stage));
             commit_async();
-            if (!skip) accumulate(weights, stage, sums);
+            if (!skip) accumulate(warp.first, weights, stage, sums);
             stage = after(stage);
         }
+        // Others may still read the queries, in whose place the results are.
+        if constexpr (S::kParts > 1) __syncthreads();
         if (idle) return;
         warp.finish_total();
         // Read anew rather than kept in registers all the time.
@@ -195,10 +202,11 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
         }
     }
 
-    // sums += weights x values
-    __device__ __forceinline__ void accumulate(const float (&weights)[kM][kN][4], int stage, float (&sums)[kM][kD][4]) const {
+    // sums += weights x values, of the columns from `first` on
+    __device__ __forceinline__ void accumulate(int first, const float (&weights)[kM][kN][4], int stage,
+                                               float (&sums)[kM][kD][4]) const {
         const int lane = threadIdx.x % kWarp;
-        const bf16* v = ring + stage * S::kTile + lane % 16 * S::kStride + lane / 16 * 8;
+        const bf16* v = ring + stage * S::kTile + lane % 16 * S::kStride + first + lane / 16 * 8;
 #pragma unroll
         for (int n = 0; n < kN; n += 2) {
             uint32_t a[kM][4];
@@ -268,12 +276,12 @@ extern __shared__ __align__(16) char shared[];
 
 #define ARGS                                                                                                           \
     const bf16 *q, const void *k, const void *v, const Run *runs, const int *blocks, const Item *items, bf16 *out,      \
-        float *scratch, int q_stride, int kv_heads, int group, unsigned group_inverse, int block_shift, int window,    \
-        float scale, float inner, const float *sinks, float out_scale, int work
+        float *scratch, int q_stride, int kv_heads, int group, unsigned group_inverse, int block_shift, int block_rows, \
+        int window, float scale, float inner, const float *sinks, float out_scale, int work
 #define PACKED_ARGS                                                                                                    \
     PrefillArgs {                                                                                                      \
-        q, k, v, runs, blocks, items, out, scratch, q_stride, kv_heads, group, group_inverse, block_shift, window,     \
-            scale, inner, sinks, out_scale, work                                                                                  \
+        q, k, v, runs, blocks, items, out, scratch, q_stride, kv_heads, group, group_inverse, block_shift, block_rows, \
+            window, scale, inner, sinks, out_scale, work                                                               \
     }
 
 // Grid: KV heads x items.
@@ -293,6 +301,7 @@ PREFILL(64)
 PREFILL(96)
 PREFILL(128)
 PREFILL(256)
+PREFILL(512)
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 template <int D, bool Capped>

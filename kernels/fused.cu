@@ -8,7 +8,6 @@
 
 #include "activation.cuh"
 #include "common.cuh"
-#include "fp8.cuh"
 #include "philox.cuh"
 #include "rows.cuh"
 
@@ -28,6 +27,7 @@ struct Norm {
     const float* weight;
     bf16* out;
     Fp8Rows quantised;  // in place of out
+    const float* scalar;  // multiplies a sum with a norm, if there is one
     int n;
     float eps;
 };
@@ -46,6 +46,8 @@ __device__ __forceinline__ void norm_row(const Norm& norm) {
         weight = load_floats(norm.weight + at(0) * kVec);
         if (kRows == Rows::kSandwich) delta_weight = load_floats(norm.delta_weight + at(0) * kVec);
     }
+    float factor = 1.0f;
+    if (kRows == Rows::kSandwich && norm.scalar != nullptr) factor = *norm.scalar;
     pdl_wait();
     const int64_t row = static_cast<int64_t>(blockIdx.x) * norm.n;
     // All loads before the first store, which might be to the same place for all the compiler knows.
@@ -78,6 +80,7 @@ __device__ __forceinline__ void norm_row(const Norm& norm) {
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
                 sum.at[i] += kRows == Rows::kSandwich ? added.at[i] * delta_scale * delta_weight.at[i] : added.at[i];
+                if (kRows == Rows::kSandwich) sum.at[i] *= factor;
             }
             x[v] = narrow(sum);
             store8(norm.hidden + row + at(v) * kVec, x[v]);
@@ -98,211 +101,92 @@ __device__ __forceinline__ void norm_row(const Norm& norm) {
     if constexpr (kFp8) store_fp8(norm.quantised, norm.n, wide, partial[kRows == Rows::kSandwich ? 2 : 1]);
 }
 
-// Cosine and sine of `position` times a frequency given in turns per position as a sum of two floats. The product is exact
-// up to about 2^-48 of itself, so the fraction of a turn is as good at position 10^6 as at 1, where the product in radians
-// as one float would be off by 0.06.
-__device__ __forceinline__ float2 cos_sin(int position, float2 frequency) {
-    const float p = static_cast<float>(position);
-    const float turns = __fmul_rn(p, frequency.x);
-    const float rest = fmaf(p, frequency.x, -turns) + p * frequency.y;
-    float2 result;
-    sincospif(2.0f * (turns - rintf(turns) + rest), &result.y, &result.x);
-    return result;
-}
-
-struct Rotation {
-    // Of the head's vector `first` with vector `second`; a head's vectors beyond the rotated ones go in pairs too.
-    int first;
-    int second;
-    bool rotated;
-};
-
-// The `unit`-th pair of vectors of a head of which elements below `2 * pairs` are rotated.
-__device__ __forceinline__ Rotation rotation(int unit, int pairs) {
-    const int half = pairs / kVec;
-    if (unit < half) return {unit, unit + half, true};
-    return {2 * unit, 2 * unit + 1, false};
-}
-
-struct Projection {
-    bf16* qkv;
-    int heads;
-    int gate_heads;  // between q and k, left alone
-    int lanes_log2;
-    int pairs;
-};
-
-// Which pairs turn with the second and third number of a position, a bit each, of the first 64 pairs and of the others; the rest
-// turns with the first. `width` numbers are a position.
-struct Axes {
-    uint64_t second_low;
-    uint64_t second_high;
-    uint64_t third_low;
-    uint64_t third_high;
-    int width;
-
-    __device__ __forceinline__ int of(int pair) const {
-        const int bit = pair % 64;
-        const uint64_t second = pair < 64 ? second_low : second_high, third = pair < 64 ? third_low : third_high;
-        return static_cast<int>(second >> bit & 1) + 2 * static_cast<int>(third >> bit & 1);
-    }
-};
-
-struct RowPlace {
-    const int* positions;
-    Axes axes;
-    const int* slots;
-    const float2* frequencies;
-    float factor;  // of cosines and sines
-};
-
-// Of q, at a position: 1 + beta * ln(1 + floor(position / original)).
-struct QueryScale {
-    float beta;
-    int original;
-};
-
-struct HeadNorm {
-    const float* q_weight;
-    const float* k_weight;
+// hidden = (hidden + delta) * factor, or + the norm of delta where it has a weight, of this block's row, by the way of f32. The
+// factor is also the number at `scalar`, if there is one.
+struct Sum {
+    bf16* hidden;
+    const bf16* delta;
+    const float* delta_weight;
+    const float* scalar;
+    float factor;
+    int n;
     float eps;
 };
 
-struct KvCache {
-    void* k;
-    void* v;
-    float k_inverse;  // what elements of 8 bits are multiplied by before they are rounded
-    float v_inverse;
-    int kv_heads;
-    int block_size;
-    int dim;
-};
-
-__device__ __forceinline__ int64_t cache_offset(const KvCache& cache, int slot, int kv_head) {
-    const int block = slot / cache.block_size, token = slot % cache.block_size;
-    return ((static_cast<int64_t>(block) * cache.kv_heads + kv_head) * cache.block_size + token) * cache.dim;
-}
-
-__device__ __forceinline__ void store8_fp8(uint8_t* to, const Bf16x8& value, float factor) {
-    const Float8 x = widen(value);
-    const auto four = [&](int i) {
-        return narrow_fp8(x.at[i] * factor, x.at[i + 1] * factor) | narrow_fp8(x.at[i + 2] * factor, x.at[i + 3] * factor) << 16;
-    };
-    *reinterpret_cast<uint2*>(to) = make_uint2(four(0), four(4));
-}
-
-// Normalises two vectors of a head whose others are in the `lanes` neighbouring lanes.
-__device__ __forceinline__ void norm_head(Float8& a, Float8& b, const float* weight, const Rotation& at, int lanes, int dim,
-                                          float eps) {
-    float squares = sum_of_squares(a) + sum_of_squares(b);
-    for (int offset = lanes / 2; offset > 0; offset /= 2) squares += __shfl_xor_sync(kAllLanes, squares, offset);
-    if (weight == nullptr) return;
-    const float scale = rsqrtf(squares / static_cast<float>(dim) + eps);
-    const Float8 wa = load_floats(weight + at.first * kVec), wb = load_floats(weight + at.second * kVec);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-        a.at[i] *= scale * wa.at[i];
-        b.at[i] *= scale * wb.at[i];
-    }
-}
-
-template <bool kNorm, bool kScale, bool kFp8>
-__device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace& place, const HeadNorm& norm,
-                                           const KvCache& cache, const QueryScale& query) {
-    extern __shared__ float2 angles[];
+template <int kVecs>
+__device__ __forceinline__ void add_row(const Sum& sum) {
+    __shared__ float partial[kWarp];
     pdl_launch();
-    const int lanes = 1 << in.lanes_log2;
-    const int group = threadIdx.x >> in.lanes_log2, groups = blockDim.x >> in.lanes_log2;
-    const int unit = threadIdx.x & (lanes - 1);
-    const bool in_head = unit < cache.dim / (2 * kVec);
-    const Rotation at = rotation(unit, in.pairs);
-    const int rotated_heads = in.heads + cache.kv_heads, all_heads = rotated_heads + cache.kv_heads;
-    float2 frequency = make_float2(0.0f, 0.0f);
-    if (threadIdx.x < in.pairs) frequency = place.frequencies[threadIdx.x];
+    const int vecs = sum.n / kVec;
+    const auto at = [&](int v) { return static_cast<int>(threadIdx.x + v * blockDim.x); };
+    const float factor = sum.factor * (sum.scalar == nullptr ? 1.0f : *sum.scalar);
     pdl_wait();
-
-    const int row = blockIdx.x;
-    bf16* const heads_of_row = in.qkv + static_cast<int64_t>(row) * (all_heads + in.gate_heads) * cache.dim;
-    const int slot = place.slots[row];
-    const int* const positions = place.positions + row * place.axes.width;
-    const auto angle_of = [&](int pair, float2 frequency) {
-        const float2 angle = cos_sin(positions[place.axes.of(pair)], frequency);
-        return make_float2(angle.x * place.factor, angle.y * place.factor);
-    };
-    if (threadIdx.x < in.pairs) angles[threadIdx.x] = angle_of(threadIdx.x, frequency);
-    for (int pair = threadIdx.x + blockDim.x; pair < in.pairs; pair += blockDim.x) {
-        angles[pair] = angle_of(pair, place.frequencies[pair]);
-    }
-    // Beside the angles: it would take a register all the time.
-    if (kScale && threadIdx.x == 0) {
-        angles[in.pairs].x = 1.0f + query.beta * __logf(static_cast<float>(1 + positions[0] / query.original));
-    }
-
-    // All lanes of a warp make the same number of turns, for the shuffles.
-    for (int base = 0; base < all_heads; base += groups) {
-        const int head = base + group;
-        const bool mine = in_head && head < all_heads;
-        bf16* const from = heads_of_row + (head < in.heads ? head : head + in.gate_heads) * cache.dim;
-        Bf16x8 first{}, second{};
-        if (mine) {
-            first = load8(from + at.first * kVec);
-            second = load8(from + at.second * kVec);
-        }
-        // The first head's loads are under way while the angles are made.
-        if (base == 0) __syncthreads();
-        if (kNorm || head < rotated_heads) {
-            Float8 a = widen(first), b = widen(second);
-            if (kNorm) {
-                const float* weight = head < in.heads ? norm.q_weight : norm.k_weight;
-                norm_head(a, b, mine && head < rotated_heads ? weight : nullptr, at, lanes, cache.dim, norm.eps);
-            }
-            if (mine && at.rotated && head < rotated_heads) {
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * sum.n;
+    Bf16x8 x[kVecs], delta[kVecs];
+    float squares = 0.0f;
 #pragma unroll
-                for (int i = 0; i < kVec; ++i) {
-                    const float2 angle = angles[at.first * kVec + i];
-                    const float x = a.at[i], y = b.at[i];
-                    a.at[i] = x * angle.x - y * angle.y;
-                    b.at[i] = y * angle.x + x * angle.y;
-                }
-            }
-            if (kScale && head < in.heads) {
-                const float scale = angles[in.pairs].x;
+    for (int v = 0; v < kVecs; ++v) {
+        if (at(v) >= vecs) continue;
+        x[v] = load8(sum.hidden + row + at(v) * kVec);
+        delta[v] = load8(sum.delta + row + at(v) * kVec);
+        squares += sum_of_squares(widen(delta[v]));
+    }
+    float scale = 1.0f;
+    if (sum.delta_weight != nullptr) scale = rsqrtf(block_sum(squares, partial) / static_cast<float>(sum.n) + sum.eps);
 #pragma unroll
-                for (int i = 0; i < kVec; ++i) {
-                    a.at[i] *= scale;
-                    b.at[i] *= scale;
-                }
-            }
-            first = narrow(a);
-            second = narrow(b);
-        }
-        bf16* to = from;
-        if (head >= in.heads) {
-            if (slot < 0) continue;
-            const bool is_v = head >= rotated_heads;
-            void* const elements = is_v ? cache.v : cache.k;
-            const int64_t offset = cache_offset(cache, slot, head - (is_v ? rotated_heads : in.heads));
-            if constexpr (kFp8) {
-                if (!mine) continue;
-                uint8_t* const bytes = static_cast<uint8_t*>(elements) + offset;
-                const float factor = is_v ? cache.v_inverse : cache.k_inverse;
-                store8_fp8(bytes + at.first * kVec, first, factor);
-                store8_fp8(bytes + at.second * kVec, second, factor);
-                continue;
-            }
-            to = static_cast<bf16*>(elements) + offset;
-        }
-        if (!mine) continue;
-        store8(to + at.first * kVec, first);
-        store8(to + at.second * kVec, second);
+    for (int v = 0; v < kVecs; ++v) {
+        if (at(v) >= vecs) continue;
+        Float8 to = widen(x[v]);
+        const Float8 added = widen(delta[v]);
+        Float8 weight = {{1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f}};
+        if (sum.delta_weight != nullptr) weight = load_floats(sum.delta_weight + at(v) * kVec);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) to.at[i] = (to.at[i] + added.at[i] * scale * weight.at[i]) * factor;
+        store8(sum.hidden + row + at(v) * kVec, narrow(to));
     }
 }
 
-// `activation(gate) * up` of a vector, `inner` elements apart.
+// x = the norm of x with one weight + the norm of y with another, of this block's row.
+template <int kVecs>
+__device__ __forceinline__ void sum_norms_row(bf16* x, const bf16* y, const float* x_weight, const float* y_weight, int n,
+                                              float eps) {
+    __shared__ float partial[2][kWarp];
+    pdl_launch();
+    const int vecs = n / kVec;
+    const auto at = [&](int v) { return static_cast<int>(threadIdx.x + v * blockDim.x); };
+    pdl_wait();
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * n;
+    Bf16x8 a[kVecs], b[kVecs];
+    float a_squares = 0.0f, b_squares = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+        if (at(v) >= vecs) continue;
+        a[v] = load8(x + row + at(v) * kVec);
+        b[v] = load8(y + row + at(v) * kVec);
+        a_squares += sum_of_squares(widen(a[v]));
+        b_squares += sum_of_squares(widen(b[v]));
+    }
+    const float a_scale = rsqrtf(block_sum(a_squares, partial[0]) / static_cast<float>(n) + eps);
+    const float b_scale = rsqrtf(block_sum(b_squares, partial[1]) / static_cast<float>(n) + eps);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+        if (at(v) >= vecs) continue;
+        const Float8 a_weight = load_floats(x_weight + at(v) * kVec), b_weight = load_floats(y_weight + at(v) * kVec);
+        Float8 sum = widen(a[v]);
+        const Float8 other = widen(b[v]);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+            sum.at[i] = sum.at[i] * a_scale * a_weight.at[i] + other.at[i] * b_scale * b_weight.at[i];
+        }
+        store8(x + row + at(v) * kVec, narrow(sum));
+    }
+}
+
+// `activation(gate) * up` of a vector.
 template <Activation kActivation>
-__device__ __forceinline__ Float8 gated(const bf16* gate, int inner) {
+__device__ __forceinline__ Float8 gated(const bf16* gate, const bf16* up) {
     Float8 g = widen(load8(gate));
-    const Float8 u = widen(load8(gate + inner));
+    const Float8 u = widen(load8(up));
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
         g.at[j] = __fdividef(g.at[j], 1.0f + __expf(-sigmoid_input(kActivation, g.at[j]))) * u.at[j];
@@ -311,14 +195,16 @@ __device__ __forceinline__ Float8 gated(const bf16* gate, int inner) {
 }
 
 template <Activation kActivation>
-__device__ __forceinline__ void gate_row(const bf16* gate_up, bf16* out, int inner, int blocks_per_row) {
+__device__ __forceinline__ void gate_row(const bf16* gate, const bf16* up, bf16* out, int inner, int gate_stride, int up_stride,
+                                         int blocks_per_row) {
     pdl_launch();
     const int row = blockIdx.x / blocks_per_row;
     const int i = ((blockIdx.x - row * blocks_per_row) * blockDim.x + threadIdx.x) * kVec;
     pdl_wait();
     if (i >= inner) return;
-    const bf16* gate = gate_up + static_cast<int64_t>(row) * 2 * inner + i;
-    store8(out + static_cast<int64_t>(row) * inner + i, narrow(gated<kActivation>(gate, inner)));
+    gate += static_cast<int64_t>(row) * gate_stride + i;
+    up += static_cast<int64_t>(row) * up_stride + i;
+    store8(out + static_cast<int64_t>(row) * inner + i, narrow(gated<kActivation>(gate, up)));
 }
 
 // Quantises what `load` makes of each vector of this block's row.
@@ -362,14 +248,14 @@ extern "C" __global__ void __launch_bounds__(1024)
 #define NORM_KERNEL(NAME, ROWS, VECS)                                                                                   \
     extern "C" __global__ void __launch_bounds__(1024)                                                                  \
         NAME##_##VECS(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight, bf16* out,       \
-                      int n, float eps) {                                                                               \
-        norm_row<ROWS, VECS, false>({hidden, delta, delta_weight, weight, out, {}, n, eps});                            \
+                      const float* scalar, int n, float eps) {                                                          \
+        norm_row<ROWS, VECS, false>({hidden, delta, delta_weight, weight, out, {}, scalar, n, eps});                    \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(1024)                                                                  \
         NAME##_fp8_##VECS(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight,              \
-                          uint8_t* values, float* scales, int stride, int n, float eps) {                               \
+                          uint8_t* values, float* scales, int stride, const float* scalar, int n, float eps) {          \
         norm_row<ROWS, VECS, true>(                                                                                     \
-            {hidden, delta, delta_weight, weight, nullptr, {values, scales, stride}, n, eps});                     \
+            {hidden, delta, delta_weight, weight, nullptr, {values, scales, stride}, scalar, n, eps});                  \
     }
 
 #define NORM_KERNELS(NAME, ROWS) \
@@ -377,11 +263,26 @@ extern "C" __global__ void __launch_bounds__(1024)
     NORM_KERNEL(NAME, ROWS, 2)
 
 // out = x * rsqrt(mean(x^2) + eps) * weight, where x is hidden, or hidden + delta, or hidden + such a norm of delta with
-// delta_weight; the sum is rounded to bf16 and stored to hidden. The suffix is the vectors a thread keeps: blocks have
+// delta_weight, which may be multiplied by a number; the sum is rounded to bf16 and stored to hidden. The suffix is the vectors a thread keeps: blocks have
 // n / 8 / suffix threads. Those of fp8 quantise.
 NORM_KERNELS(rms_norm, Rows::kPlain)
 NORM_KERNELS(add_rms_norm, Rows::kAdd)
 NORM_KERNELS(sandwich_norm, Rows::kSandwich)
+
+#define SUM_KERNELS(VECS)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
+        add_normed_##VECS(bf16* hidden, const bf16* delta, const float* delta_weight, const float* scalar,              \
+                          float factor, int n, float eps) {                                                             \
+        add_row<VECS>({hidden, delta, delta_weight, scalar, factor, n, eps});                                           \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
+        sum_norms_##VECS(bf16* x, const bf16* y, const float* x_weight, const float* y_weight, int n, float eps) {      \
+        sum_norms_row<VECS>(x, y, x_weight, y_weight, n, eps);                                                          \
+    }
+
+// Sums with norms where no norm follows, as above.
+SUM_KERNELS(1)
+SUM_KERNELS(2)
 
 #define QUANTISE_KERNELS(VECS)                                                                                          \
     extern "C" __global__ void __launch_bounds__(1024)                                                                  \
@@ -393,13 +294,13 @@ NORM_KERNELS(sandwich_norm, Rows::kSandwich)
         silu_mul_fp8_##VECS(const bf16* gate_up, uint8_t* values, float* scales, int stride, int n) {                   \
         const bf16* row = gate_up + static_cast<int64_t>(blockIdx.x) * 2 * n;                                           \
         quantise_row<VECS>({values, scales, stride}, n,                                                            \
-                           [&](int at) { return gated<Activation::kSilu>(row + at, n); });                              \
+                           [&](int at) { return gated<Activation::kSilu>(row + at, row + n + at); });                              \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(1024)                                                                  \
         gelu_tanh_mul_fp8_##VECS(const bf16* gate_up, uint8_t* values, float* scales, int stride, int n) {              \
         const bf16* row = gate_up + static_cast<int64_t>(blockIdx.x) * 2 * n;                                           \
         quantise_row<VECS>({values, scales, stride}, n,                                                            \
-                           [&](int at) { return gated<Activation::kGeluTanh>(row + at, n); });                          \
+                           [&](int at) { return gated<Activation::kGeluTanh>(row + at, row + n + at); });                          \
     }
 
 // Rows of x, or `activation(gate) * up` of rows of gate and up, quantised, one block a row.
@@ -407,41 +308,14 @@ QUANTISE_KERNELS(1)
 QUANTISE_KERNELS(2)
 QUANTISE_KERNELS(4)
 
-#define ROPE_KERNEL(NAME, NORM, SCALE, FP8, REGISTERS)                                                                  \
-    extern "C" __global__ void __maxnreg__(REGISTERS)                                                                   \
-        NAME(bf16* qkv, const int* positions, const int* slots, const float2* frequencies, float factor,                \
-             const float* q_weight, const float* k_weight, float eps, void* k_cache, void* v_cache, int heads,          \
-             int gate_heads, int kv_heads, int dim, int pairs, int block_size, int lanes_log2, float beta, int original, \
-             float k_inverse, float v_inverse, int width, uint64_t second_low, uint64_t second_high, uint64_t third_low, \
-             uint64_t third_high) {                                                                                     \
-        rotate_row<NORM, SCALE, FP8>({qkv, heads, gate_heads, lanes_log2, pairs},                                       \
-                                     {positions, {second_low, second_high, third_low, third_high, width}, slots,        \
-                                      frequencies, factor},                                                             \
-                                     {q_weight, k_weight, eps},                                                         \
-                                     {k_cache, v_cache, k_inverse, v_inverse, kv_heads, block_size, dim},               \
-                                     {beta, original});                                                                 \
-    }
-
-// From a row of the fused projection, [heads + gate_heads + 2 kv_heads][dim] (q, gates, k, v): q and k rotated, element i with
-// i + pairs, or normalised per head and then rotated, and q scaled by its position; q back into its place, k and v into the cache at the row's slot. One
-// block a row; `1 << lanes_log2` lanes share a head, each with two vectors of it. Dynamic shared memory: pairs + 1 float2. The
-// registers are capped for more rows at once.
-ROPE_KERNEL(rope_kv_write, false, false, false, 40)
-ROPE_KERNEL(qk_norm_rope_kv_write, true, false, false, 40)
-ROPE_KERNEL(rope_scale_kv_write, false, true, false, 48)
-ROPE_KERNEL(qk_norm_rope_scale_kv_write, true, true, false, 48)
-ROPE_KERNEL(rope_kv_write_fp8, false, false, true, 56)
-ROPE_KERNEL(qk_norm_rope_kv_write_fp8, true, false, true, 56)
-ROPE_KERNEL(rope_scale_kv_write_fp8, false, true, true, 56)
-ROPE_KERNEL(qk_norm_rope_scale_kv_write_fp8, true, true, true, 56)
-
 #define GLU_KERNEL(NAME, ACTIVATION)                                                                                    \
     extern "C" __global__ void __launch_bounds__(256)                                                                   \
-        NAME(const bf16* gate_up, bf16* out, int inner, int blocks_per_row) {                                           \
-        gate_row<ACTIVATION>(gate_up, out, inner, blocks_per_row);                                                      \
+        NAME(const bf16* gate, const bf16* up, bf16* out, int inner, int gate_stride, int up_stride,                    \
+             int blocks_per_row) {                                                                                      \
+        gate_row<ACTIVATION>(gate, up, out, inner, gate_stride, up_stride, blocks_per_row);                             \
     }
 
-// out[row][i] = activation(gate_up[row][i]) * gate_up[row][inner + i]. Blocks of a row follow each other: gridDim.x is rows
+// out[row][i] = activation(gate[row][i]) * up[row][i], of rows so many elements apart. Blocks of a row follow each other: gridDim.x is rows
 // times ceil(inner / 8 / blockDim.x).
 GLU_KERNEL(silu_mul, Activation::kSilu)
 GLU_KERNEL(gelu_tanh_mul, Activation::kGeluTanh)
@@ -462,11 +336,12 @@ extern "C" __global__ void __launch_bounds__(256) soft_cap(float* x, uint64_t le
     if (thread < len % 4) x[len / 4 * 4 + thread] = capped(x[len / 4 * 4 + thread]);
 }
 
-// out[i] = x[rows[i]]. One block a row.
-extern "C" __global__ void __launch_bounds__(1024) gather_rows(const bf16* x, const int* rows, bf16* out, int n) {
+// out[i] = the first n elements of x[rows[i]], whose rows are `stride` elements apart. One block a row.
+extern "C" __global__ void __launch_bounds__(1024)
+    gather_rows(const bf16* x, const int* rows, bf16* out, int n, int stride) {
     pdl_launch();
     pdl_wait();
-    const int64_t from = static_cast<int64_t>(rows[blockIdx.x]) * n, to = static_cast<int64_t>(blockIdx.x) * n;
+    const int64_t from = static_cast<int64_t>(rows[blockIdx.x]) * stride, to = static_cast<int64_t>(blockIdx.x) * n;
     for (int i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) store8(out + to + i, load8(x + from + i));
 }
 

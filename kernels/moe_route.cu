@@ -25,6 +25,14 @@ struct Routes {
     int rows, experts, top_k, tile;
 };
 
+// From logits to weights.
+struct Router {
+    const bf16* bias;     // added to logits, or null
+    bool of_all;          // weights of all experts sum to 1, not those of the chosen alone
+    float scale;          // of logits
+    const float* scales;  // of weights, [experts], or null
+};
+
 // Unsigned numbers in the order of logits. What is no number is the largest, and there is one zero.
 __device__ __forceinline__ uint32_t to_key(float logit) {
     const uint32_t bits = isnan(logit) ? 0x7f800000u : __float_as_uint(logit + 0.0f);
@@ -37,8 +45,8 @@ __device__ __forceinline__ float from_key(uint32_t key) {
 
 // The experts of a row, by a warp whose lanes hold `kLogits` logits each.
 template <int kLogits>
-__device__ __forceinline__ void route_row(const float* logits, const bf16* bias, int experts, int top_k, bool of_all,
-                                          uint16_t* chosen, float* weights) {
+__device__ __forceinline__ void route_row(const float* logits, const Router& router, int experts, int top_k, uint16_t* chosen,
+                                          float* weights) {
     const int lane = threadIdx.x % kWarp;
     uint32_t keys[kLogits];
 #pragma unroll
@@ -46,7 +54,8 @@ __device__ __forceinline__ void route_row(const float* logits, const bf16* bias,
         const int at = lane + i * kWarp;
         keys[i] = 0;
         if (at >= experts) continue;
-        keys[i] = to_key(logits[at] + (bias == nullptr ? 0.0f : __bfloat162float(bias[at])));
+        const float bias = router.bias == nullptr ? 0.0f : __bfloat162float(router.bias[at]);
+        keys[i] = to_key(logits[at] * router.scale + bias);
     }
     // The largest logit that comes after the last one found; of equal ones the first expert.
     uint64_t last = ~uint64_t(0), top = 0, mine = 0;
@@ -69,7 +78,7 @@ __device__ __forceinline__ void route_row(const float* logits, const bf16* bias,
     const bool is_mine = lane < top_k;
     const float max = from_key(uint32_t(top >> 32));
     float weight = is_mine ? expf(from_key(uint32_t(mine >> 32)) - max) : 0.0f, sum = weight;
-    if (of_all) {
+    if (router.of_all) {
         sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < kLogits; ++i) {
@@ -81,21 +90,22 @@ __device__ __forceinline__ void route_row(const float* logits, const bf16* bias,
     int rank = 0;
     for (int i = 0; i < top_k; ++i) rank += __shfl_sync(kAllLanes, expert, i) < expert;
     if (is_mine) {
+        if (router.scales != nullptr) weight *= router.scales[expert];
         chosen[rank] = static_cast<uint16_t>(expert);
         weights[rank] = weight;
     }
 }
 
-__device__ __forceinline__ void route_row(const float* logits, const bf16* bias, const Routes& r, bool of_all, int row,
+__device__ __forceinline__ void route_row(const float* logits, const Router& router, const Routes& r, int row,
                                           uint16_t* chosen) {
     logits += size_t(row) * r.experts;
     float* weights = r.weights + size_t(row) * r.top_k;
     if (r.experts <= 4 * kWarp) {
-        route_row<4>(logits, bias, r.experts, r.top_k, of_all, chosen, weights);
+        route_row<4>(logits, router, r.experts, r.top_k, chosen, weights);
     } else if (r.experts <= 8 * kWarp) {
-        route_row<8>(logits, bias, r.experts, r.top_k, of_all, chosen, weights);
+        route_row<8>(logits, router, r.experts, r.top_k, chosen, weights);
     } else {
-        route_row<kMostExperts / kWarp>(logits, bias, r.experts, r.top_k, of_all, chosen, weights);
+        route_row<kMostExperts / kWarp>(logits, router, r.experts, r.top_k, chosen, weights);
     }
 }
 
@@ -134,12 +144,13 @@ constexpr int kFewRoutes = 1024;
 // The experts of many rows: a warp a row.
 extern "C" __global__ void __launch_bounds__(kRouteWarps* kWarp)
     moe_route(const float* logits, const bf16* bias, uint16_t* chosen, float* weights, int* places, int* sources, Tile* tiles,
-              int rows, int experts, int top_k, int tile, int of_all) {
+              int rows, int experts, int top_k, int tile, int of_all, float scale, const float* scales) {
     const Routes r{chosen, weights, places, sources, tiles, rows, experts, top_k, tile};
+    const Router router{bias, of_all != 0, scale, scales};
     pdl_launch();
     pdl_wait();
     const int row = blockIdx.x * kRouteWarps + threadIdx.x / kWarp;
-    if (row < rows) route_row(logits, bias, r, of_all, row, chosen + size_t(row) * top_k);
+    if (row < rows) route_row(logits, router, r, row, chosen + size_t(row) * top_k);
 }
 
 // Groups the routes of many rows: a block an expert, each of which counts all routes.
@@ -197,8 +208,9 @@ extern "C" __global__ void __launch_bounds__(kGroupThreads)
 // Both for few rows, by one block.
 extern "C" __global__ void __launch_bounds__(kFewThreads)
     moe_route_few(const float* logits, const bf16* bias, uint16_t* chosen, float* weights, int* places, int* sources, Tile* tiles,
-                  int rows, int experts, int top_k, int tile, int of_all) {
+                  int rows, int experts, int top_k, int tile, int of_all, float scale, const float* scales) {
     const Routes r{chosen, weights, places, sources, tiles, rows, experts, top_k, tile};
+    const Router router{bias, of_all != 0, scale, scales};
     __shared__ uint16_t few[kFewRoutes];
     __shared__ int counts[kMostExperts], firsts[kMostExperts];
     __shared__ int partial[kWarp];
@@ -206,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(kFewThreads)
     counts[threadIdx.x] = 0;
     pdl_launch();
     pdl_wait();
-    for (int row = warp; row < rows; row += kFewThreads / kWarp) route_row(logits, bias, r, of_all, row, few + row * top_k);
+    for (int row = warp; row < rows; row += kFewThreads / kWarp) route_row(logits, router, r, row, few + row * top_k);
     __syncthreads();
     if (threadIdx.x < routes) atomicAdd(&counts[few[threadIdx.x]], 1);
     __syncthreads();

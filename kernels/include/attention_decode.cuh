@@ -13,19 +13,27 @@ template <int D, bool Fp8>
 struct Shape {
     using Element = typename KvElement<Fp8>::Type;
     static constexpr int kWarps = D <= 128 ? 4 : 2;
+    // A team of warps shares a ring, and each of them sums a part of the values' columns: all do not fit its registers. The scores
+    // are computed by each.
+    static constexpr int kParts = D <= 256 ? 1 : 2;
+    static constexpr int kTeams = kWarps / kParts;
+    static_assert(kParts == 1 || kTeams == 1, "a team waits for its warps as a block does");
     static constexpr int kThreads = kWarps * kWarp;
     static constexpr int kWideStages = D < 128 ? 4 : D == 128 ? 3 : 2;
     static constexpr int kStages = !Fp8 ? kWideStages : D < 128 ? 6 : D == 128 ? 4 : 2;
+    static constexpr int kChunks = D / 8;
     static constexpr int kTile = kKeys * D;  // of keys or of values
     static constexpr int kStage = 2 * kTile;
-    // A warp's ring, and at its end a float for each row and column, where warps exchange results: in bf16 that is the last
+    // A team's ring, and at its end a float for each row and column, where teams exchange results: in bf16 that is the last
     // stage, which is not being loaded then; behind the stages of 8 bits there is room for it.
     static constexpr int kExchangeBytes = kRows * D * int(sizeof(float));
-    static constexpr int kWarpBytes = kWideStages * kStage * int(sizeof(bf16));
-    static_assert(kStages * kStage * int(sizeof(Element)) + (Fp8 ? kExchangeBytes : 0) <= kWarpBytes, "a warp's ring");
-    static_assert(kStage * int(sizeof(bf16)) == kExchangeBytes, "a stage of bf16 holds the sums of a warp");
+    static constexpr int kRingBytes = kWideStages * kStage * int(sizeof(bf16));
+    static_assert(kStages * kStage * int(sizeof(Element)) + (Fp8 ? kExchangeBytes : 0) <= kRingBytes, "a team's ring");
+    static_assert(kStage * int(sizeof(bf16)) == kExchangeBytes, "a stage of bf16 holds the sums of a team");
     // Large queries stay in shared memory: registers hold the sums.
     static constexpr bool kSharedQueries = D > 128;
+    // Elements of the values' rows that a warp sums.
+    static constexpr int kColumns = D / kParts;
     // Tiles whose cache rows the lanes of a warp hold, one lane for each eight keys.
     static constexpr int kLot = kWarp * 8 / kKeys;
 };
@@ -58,7 +66,7 @@ struct TileProducts {
     using S = Shape<D, Fp8>;
     static constexpr int kSteps = D / 16;
     static constexpr int kHeld = S::kSharedQueries ? 1 : kSteps;  // of the queries' operands in registers
-    static constexpr int kD = D / 8;
+    static constexpr int kSums = S::kColumns / 8;
 
     // The rows of a unit as the left operand; those beyond are zero.
     __device__ __forceinline__ static void load_queries(const bf16* unit, int rows, uint32_t (&queries)[kHeld][4]) {
@@ -144,14 +152,14 @@ struct TileProducts {
         }
     }
 
-    // sums += weights x values
-    __device__ __forceinline__ static void accumulate(const uint32_t (&weights)[4], const bf16* values,
-                                                      float (&sums)[kD][4]) {
-        const int lane = threadIdx.x % kWarp;
+    // sums += weights x values, of the columns of a part of the team
+    __device__ __forceinline__ static void accumulate(const uint32_t (&weights)[4], const bf16* values, int part,
+                                                      float (&sums)[kSums][4]) {
+        const int lane = threadIdx.x % kWarp, first = part * kSums + lane / 16;
 #pragma unroll
-        for (int d = 0; d < kD; d += 2) {
+        for (int d = 0; d < kSums; d += 2) {
             uint32_t b[4];
-            load_matrices_transposed(b, values + swizzled<D>(lane % 16, d + lane / 16));
+            load_matrices_transposed(b, values + swizzled<D>(lane % 16, first + d));
             mma(sums[d], weights, b[0], b[1]);
             mma(sums[d + 1], weights, b[2], b[3]);
         }
@@ -159,14 +167,14 @@ struct TileProducts {
 
     // sums += weights x values of 8 bits. Transposed pairs of bytes are two neighbouring columns of a row: those with even
     // numbers go to one product, those with odd ones to the next.
-    __device__ __forceinline__ static void accumulate_fp8(const uint32_t (&weights)[4], const uint8_t* values,
-                                                          float (&sums)[kD][4]) {
-        const int lane = threadIdx.x % kWarp;
+    __device__ __forceinline__ static void accumulate_fp8(const uint32_t (&weights)[4], const uint8_t* values, int part,
+                                                          float (&sums)[kSums][4]) {
+        const int lane = threadIdx.x % kWarp, first = part * (kSums / 2) + lane / 16;
 #pragma unroll
-        for (int chunk = 0; chunk < D / 16; chunk += 2) {
+        for (int chunk = 0; chunk < kSums / 2; chunk += 2) {
             uint32_t b[4];
             load_matrices_transposed(
-                b, reinterpret_cast<const bf16*>(values + swizzled_fp8<D>(lane % 16, chunk + lane / 16)));
+                b, reinterpret_cast<const bf16*>(values + swizzled_fp8<D>(lane % 16, first + chunk)));
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const uint32_t low = __byte_perm(b[n * 2], 0, 0x3120), high = __byte_perm(b[n * 2 + 1], 0, 0x3120);

@@ -28,6 +28,7 @@ struct PrefillArgs {
     int group;        // query heads of one KV head
     unsigned group_inverse;  // 2^32 / group, rounded up; 0 for a group of one
     int block_shift;  // log2 of the tokens of a block
+    int block_rows;   // rows of the cache, in units of a head, from one block to the next
     int window;       // tokens seen, the current one included
     float scale;      // times log2(e): weights are powers of two
     float inner;      // of a soft cap: what products are multiplied by before `tanh_exp2`, whose results `scale` multiplies
@@ -97,7 +98,7 @@ struct QueryTile {
     __device__ __forceinline__ int cache_row(int key) const {
         if (key + 8 <= item.begin || key >= item.end) return 0;
         const int block = args.blocks[run.block_offset + (key >> args.block_shift)];
-        return ((block * args.kv_heads + int(kv_head)) << args.block_shift) + (key & ((1 << args.block_shift) - 1));
+        return block * args.block_rows + (int(kv_head) << args.block_shift) + (key & ((1 << args.block_shift) - 1));
     }
 
     // Whether a key is the item's. Others become zero in shared memory: what a block's unused slots hold must not even be
@@ -110,18 +111,20 @@ struct QueryTile {
 };
 
 // A warp's share of a tile: `M` times 16 rows from `row` on, scores of `N` times 8 keys, as the matrix instructions lay
-// them out: a lane holds columns `lane % 4 * 2` and the next of rows `lane / 4` and `lane / 4 + 8`.
-template <typename Tile, int M, int N>
+// them out: a lane holds columns `lane % 4 * 2` and the next of rows `lane / 4` and `lane / 4 + 8`. Its sums are those of `Columns`
+// of the values' columns, from `first` on.
+template <typename Tile, int M, int N, int Columns = Tile::kDim>
 struct WarpRows {
     static constexpr int D = Tile::kDim, Rows = Tile::kRows;
     using Weights = float[M][N][4];
-    using Sums = float[M][D / 8][4];
+    using Sums = float[M][Columns / 8][4];
 
     const int row;
+    const int first;
     float maximum[M][2];
     float total[M][2];
 
-    __device__ __forceinline__ explicit WarpRows(int row) : row(row) {
+    __device__ __forceinline__ explicit WarpRows(int row, int first = 0) : row(row), first(first) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -198,7 +201,7 @@ struct WarpRows {
         for (int m = 0; m < M; ++m) {
             if (!__any_sync(kAllLanes, factor[m][0] != 1.0f || factor[m][1] != 1.0f)) continue;
 #pragma unroll
-            for (int d = 0; d < D / 8; ++d) {
+            for (int d = 0; d < Columns / 8; ++d) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sums[m][d][i] *= factor[m][i / 2];
             }
@@ -220,16 +223,16 @@ struct WarpRows {
     // The sinks of a whole result.
     __device__ __forceinline__ void add_sinks(const Tile& tile) {
         if (tile.args.sinks == nullptr) return;
-        const int first = tile.item.row + row + threadIdx.x % kWarp / 4;
+        const int own = tile.item.row + row + threadIdx.x % kWarp / 4;
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) total[m][h] += tile.args.sink(tile.kv_head, first + m * 16 + h * 8, maximum[m][h]);
+            for (int h = 0; h < 2; ++h) total[m][h] += tile.args.sink(tile.kv_head, own + m * 16 + h * 8, maximum[m][h]);
         }
     }
 
-    // Normalises and stores, by way of `staging`, rows of `Stride` elements that are this warp's, so that stores are 16 bytes
-    // wide.
+    // Normalises and stores, by way of `staging`, rows of `Stride` elements of which this warp's columns are its own, so that
+    // stores are 16 bytes wide.
     template <int Stride>
     __device__ __forceinline__ void write(const Tile& tile, const Sums& sums, bf16* staging) const {
         const int lane = threadIdx.x % kWarp;
@@ -239,19 +242,19 @@ struct WarpRows {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const float inverse = tile.args.out_scale / total[m][h];
-                bf16* to = staging + (m * 16 + h * 8 + lane / 4) * Stride + lane % 4 * 2;
+                bf16* to = staging + (m * 16 + h * 8 + lane / 4) * Stride + first + lane % 4 * 2;
 #pragma unroll
-                for (int d = 0; d < D / 8; ++d) {
+                for (int d = 0; d < Columns / 8; ++d) {
                     *reinterpret_cast<uint32_t*>(to + d * 8) =
                         pack(sums[m][d][h * 2] * inverse, sums[m][d][h * 2 + 1] * inverse);
                 }
             }
         }
         __syncwarp();
-        constexpr int kChunks = D / 8;
+        constexpr int kChunks = Columns / 8;
         const int count = min(M * 16, tile.rows() - row), stride = tile.args.kv_heads * tile.args.group * D;
         for (int chunk = lane; chunk < count * kChunks; chunk += kWarp) {
-            const int at = chunk / kChunks, column = chunk % kChunks * 8;
+            const int at = chunk / kChunks, column = first + chunk % kChunks * 8;
             store8(tile.args.out + tile.offset(row + at, stride) + column, load8(staging + at * Stride + column));
         }
     }
@@ -266,12 +269,12 @@ struct WarpRows {
             for (int h = 0; h < 2; ++h) {
                 const int at = row + m * 16 + h * 8 + lane / 4;
                 if (at >= tile.rows()) continue;
-                float* columns = to + at * D + lane % 4 * 2;
+                float* columns = to + at * D + first + lane % 4 * 2;
 #pragma unroll
-                for (int d = 0; d < D / 8; ++d) {
+                for (int d = 0; d < Columns / 8; ++d) {
                     *reinterpret_cast<float2*>(columns + d * 8) = make_float2(sums[m][d][h * 2], sums[m][d][h * 2 + 1]);
                 }
-                if (lane % 4 == 0) {
+                if (lane % 4 == 0 && first == 0) {
                     *reinterpret_cast<float2*>(to + Rows * D + at * 2) = make_float2(maximum[m][h], total[m][h]);
                 }
             }

@@ -56,7 +56,7 @@ pub use gelu::{Gelu, gelu};
 pub use gguf::GgufFormat;
 pub use kv::{KvElement, KvLayout, PagedKv, PagedKvMut, RunMeta};
 pub use linear::{Linear, LinearShape};
-pub use moe::{ExpertBuffers, ExpertWeights, Route, RouterSoftmax, add_gated, experts, route};
+pub use moe::{ExpertBuffers, ExpertWeights, Route, Router, RouterSoftmax, add_gated, experts, route};
 pub use norm::{add_normed, add_rms_norm, layer_norm, rms_norm, sandwich_norm};
 pub use parallel::{set_threads, threads};
 pub use pool::sum_rows;

@@ -37,21 +37,47 @@ pub struct Route {
     pub weight: f32,
 }
 
+/// How logits of experts become weights.
+#[derive(Clone, Copy, Debug)]
+pub struct Router<'a> {
+    /// Over which experts weights sum to 1.
+    pub softmax: RouterSoftmax,
+    /// Multiplies the logits first.
+    pub scale: f32,
+    /// `[experts]`: multiplies the weights of each expert (Gemma 4).
+    pub expert_scale: Option<&'a [f32]>,
+}
+
+impl Router<'_> {
+    /// Without scales.
+    pub fn plain(softmax: RouterSoftmax) -> Self {
+        Self {
+            softmax,
+            scale: 1.0,
+            expert_scale: None,
+        }
+    }
+}
+
 /// Chooses the experts of each row: `logits` is `[rows, experts]`, `routes` gets as many for each row as there is room for,
 /// at most `experts`, those with the largest logits, of equal ones the first. They are sorted by expert, then by row. The
 /// logits are lost.
 ///
 /// A row with logits that are not numbers gets weights that are none.
-pub fn route(logits: &mut [f32], experts: usize, softmax: RouterSoftmax, routes: &mut [Route]) {
-    route_at(Level::detect(), logits, experts, softmax, routes);
+pub fn route(logits: &mut [f32], experts: usize, router: Router<'_>, routes: &mut [Route]) {
+    route_at(Level::detect(), logits, experts, router, routes);
 }
 
-fn route_at(level: Level, logits: &mut [f32], experts: usize, softmax: RouterSoftmax, routes: &mut [Route]) {
+fn route_at(level: Level, logits: &mut [f32], experts: usize, router: Router<'_>, routes: &mut [Route]) {
     let rows = logits.len() / experts;
     assert_eq!(logits.len(), rows * experts, "logits are not [rows, {experts}]");
     let chosen = routes.len() / rows.max(1);
     assert_eq!(routes.len(), rows * chosen, "routes are not [rows, n]");
     assert!((1..=experts).contains(&chosen), "{chosen} of {experts} experts");
+    assert!(
+        router.expert_scale.is_none_or(|scales| scales.len() == experts),
+        "a scale for each of {experts} experts"
+    );
     {
         let (logits, routes) = (Disjoint::new(logits), Disjoint::new(routes));
         run_ranges(rows, (4096 / experts).max(1), &|rows| {
@@ -63,14 +89,15 @@ fn route_at(level: Level, logits: &mut [f32], experts: usize, softmax: RouterSof
                         routes.part(row * chosen, chosen),
                     )
                 };
-                route_row(level, row, logits, softmax, routes);
+                route_row(level, row, logits, router, routes);
             }
         });
     }
     routes.sort_unstable_by_key(|route| (route.expert, route.row));
 }
 
-fn route_row(level: Level, row: usize, logits: &mut [f32], softmax: RouterSoftmax, routes: &mut [Route]) {
+fn route_row(level: Level, row: usize, logits: &mut [f32], router: Router<'_>, routes: &mut [Route]) {
+    logits.iter_mut().for_each(|logit| *logit *= router.scale);
     // What is no number is the largest, so that it reaches the weights.
     let key = |logit: f32| if logit.is_nan() { f32::INFINITY } else { logit };
     let mut last: Option<usize> = None;
@@ -102,7 +129,7 @@ fn route_row(level: Level, row: usize, logits: &mut [f32], softmax: RouterSoftma
             .zip(weights)
             .for_each(|(route, weight)| route.weight = *weight);
     }
-    let sum: f32 = match softmax {
+    let sum: f32 = match router.softmax {
         RouterSoftmax::All => {
             dispatch(level, Exp { values: logits, max });
             logits.iter().sum()
@@ -111,9 +138,12 @@ fn route_row(level: Level, row: usize, logits: &mut [f32], softmax: RouterSoftma
     };
     // `exp` makes a number of what is none.
     let poison = if max.is_finite() { 0.0 } else { f32::NAN };
-    routes
-        .iter_mut()
-        .for_each(|route| route.weight = route.weight / sum + poison);
+    for route in routes {
+        route.weight = route.weight / sum + poison;
+        if let Some(scales) = router.expert_scale {
+            route.weight *= scales[route.expert as usize];
+        }
+    }
 }
 
 /// `exp(x - max)` of every value, in place.

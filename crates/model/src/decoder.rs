@@ -11,9 +11,9 @@ use plimsoll_core::{KvConfig, StepError};
 use plimsoll_device::Arena;
 use plimsoll_kernels::{
     AttentionOptions, CachedValues, DeltaGates, Embedding, Exchange, ExpertBuffers, ExpertWeights, KvElement,
-    KvLayout, Linear, PagedKvMut, QkNorm, Rotation, Route, add_gated, add_normed, add_rms_norm, attention,
-    causal_conv, experts, gated_delta_rule, glu, qk_norm_rope_kv_write, rms_norm, rotate_queries, route,
-    sandwich_norm, sigmoid_gate,
+    KvLayout, Linear, PagedKvMut, QkNorm, Rotation, Route, Router, add_gated, add_normed, add_rms_norm,
+    attention, causal_conv, experts, gated_delta_rule, glu, qk_norm_rope_kv_write, rms_norm, rotate_queries,
+    route, sandwich_norm, sigmoid_gate,
 };
 
 pub(crate) use vocabulary::Head;
@@ -509,7 +509,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         let logits = &mut self.router_logits[..rows * spec.experts];
         moe.router.forward(normed, logits, arena)?;
         let routes = &mut self.routes[..rows * spec.top_k];
-        route(logits, spec.experts, spec.softmax, routes);
+        route(logits, spec.experts, Router::plain(spec.softmax), routes);
         let weights = ExpertWeights {
             gate_up: &moe.gate_up,
             down: &moe.down,

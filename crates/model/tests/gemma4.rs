@@ -1,4 +1,4 @@
-//! Gemma 4: what its checkpoints have beside what is read, what its layers keep, and what a GPU does without.
+//! Gemma 4: what its checkpoints have beside what is read, what its layers keep, and what a GPU asks of it.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -40,9 +40,9 @@ fn projections_of_layers_that_share_are_not_read() {
         |layer: usize, part: &str| format!("model.language_model.layers.{layer}.self_attn.{part}.weight");
     let directory = edited("gemma4-shared", |tensors| {
         for part in ["k_proj", "v_proj"] {
-            tensors.insert(of_layer(4, part), zeros(&[32, 64]));
+            tensors.insert(of_layer(4, part), zeros(&[64, 64]));
         }
-        tensors.insert(of_layer(4, "k_norm"), zeros(&[32]));
+        tensors.insert(of_layer(4, "k_norm"), zeros(&[64]));
     });
     let step = plan(vec![run(1, 0, &[9, 8, 7], &blocks(0..1))]);
     let logits = |directory: &Path| {
@@ -53,7 +53,7 @@ fn projections_of_layers_that_share_are_not_read() {
     assert_eq!(logits(directory.path()), logits(&golden_path("gemma4-shared")));
     for (layer, part) in [(1, "k_extra"), (4, "o_extra")] {
         let directory = edited("gemma4-shared", |tensors| {
-            tensors.insert(of_layer(layer, part), zeros(&[32, 64]));
+            tensors.insert(of_layer(layer, part), zeros(&[64, 64]));
         });
         let error = load(directory.path()).unwrap_err().to_string();
         assert!(error.contains(&of_layer(layer, part)), "{error}");
@@ -67,7 +67,7 @@ fn wrong_tensors_are_named() {
         (
             "gemma4",
             "model.layers.1.self_attn.k_norm.weight",
-            Some(&[32][..]),
+            Some(&[64][..]),
         ),
         ("gemma4", "model.layers.0.post_feedforward_layernorm.weight", None),
         ("gemma4-moe", "model.layers.1.router.proj.weight", Some(&[4, 64])),
@@ -127,8 +127,8 @@ fn layers_that_share_keep_nothing() {
         groups,
         [(CacheKind::Full, 1, 2, 1), (CacheKind::Window(11), 2, 2, 2)]
     );
-    // Keys and values of two heads of 32, and of one of 64.
-    assert_eq!(spec.kv_bytes_per_token(2), 2 * 2 * (32 + 32 + 64));
+    // Keys and values of two heads of 64, and of one of 128.
+    assert_eq!(spec.kv_bytes_per_token(2), 2 * 2 * (64 + 64 + 128));
     let model = load(&golden_path("gemma4-shared")).unwrap();
     let budget = budget();
     let config = state_config(16, 8);
@@ -138,17 +138,46 @@ fn layers_that_share_keep_nothing() {
     assert_eq!(held, 8 * 16 * model.kv_bytes_per_token());
 }
 
-/// By name, before weights are read.
+/// What its kernels do not do is named before weights are read.
 #[test]
-fn a_gpu_refuses_what_was_never_run_on_one() {
-    for (name, field) in [
-        ("gemma4", "`values` is normalised"),
-        ("gemma4-moe", "`enable_moe_block` is true"),
-        ("gemma4-shared", "`hidden_size_per_layer_input` is 8"),
-    ] {
-        let error = on_a_gpu(&bare(&config_json(name))).unwrap_err().to_string();
+fn a_gpu_asks_for_sizes_of_its_kernels() {
+    for name in MODELS {
+        on_a_gpu(&bare(&config_json(name))).unwrap();
+    }
+    type Change = fn(&mut serde_json::Value);
+    let cases: [(&str, Change, &str); 4] = [
+        (
+            "gemma4",
+            |config| config["per_layer_config"]["1"]["head_dim"] = 80.into(),
+            "`head_dim` is 80",
+        ),
+        (
+            "gemma4",
+            |config| {
+                config["head_dim"] = 128.into();
+                config["num_key_value_heads"] = 1.into();
+                let full = serde_json::json!({"head_dim": 96, "num_key_value_heads": 1});
+                config["per_layer_config"] = serde_json::json!({"1": full, "3": full});
+            },
+            "`num_key_value_heads x head_dim` is",
+        ),
+        (
+            "gemma4-moe",
+            |config| config["moe_intermediate_size"] = 36.into(),
+            "`moe_intermediate_size` is 36",
+        ),
+        (
+            "gemma4-shared",
+            |config| config["text_config"]["hidden_size_per_layer_input"] = 12.into(),
+            "`hidden_size_per_layer_input` is 12",
+        ),
+    ];
+    for (name, change, said) in cases {
+        let mut config = config_json(name);
+        change(&mut config);
+        let error = on_a_gpu(&bare(&config)).unwrap_err().to_string();
         assert!(
-            error.contains(field) && error.contains("--device cpu"),
+            error.contains(said) && error.contains("--device cpu"),
             "{name}: {error}"
         );
     }

@@ -9,7 +9,7 @@ use plimsoll_core::{BuildError, Component, KvConfig, Meters, StateConfig, StepLi
 use plimsoll_device::Budget;
 use plimsoll_device::cuda::{self, Gpu, GpuError, Holder};
 use plimsoll_kernels::WeightType;
-use plimsoll_kernels::cuda::FP8_CAPABILITY;
+use plimsoll_kernels::cuda::{FP8_CAPABILITY, HOPPER_HEAD_DIMS};
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape};
 use plimsoll_model::{Cancel, LoadOptions, ModelConfig, Progress};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKind, ScenarioShape};
@@ -121,16 +121,18 @@ impl Backend for GpuBackend {
         };
         let model = GpuModel::load(&self.model, load_options, &self.device, progress)?;
         let capability = self.device.info().compute_capability;
-        let head_dim = model
+        let mut head_dims: Vec<usize> = model
             .spec()
             .attention()
-            .next()
-            .map_or(0, |attention| attention.head_dim);
+            .map(|attention| attention.head_dim)
+            .collect();
+        head_dims.sort_unstable();
+        head_dims.dedup();
         let fp8 = Fp8Use {
             weights: model.spec().quantization.kept_scales().next().is_some(),
             kv: self.settings.kv_cache_dtype == KvDtype::Fp8,
         };
-        let mut disabled = disabled(capability, head_dim, fp8, self.settings.enforce_eager);
+        let mut disabled = disabled(capability, &head_dims, fp8, self.settings.enforce_eager);
         if let Some(stored) = converted_from(&self.model, &self.settings, model.config()) {
             disabled.push(Disabled {
                 path: "weights as they are stored",
@@ -247,7 +249,8 @@ struct Fp8Use {
     kv: bool,
 }
 
-fn disabled(capability: (u32, u32), head_dim: usize, fp8: Fp8Use, enforce_eager: bool) -> Vec<Disabled> {
+/// `head_dims` are those of layers.
+fn disabled(capability: (u32, u32), head_dims: &[usize], fp8: Fp8Use, enforce_eager: bool) -> Vec<Disabled> {
     let (major, minor) = capability;
     let mut disabled = Vec::new();
     let mut add = |path, reason| disabled.push(Disabled { path, reason });
@@ -262,9 +265,9 @@ fn disabled(capability: (u32, u32), head_dim: usize, fp8: Fp8Use, enforce_eager:
     } else if fp8.kv {
         let reason = "not made for an fp8 KV cache: the portable kernel is used";
         add("Hopper prefill attention", reason.to_owned());
-    } else if head_dim == 96 {
-        let reason = "not made for heads of 96: the portable kernel is used";
-        add("Hopper prefill attention", reason.to_owned());
+    } else if let Some(other) = head_dims.iter().find(|dim| !HOPPER_HEAD_DIMS.contains(dim)) {
+        let reason = format!("not made for heads of {other}: layers that have them take the portable kernel");
+        add("Hopper prefill attention", reason);
     }
     if fp8.weights && capability < FP8_CAPABILITY {
         let (least_major, least_minor) = FP8_CAPABILITY;
@@ -414,21 +417,23 @@ mod tests {
 
     #[test]
     fn what_a_gpu_does_without_is_named() {
-        let paths = |capability, head_dim, eager| {
-            let disabled = disabled(capability, head_dim, Fp8Use::default(), eager);
+        let paths = |capability, head_dims: &[usize], eager| {
+            let disabled = disabled(capability, head_dims, Fp8Use::default(), eager);
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()
         };
-        assert!(paths((9, 0), 128, false).is_empty());
+        assert!(paths((9, 0), &[64, 128, 256], false).is_empty());
         assert_eq!(
-            paths((9, 0), 96, true),
+            paths((9, 0), &[96], true),
             ["CUDA graphs", "Hopper prefill attention"]
         );
+        let heads = disabled((9, 0), &[256, 512], Fp8Use::default(), false);
+        assert!(heads.len() == 1 && heads[0].reason.contains("heads of 512"));
         assert_eq!(
-            paths((8, 6), 128, false),
+            paths((8, 6), &[128], false),
             ["Hopper prefill attention", "thread block clusters in sampling"]
         );
-        assert_eq!(paths((12, 0), 128, false), ["Hopper prefill attention"]);
-        let fp8 = |capability, weights, kv| disabled(capability, 128, Fp8Use { weights, kv }, false);
+        assert_eq!(paths((12, 0), &[128], false), ["Hopper prefill attention"]);
+        let fp8 = |capability, weights, kv| disabled(capability, &[128], Fp8Use { weights, kv }, false);
         let kv = fp8((9, 0), false, true);
         assert!(kv.len() == 1 && kv[0].reason.contains("fp8 KV cache"));
         assert!(fp8((9, 0), true, false).is_empty());

@@ -52,6 +52,7 @@ pub(crate) fn bench(gpu: &Gpu) {
         (16, 8, 256, &other),
         (32, 32, 128, &other[2..]),
         (64, 2, 128, &other),
+        (32, 4, 512, &other),
     ] {
         for &(batch, context) in sizes {
             let shape = Shape {
@@ -126,7 +127,7 @@ fn run(gpu: &Gpu, kernels: &DecodeKernels, shape: &Shape) {
     let args = |round: usize| DecodeArgs {
         q: q.slice(),
         q_stride: width,
-        kv: wide(k.slice(), v.slice()),
+        kv: wide(k.slice(), v.slice(), layout.elements(1)),
         runs: runs.slice(),
         blocks: blocks
             .slice()

@@ -35,6 +35,7 @@ pub(crate) fn bench(gpu: &Gpu) {
         (&own, 32, 8, 64),
         (&own, 32, 8, 96),
         (&own, 16, 8, 256),
+        (&own, 32, 4, 512),
     ] {
         let shapes = [
             (16, 512, 512),
@@ -103,7 +104,7 @@ fn run(gpu: &Gpu, kernels: &PrefillKernels, shape: &Shape) {
     let args = PrefillArgs {
         q: q.slice(),
         q_stride: width,
-        kv: wide(k.slice(), v.slice()),
+        kv: wide(k.slice(), v.slice(), layout.elements(1)),
         runs: runs.slice(),
         blocks: blocks.slice(),
         items: items.slice(),

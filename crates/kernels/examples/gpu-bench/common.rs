@@ -18,11 +18,12 @@ pub(crate) fn plain(head_dim: usize) -> GpuAttentionOptions<'static> {
     }
 }
 
-/// A cache of 16 bits.
-pub(crate) fn wide<'a>(k: GpuSlice<'a, bf16>, v: GpuSlice<'a, bf16>) -> GpuKv<'a> {
+/// A cache of 16 bits and blocks of so many elements.
+pub(crate) fn wide<'a>(k: GpuSlice<'a, bf16>, v: GpuSlice<'a, bf16>, block_stride: usize) -> GpuKv<'a> {
     GpuKv {
         k: k.cast(),
         v: v.cast(),
+        block_stride,
         element: GpuKvElement::Bf16,
         k_scale: 1.0,
         v_scale: 1.0,

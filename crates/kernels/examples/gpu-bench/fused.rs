@@ -4,8 +4,8 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
-use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
+use plimsoll_kernels::{Activation, CachedValues};
 
 use crate::common::{READ_BANDWIDTH, time_us, wide};
 
@@ -96,6 +96,7 @@ impl Bench<'_> {
                 hidden.slice().range(part(i, row)),
                 delta.slice().range(part(i, row)),
                 weight.slice(),
+                None,
                 norm,
                 out.slice().range(part(i, row)),
             )
@@ -146,12 +147,14 @@ impl Bench<'_> {
                     kv: wide(
                         cache.slice().range(0..kv_len),
                         cache.slice().range(kv_len..2 * kv_len),
+                        KV_HEADS * BLOCK_SIZE * DIM,
                     ),
                     slots: slots.slice(),
                     kv_heads: KV_HEADS,
                     block_size: BLOCK_SIZE,
                     head_dim: DIM,
                     gated: false,
+                    values: CachedValues::Projected,
                 };
                 let at = (i % count) * tokens * width;
                 self.kernels

@@ -7,10 +7,10 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::{
-    EXPERT_TILES, Fp8Scaling, FusedKernels, GpuExperts, GpuLinear, GpuMatrix, GpuRoutes, GpuWeight,
-    MoeKernels, mxfp4_pitch,
+    EXPERT_TILES, Fp8Scaling, FusedKernels, GpuExperts, GpuLinear, GpuMatrix, GpuRouter, GpuRoutes,
+    GpuWeight, MoeKernels, mxfp4_pitch,
 };
-use plimsoll_kernels::{Activation, ExpertActivation, Route, RouterSoftmax, route};
+use plimsoll_kernels::{Activation, ExpertActivation, Route, Router, RouterSoftmax, route};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -165,7 +165,12 @@ impl Step {
             weight: 0.0,
         };
         let mut routes = vec![none; rows * model.top_k];
-        route(&mut logits, model.experts, RouterSoftmax::Chosen, &mut routes);
+        route(
+            &mut logits,
+            model.experts,
+            Router::plain(RouterSoftmax::Chosen),
+            &mut routes,
+        );
         let tiles = GpuRoutes::tile_list(routes.len(), model.experts);
         Self {
             logits: slab,
@@ -229,7 +234,11 @@ impl Layer<'_> {
             let kernels = &self.kernels;
             let route = |step: &Step| {
                 let logits = step.logits.slice().range(0..rows * model.experts);
-                kernels.route(logits, None, RouterSoftmax::Chosen, &step.routes(&model, rows))
+                kernels.route(
+                    logits,
+                    GpuRouter::plain(None, RouterSoftmax::Chosen),
+                    &step.routes(&model, rows),
+                )
             };
             steps.iter().try_for_each(route).expect("routes");
             let routes = |call: usize| steps[call % STEPS].routes(&model, rows);

@@ -2,6 +2,7 @@ use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
 
+use super::fused::int;
 use super::{AssumedGpu, GpuAttentionOptions, GpuKv, GpuKvElement, GpuRun, HEAD_DIMS, load};
 use crate::KvLayout;
 
@@ -32,31 +33,35 @@ const MERGE_ROW: f32 = 0.125;
 struct Shape {
     head_dim: usize,
     warps: usize,
+    /// Warps that share a ring are one.
+    teams: usize,
     stages: usize,
 }
 
 impl Shape {
     const fn new(head_dim: usize) -> Self {
-        let (warps, stages) = match head_dim {
-            ..128 => (4, 4),
-            128 => (4, 3),
-            _ => (2, 2),
+        let (warps, teams, stages) = match head_dim {
+            ..128 => (4, 4, 4),
+            128 => (4, 4, 3),
+            129..=256 => (2, 2, 2),
+            _ => (2, 1, 2),
         };
         Self {
             head_dim,
             warps,
+            teams,
             stages,
         }
     }
 
-    /// Each warp's ring of tiles of keys and values; large queries are in shared memory too.
+    /// Each team's ring of tiles of keys and values; large queries are in shared memory too.
     fn shared_bytes(self) -> usize {
         let queries = if self.head_dim > 128 {
             ROWS * self.head_dim
         } else {
             0
         };
-        (self.warps * self.stages * 2 * TILE * self.head_dim + queries) * size_of::<bf16>()
+        (self.teams * self.stages * 2 * TILE * self.head_dim + queries) * size_of::<bf16>()
     }
 
     fn threads(self) -> usize {
@@ -328,10 +333,10 @@ impl DecodeKernels {
             let [wide, fp8] = GpuKvElement::ALL.map(of);
             Ok::<_, GpuError>([wide?, fp8?])
         };
-        let [a, b, c, d] = HEAD_DIMS.map(function);
+        let [a, b, c, d, e] = HEAD_DIMS.map(function);
         Ok(Self {
             gpu: gpu.clone(),
-            attention: [a?, b?, c?, d?],
+            attention: [a?, b?, c?, d?, e?],
         })
     }
 
@@ -372,11 +377,7 @@ impl DecodeKernels {
             "rows of q"
         );
         assert!(args.out.len().is_multiple_of(row), "rows of out");
-        let block = layout.elements(1);
-        assert!(
-            args.kv.elements().is_multiple_of(block),
-            "k and v are not whole blocks"
-        );
+        let block_rows = args.kv.block_rows(&layout);
         assert!(!args.header.is_empty());
         assert!(
             args.items.len() >= planner.max_items(),
@@ -407,6 +408,7 @@ impl DecodeKernels {
             (layout.kv_heads as i32).into(),
             (planner.group() as i32).into(),
             layout.block_size.tokens().ilog2().into(),
+            int(block_rows),
             window.into(),
             args.options.factor(&args.kv).into(),
             args.options.inner(&args.kv).into(),

@@ -5,6 +5,7 @@ use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
 
+use super::fused::int;
 use super::{AssumedGpu, GpuAttentionOptions, GpuKv, GpuKvElement, GpuRun, HEAD_DIMS, load};
 use crate::KvLayout;
 
@@ -18,8 +19,10 @@ const LONG_SPLIT: usize = 16;
 /// keep to it.
 const PARTIALS_PER_SLOT: usize = 4;
 const MERGE_THREADS: usize = 256;
+/// Head sizes that have kernels made for compute capability 9.0 alone.
+pub const HOPPER_HEAD_DIMS: [usize; 3] = [64, 128, 256];
 /// Parameters of a kernel; the merge takes two more.
-const ATTENTION_PARAMS: usize = 19;
+const ATTENTION_PARAMS: usize = 20;
 
 /// One piece of the work list of [`PrefillKernels`], in device memory: query rows of one run and the keys they are attended
 /// over. `Item` of `kernels/attention_prefill.cu`.
@@ -325,10 +328,10 @@ impl PrefillKernels {
             let [wide, fp8] = GpuKvElement::ALL.map(|element| attention(head_dim, element));
             Ok::<_, GpuError>([wide?, fp8?])
         };
-        let [a, b, c, d] = HEAD_DIMS.map(attention);
+        let [a, b, c, d, e] = HEAD_DIMS.map(attention);
         Ok(Self {
             gpu: gpu.clone(),
-            attention: [a?, b?, c?, d?],
+            attention: [a?, b?, c?, d?, e?],
             merge: module.function("attention_prefill_merge")?,
         })
     }
@@ -380,11 +383,7 @@ impl PrefillKernels {
             "rows of q"
         );
         assert!(args.out.len().is_multiple_of(heads * dim), "rows of out");
-        let block = layout.elements(1);
-        assert!(
-            args.kv.elements().is_multiple_of(block),
-            "k and v are not whole blocks"
-        );
+        let block_rows = args.kv.block_rows(&layout);
         assert!(args.items.len() >= plan.entries(), "entries of the work list");
         assert!(
             args.scratch.len() >= planner.scratch_floats(),
@@ -420,6 +419,7 @@ impl PrefillKernels {
             (group as i32).into(),
             inverse.into(),
             layout.block_size.tokens().ilog2().into(),
+            int(block_rows),
             window.into(),
             args.options.factor(&args.kv).into(),
             args.options.inner(&args.kv).into(),
@@ -467,7 +467,7 @@ impl Shape {
     /// The fastest kernel for a head size, on a GPU of the generation of the H200 or on any. The products of warp groups read
     /// bf16 from shared memory, where nobody has put what 8 bits stand for.
     fn fastest(head_dim: usize, element: GpuKvElement, hopper: bool) -> Self {
-        match hopper && head_dim != 96 && element == GpuKvElement::Bf16 {
+        match hopper && HOPPER_HEAD_DIMS.contains(&head_dim) && element == GpuKvElement::Bf16 {
             true => Self::hopper(head_dim),
             false => Self::portable(head_dim, element),
         }
@@ -476,7 +476,11 @@ impl Shape {
     /// `PortablePrefill`: queries and three tiles of keys or values in padded rows, or two and as many of 8 bits; two lists of
     /// cache rows.
     fn portable(head_dim: usize, element: GpuKvElement) -> Self {
-        let (rows, keys) = if head_dim <= 128 { (128, 64) } else { (64, 32) };
+        let (rows, keys) = match head_dim {
+            ..=128 => (128, 64),
+            129..=256 => (64, 32),
+            _ => (32, 16),
+        };
         let (tiles, raw) = match element {
             GpuKvElement::Bf16 => (3, 0),
             GpuKvElement::Fp8 => (2, 2 * keys * head_dim),

@@ -1,4 +1,6 @@
 mod operands;
+mod rope;
+mod sums;
 
 use half::bf16;
 use plimsoll_device::Pod;
@@ -19,7 +21,7 @@ const MAX_NORM: usize = 2 * VEC * MAX_THREADS;
 /// Longest row that is quantised.
 const MAX_QUANTISED: usize = 4 * VEC * MAX_THREADS;
 
-/// The element-wise steps of a decoder layer, and random weights: `kernels/fused.cu`.
+/// The element-wise steps of a decoder layer, and random weights: `kernels/fused.cu` and `kernels/rope.cu`.
 #[derive(Debug)]
 pub struct FusedKernels {
     gpu: Gpu,
@@ -30,6 +32,10 @@ pub struct FusedKernels {
     /// For each element of the cache, without and with a scale of q.
     rope_kv_write: [[Function; 2]; GpuKvElement::ALL.len()],
     qk_norm_rope_kv_write: [[Function; 2]; GpuKvElement::ALL.len()],
+    qkv_norm_rope_kv_write: [[Function; 2]; GpuKvElement::ALL.len()],
+    /// Of rows of which a thread keeps one vector or two.
+    add_normed: [Function; 2],
+    sum_norms: [Function; 2],
     silu_mul: GluKernels,
     gelu_tanh_mul: GluKernels,
     quantise: [Function; 3],
@@ -38,7 +44,7 @@ pub struct FusedKernels {
     sum_rows: Function,
     fill_random: Function,
     fill_random_e4m3: Function,
-    _module: Module,
+    _modules: [Module; 2],
 }
 
 /// Of rows of which a thread keeps one vector or two.
@@ -57,12 +63,12 @@ struct GluKernels {
 }
 
 impl FusedKernels {
-    /// Loads `kernels/fused.cu`.
+    /// Loads `kernels/fused.cu` and `kernels/rope.cu`.
     ///
     /// # Errors
     /// [`GpuError`] if this binary carries no code for this GPU.
     pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
-        let module = super::load(gpu, "fused")?;
+        let (module, rope) = (super::load(gpu, "fused")?, super::load(gpu, "rope")?);
         let function = |name: &str, vecs: usize| module.function(&format!("{name}_{vecs}"));
         let norms = |name: &str| -> Result<NormKernels, GpuError> {
             let fp8 = &format!("{name}_fp8");
@@ -77,7 +83,7 @@ impl FusedKernels {
         let ropes = |name: &str| {
             let of = |element: GpuKvElement| {
                 let function =
-                    |scale: &str| module.function(&format!("{name}{scale}_kv_write{}", element.infix()));
+                    |scale: &str| rope.function(&format!("{name}{scale}_kv_write{}", element.infix()));
                 Ok::<_, GpuError>([function("")?, function("_scale")?])
             };
             let [wide, fp8] = GpuKvElement::ALL.map(of);
@@ -91,6 +97,9 @@ impl FusedKernels {
             sandwich_norm: norms("sandwich_norm")?,
             rope_kv_write: ropes("rope")?,
             qk_norm_rope_kv_write: ropes("qk_norm_rope")?,
+            qkv_norm_rope_kv_write: ropes("qkv_norm_rope")?,
+            add_normed: [function("add_normed", 1)?, function("add_normed", 2)?],
+            sum_norms: [function("sum_norms", 1)?, function("sum_norms", 2)?],
             silu_mul: GluKernels {
                 plain: module.function("silu_mul")?,
                 fp8: quantising("silu_mul_fp8")?,
@@ -105,7 +114,7 @@ impl FusedKernels {
             sum_rows: module.function("sum_rows")?,
             fill_random: module.function("fill_random")?,
             fill_random_e4m3: module.function("fill_random_e4m3")?,
-            _module: module,
+            _modules: [module, rope],
         })
     }
 
@@ -156,7 +165,7 @@ impl FusedKernels {
         let out = out.into();
         assert_eq!(x.len(), out.len(), "x and out differ");
         let sources = [x.into(), 0u64.into(), 0u64.into()];
-        self.norm(&self.rms_norm, sources, norm, out)
+        self.norm(&self.rms_norm, sources, norm, None, out)
     }
 
     /// `hidden += delta`, rounded to `bf16`, then its norm into `out`; all `[tokens, n]`. Twin of
@@ -178,11 +187,11 @@ impl FusedKernels {
             "lengths differ"
         );
         let sources = [hidden.into(), delta.into(), 0u64.into()];
-        self.norm(&self.add_rms_norm, sources, norm, out)
+        self.norm(&self.add_rms_norm, sources, norm, None, out)
     }
 
-    /// `hidden +=` the norm of `delta` with `delta_weight` (`[n]`), rounded to `bf16` once, then the sum's norm into `out`;
-    /// both norms have one `eps`. Twin of [`sandwich_norm`](crate::sandwich_norm).
+    /// `hidden +=` the norm of `delta` with `delta_weight` (`[n]`), times `scalar` (`[1]`) if there is one, rounded to `bf16` once, then
+    /// the sum's norm into `out`; both norms have one `eps`. Twin of [`sandwich_norm`](crate::sandwich_norm).
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -191,6 +200,7 @@ impl FusedKernels {
         hidden: GpuSlice<'_, bf16>,
         delta: GpuSlice<'_, bf16>,
         delta_weight: GpuSlice<'_, f32>,
+        scalar: Option<GpuSlice<'_, f32>>,
         norm: GpuNorm<'_>,
         out: impl Into<GpuRows<'a>>,
     ) -> Result<(), GpuError> {
@@ -202,7 +212,7 @@ impl FusedKernels {
         );
         assert_eq!(delta_weight.len(), norm.weight.len(), "norms of different widths");
         let sources = [hidden.into(), delta.into(), delta_weight.into()];
-        self.norm(&self.sandwich_norm, sources, norm, out)
+        self.norm(&self.sandwich_norm, sources, norm, scalar, out)
     }
 
     fn norm(
@@ -210,21 +220,14 @@ impl FusedKernels {
         kernels: &NormKernels,
         [hidden, delta, delta_weight]: [Arg; 3],
         norm: GpuNorm<'_>,
+        scalar: Option<GpuSlice<'_, f32>>,
         out: GpuRows<'_>,
     ) -> Result<(), GpuError> {
         let n = norm.weight.len();
-        assert!(n > 0 && out.len().is_multiple_of(n), "out is not [rows, n]");
-        assert!(
-            n.is_multiple_of(VEC) && n <= MAX_NORM,
-            "norms are of a multiple of {VEC} elements up to {MAX_NORM}, not {n}"
-        );
-        let rows = out.len() / n;
-        let many = rows > 4 * self.gpu.info().sm_count;
-        let vecs = if n / VEC > MAX_THREADS || many { 2 } else { 1 };
-        let threads = (n / VEC).div_ceil(vecs).next_multiple_of(WARP);
-        let launch = Launch::new([rows as u32, 1, 1], threads as u32);
+        let rows = out.len() / n.max(1);
+        let (vecs, launch) = self.rows_of_norms(out.len(), n);
         let sources = [hidden, delta, delta_weight, norm.weight.into()];
-        let shape = [int(n), norm.eps.into()];
+        let shape = [address(scalar), int(n), norm.eps.into()];
         match out {
             GpuRows::Bf16(out) => {
                 let args = [&sources[..], &[out.into()], &shape].concat();
@@ -235,6 +238,23 @@ impl FusedKernels {
                 self.launch(&kernels.fp8[vecs - 1], launch, &args)
             }
         }
+    }
+
+    /// How the rows of a norm are launched, and how many vectors a thread keeps.
+    fn rows_of_norms(&self, len: usize, n: usize) -> (usize, Launch) {
+        assert!(
+            n > 0 && len.is_multiple_of(n),
+            "{len} elements are not [rows, {n}]"
+        );
+        assert!(
+            n.is_multiple_of(VEC) && n <= MAX_NORM,
+            "norms are of a multiple of {VEC} elements up to {MAX_NORM}, not {n}"
+        );
+        let rows = len / n;
+        let many = rows > 4 * self.gpu.info().sm_count;
+        let vecs = if n / VEC > MAX_THREADS || many { 2 } else { 1 };
+        let threads = (n / VEC).div_ceil(vecs).next_multiple_of(WARP);
+        (vecs, Launch::new([rows as u32, 1, 1], threads as u32))
     }
 
     /// Rows of `x` quantised into `out`, both `[tokens, n]`: factors are the largest magnitude of what shares them over 448, values
@@ -270,97 +290,6 @@ impl FusedKernels {
         self.launch(&kernels[shift], launch, &args)
     }
 
-    /// From the fused projection to attention's inputs: normalises the heads of q and k if asked to, rotates them (element
-    /// `i` with `i + pairs`), scales q by its position, leaves it in its place and writes k and v into the cache. Twin of
-    /// [`qk_norm_rope_kv_write`](crate::qk_norm_rope_kv_write).
-    ///
-    /// `qkv` is `[tokens, (heads + 2 × kv_heads) × head_dim]`, with as many columns of gates as of q behind these where
-    /// [`GpuKvWrite::gated`]; its other columns are left as they were.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the launch.
-    pub fn qk_norm_rope_kv_write(
-        &self,
-        qkv: GpuSlice<'_, bf16>,
-        norm: Option<GpuQkNorm<'_>>,
-        rope: GpuRope<'_>,
-        kv: GpuKvWrite<'_>,
-    ) -> Result<(), GpuError> {
-        let (rows, dim) = (kv.slots.len(), kv.head_dim);
-        let width = row_len(qkv, rows);
-        let pairs = rope.turns.len() / 2;
-        let numbers = rope.axes.map_or(1, |_| PairAxes::NUMBERS);
-        assert_eq!(rope.positions.len(), rows * numbers, "one position per row");
-        assert!(
-            dim > 0 && width.is_multiple_of(dim) && width / dim > 2 * kv.kv_heads,
-            "qkv is not [tokens, heads + 2 kv_heads, head_dim]"
-        );
-        assert!(
-            dim.is_multiple_of(2 * VEC)
-                && dim <= 2 * VEC * WARP
-                && pairs.is_multiple_of(VEC)
-                && 2 * pairs <= dim,
-            "heads of {dim} with {pairs} rotated pairs are not supported"
-        );
-        let block = kv.kv_heads * kv.block_size * dim;
-        assert!(
-            block > 0 && kv.kv.elements().is_multiple_of(block),
-            "k and v are not [blocks, kv_heads, block_size, head_dim]"
-        );
-        let others = width / dim - 2 * kv.kv_heads;
-        assert!(!kv.gated || others.is_multiple_of(2), "a gate for each head");
-        let (q_heads, gate_heads) = match kv.gated {
-            false => (others, 0),
-            true => (others / 2, others / 2),
-        };
-        let heads = q_heads + 2 * kv.kv_heads;
-        let lanes = (dim / (2 * VEC)).next_power_of_two();
-        let threads = (heads * lanes).next_multiple_of(WARP).min(MAX_THREADS);
-        let (kernels, q_norm, k_norm, eps) = match norm {
-            Some(norm) => {
-                assert_eq!(
-                    (norm.q.len(), norm.k.len()),
-                    (dim, dim),
-                    "norms are not [head_dim]"
-                );
-                (&self.qk_norm_rope_kv_write, norm.q.ptr(), norm.k.ptr(), norm.eps)
-            }
-            None => (&self.rope_kv_write, 0, 0, 0.0),
-        };
-        let (beta, original) = rope
-            .query_scale
-            .map_or((0.0, 1), |scale| (scale.beta, scale.original));
-        assert!(original > 0, "positions of pretraining");
-        let args = [
-            qkv.into(),
-            rope.positions.into(),
-            kv.slots.into(),
-            rope.turns.into(),
-            rope.factor.into(),
-            q_norm.into(),
-            k_norm.into(),
-            eps.into(),
-            kv.kv.k.into(),
-            kv.kv.v.into(),
-            int(q_heads),
-            int(gate_heads),
-            int(kv.kv_heads),
-            int(dim),
-            int(pairs),
-            int(kv.block_size),
-            int(lanes.trailing_zeros() as usize),
-            beta.into(),
-            int(original),
-            kv.kv.k_scale.recip().into(),
-            kv.kv.v_scale.recip().into(),
-        ];
-        let args = [&args[..], &PairAxes::args(rope.axes)].concat();
-        let launch =
-            Launch::new([rows as u32, 1, 1], threads as u32).shared((pairs + 1) * size_of::<[f32; 2]>());
-        let kernel = &kernels[kv.kv.element.index()][usize::from(rope.query_scale.is_some())];
-        self.launch(kernel, launch, &args)
-    }
-
     /// `activation(gate) × up`: `gate_up` is `[tokens, 2 × inner]`, gate first, `out` `[tokens, inner]`; one rounding. Twin
     /// of [`glu`](crate::glu).
     ///
@@ -384,20 +313,71 @@ impl FusedKernels {
             (rows * inner, 2 * rows * inner),
             "gate_up is not [tokens, 2, inner]"
         );
-        let kernels = match activation {
+        match out {
+            GpuRows::Bf16(out) => {
+                let up = gate_up.range(inner.min(gate_up.len())..gate_up.len());
+                self.gate(activation, [(gate_up, 2 * inner), (up, 2 * inner)], inner, out)
+            }
+            GpuRows::Fp8(out) => self.quantise_rows(&self.glu_kernels(activation).fp8, gate_up, inner, &out),
+        }
+    }
+
+    /// The same where they are no neighbours: `gate` is `[tokens, inner]`, and `up` begins with a row's first element and has its rows
+    /// `up_stride` elements apart.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn glu_of(
+        &self,
+        activation: Activation,
+        gate: GpuSlice<'_, bf16>,
+        (up, up_stride): (GpuSlice<'_, bf16>, usize),
+        inner: usize,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        assert!(
+            inner > 0 && inner.is_multiple_of(VEC) && up_stride.is_multiple_of(VEC),
+            "rows of {inner}, {up_stride} apart, are not multiples of {VEC}"
+        );
+        let rows = out.len() / inner;
+        assert_eq!((out.len(), gate.len()), (rows * inner, out.len()), "gates");
+        assert!(
+            rows == 0 || up.len() >= (rows - 1) * up_stride + inner,
+            "up is not [tokens, {up_stride}]"
+        );
+        self.gate(activation, [(gate, inner), (up, up_stride)], inner, out)
+    }
+
+    fn glu_kernels(&self, activation: Activation) -> &GluKernels {
+        match activation {
             Activation::Silu => &self.silu_mul,
             Activation::GeluTanh => &self.gelu_tanh_mul,
-        };
-        let out = match out {
-            GpuRows::Bf16(out) => out,
-            GpuRows::Fp8(out) => return self.quantise_rows(&kernels.fp8, gate_up, inner, &out),
-        };
+        }
+    }
+
+    /// Gate and up, and the elements from one of their rows to the next.
+    fn gate(
+        &self,
+        activation: Activation,
+        [(gate, gate_stride), (up, up_stride)]: [(GpuSlice<'_, bf16>, usize); 2],
+        inner: usize,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        let rows = out.len() / inner;
         // Small blocks, so that a single row is spread over many multiprocessors.
         let threads = if rows < 16 { 64 } else { 256 };
         let blocks_per_row = (inner / VEC).div_ceil(threads);
         let launch = Launch::new([(rows * blocks_per_row) as u32, 1, 1], threads as u32);
-        let args = [gate_up.into(), out.into(), int(inner), int(blocks_per_row)];
-        self.launch(&kernels.plain, launch, &args)
+        let args = [
+            gate.into(),
+            up.into(),
+            out.into(),
+            int(inner),
+            int(gate_stride),
+            int(up_stride),
+            int(blocks_per_row),
+        ];
+        self.launch(&self.glu_kernels(activation).plain, launch, &args)
     }
 
     /// `cap × tanh(x / cap)` of every value, in place; `cap` is more than 0. Twin of [`soft_cap`](crate::soft_cap()).
@@ -425,9 +405,27 @@ impl FusedKernels {
         rows: GpuSlice<'_, i32>,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
+        self.gather_part(x, row_len(out, rows.len()), rows, out)
+    }
+
+    /// The same of as many elements of each row of `x` as there is room for, whose rows are `stride` elements apart: the first of those
+    /// that `x` begins with.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn gather_part(
+        &self,
+        x: GpuSlice<'_, bf16>,
+        stride: usize,
+        rows: GpuSlice<'_, i32>,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
         let n = row_len(out, rows.len());
-        assert!(n == 0 || x.len().is_multiple_of(n), "x is not [tokens, n]");
-        let args = [x.into(), rows.into(), out.into(), int(n)];
+        assert!(
+            n <= stride && stride.is_multiple_of(VEC),
+            "parts of {n} of rows of {stride}"
+        );
+        let args = [x.into(), rows.into(), out.into(), int(n), int(stride)];
         self.launch(&self.gather_rows, per_row(rows.len(), n / VEC), &args)
     }
 
@@ -520,6 +518,11 @@ fn fp8_args(out: &GpuFp8Rows<'_>, rows: usize, n: usize) -> [Arg; 3] {
     );
     let stride = out.scaling.input_stride(rows);
     [out.values.into(), out.scales.into(), int(stride)]
+}
+
+/// Of what may not be there.
+fn address(of: Option<GpuSlice<'_, f32>>) -> Arg {
+    of.map_or(0, |slice| slice.ptr()).into()
 }
 
 pub(super) fn int(value: usize) -> Arg {

@@ -1,5 +1,7 @@
 use plimsoll_device::cuda::GpuSlice;
 
+use crate::KvLayout;
+
 /// What the KV cache of a GPU holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GpuKvElement {
@@ -39,13 +41,16 @@ impl GpuKvElement {
     }
 }
 
-/// One layer of the KV cache: `[blocks][kv_heads][block_size][head_dim]` elements each.
+/// One layer of the KV cache: blocks of `[kv_heads][block_size][head_dim]` elements each.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuKv<'a> {
     /// Keys, as bytes.
     pub k: GpuSlice<'a, u8>,
     /// Values, as bytes.
     pub v: GpuSlice<'a, u8>,
+    /// Elements from the start of a block to that of the next one, of either: those of a block, or more where other layers' are
+    /// between them; a multiple of the head size.
+    pub block_stride: usize,
     /// What they are.
     pub element: GpuKvElement,
     /// A key is its elements times this; more than 0. 1 for 16 bits.
@@ -73,5 +78,30 @@ impl GpuKv<'_> {
             "elements of 16 bits have no scale"
         );
         self.k.len() / size
+    }
+
+    /// [`Self::block_stride`] in rows of a head, in a cache of this layout.
+    ///
+    /// # Panics
+    /// If something is not as documented.
+    pub(super) fn block_rows(&self, layout: &KvLayout) -> usize {
+        self.check_blocks(layout.elements(1), layout.head_dim);
+        self.block_stride / layout.head_dim
+    }
+
+    /// For blocks of `own` elements.
+    ///
+    /// # Panics
+    /// If something is not as documented.
+    pub(super) fn check_blocks(&self, own: usize, head_dim: usize) {
+        let (elements, stride) = (self.elements(), self.block_stride);
+        assert!(
+            stride >= own && stride.is_multiple_of(head_dim),
+            "blocks of {own} elements start {stride} apart"
+        );
+        assert!(
+            elements == 0 || (elements >= own && (elements - own).is_multiple_of(stride)),
+            "k and v are not whole blocks"
+        );
     }
 }

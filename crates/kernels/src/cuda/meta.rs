@@ -1,7 +1,7 @@
 use bytemuck::{Pod, Zeroable};
 
 /// Head sizes that the attention kernels are built for.
-pub const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+pub const HEAD_DIMS: [usize; 5] = [64, 96, 128, 256, 512];
 
 /// A GPU that is not there, as far as planners ask: how many blocks of threads it runs at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

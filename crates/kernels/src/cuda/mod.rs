@@ -19,7 +19,9 @@ mod sample;
 
 pub use attention_decode::{DecodeArgs, DecodeHeader, DecodeItem, DecodeKernels, DecodePlanner};
 pub use attention_options::GpuAttentionOptions;
-pub use attention_prefill::{PrefillArgs, PrefillItem, PrefillKernels, PrefillPlan, PrefillPlanner};
+pub use attention_prefill::{
+    HOPPER_HEAD_DIMS, PrefillArgs, PrefillItem, PrefillKernels, PrefillPlan, PrefillPlanner,
+};
 pub use delta_rule::{
     DeltaArgs, DeltaBound, DeltaKernels, DeltaSize, GpuDeltaGates, GpuStateRun, GpuStateTile,
 };
@@ -34,7 +36,7 @@ pub use linear::{
     int4_pitch, mxfp4_pitch,
 };
 pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
-pub use moe::{EXPERT_TILES, GpuExperts, GpuRoutes, MOST_EXPERTS, MOST_ROUTES, MoeKernels};
+pub use moe::{EXPERT_TILES, GpuExperts, GpuRouter, GpuRoutes, MOST_EXPERTS, MOST_ROUTES, MoeKernels};
 pub use sample::{
     RankArgs, RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias, TokenRank,
 };

@@ -13,7 +13,7 @@ use super::fused::int;
 use super::linear::mxfp4_pitch;
 use crate::{Activation, ExpertActivation, RouterSoftmax};
 
-pub use operands::{GpuExperts, GpuRoutes};
+pub use operands::{GpuExperts, GpuRouter, GpuRoutes};
 use products::{Format, Products};
 
 /// Rows of a tile, of which the kernels have one each.
@@ -107,8 +107,7 @@ impl MoeKernels {
         })
     }
 
-    /// Chooses the experts of each row and groups the rows by them: `logits` is `[rows, experts]`, to which `bias`, `[experts]`, is
-    /// added. Twin of [`route`](crate::route()).
+    /// Chooses the experts of each row and groups the rows by them: `logits` is `[rows, experts]`. Twin of [`route`](crate::route()).
     ///
     /// # Errors
     /// [`GpuError`] of the launches.
@@ -118,8 +117,7 @@ impl MoeKernels {
     pub fn route(
         &self,
         logits: GpuSlice<'_, f32>,
-        bias: Option<GpuSlice<'_, bf16>>,
-        softmax: RouterSoftmax,
+        router: GpuRouter<'_>,
         routes: &GpuRoutes<'_>,
     ) -> Result<(), GpuError> {
         routes.check();
@@ -127,9 +125,16 @@ impl MoeKernels {
             rows, top_k, experts, ..
         } = *routes;
         assert_eq!(logits.len(), rows * experts, "logits of [{rows}, {experts}]");
+        let GpuRouter {
+            bias,
+            softmax,
+            scale,
+            expert_scale,
+        } = router;
         assert!(
-            bias.is_none_or(|bias| bias.len() == experts),
-            "a bias for each expert"
+            bias.is_none_or(|bias| bias.len() == experts)
+                && expert_scale.is_none_or(|scales| scales.len() == experts),
+            "a bias and a scale for each expert"
         );
         if rows == 0 {
             return Ok(());
@@ -148,6 +153,8 @@ impl MoeKernels {
             int(top_k),
             int(tile),
             i32::from(softmax == RouterSoftmax::All).into(),
+            scale.into(),
+            expert_scale.map_or(0, |scales| scales.ptr()).into(),
         ];
         if routes.len() <= FEW_ROUTES {
             return self.launch(&self.route_few, Launch::new([1, 1, 1], FEW_THREADS), &args);

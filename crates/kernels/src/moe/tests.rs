@@ -125,7 +125,12 @@ impl Case {
             };
             rows * self.top_k
         ];
-        route(&mut logits.to_vec(), self.experts, self.softmax, &mut routes);
+        route(
+            &mut logits.to_vec(),
+            self.experts,
+            Router::plain(self.softmax),
+            &mut routes,
+        );
         let mut out = vec![f32::NAN; x.len()];
         let buffers = ExpertBuffers {
             gathered: &mut vec![f32::NAN; x.len()],
@@ -276,7 +281,13 @@ fn every_instruction_set_routes_alike() {
         for softmax in [RouterSoftmax::All, RouterSoftmax::Chosen] {
             let routes = |level| {
                 let mut routes = vec![Route::zeroed(); rows * top_k];
-                route_at(level, &mut logits.clone(), experts, softmax, &mut routes);
+                route_at(
+                    level,
+                    &mut logits.clone(),
+                    experts,
+                    Router::plain(softmax),
+                    &mut routes,
+                );
                 routes
             };
             let expected = routes(Level::detect());
@@ -290,7 +301,12 @@ fn every_instruction_set_routes_alike() {
 #[test]
 fn equal_logits_go_to_the_first_experts() {
     let mut routes = [Route::zeroed(); 2];
-    route(&mut [1.0, 3.0, 3.0, 3.0], 4, RouterSoftmax::Chosen, &mut routes);
+    route(
+        &mut [1.0, 3.0, 3.0, 3.0],
+        4,
+        Router::plain(RouterSoftmax::Chosen),
+        &mut routes,
+    );
     let chosen = routes.map(|route| (route.expert, route.weight));
     assert_eq!(chosen, [(1, 0.5), (2, 0.5)]);
 }
@@ -300,7 +316,7 @@ fn what_is_no_number_stays_so() {
     for wrong in [f32::NAN, -f32::NAN, f32::INFINITY] {
         for softmax in [RouterSoftmax::All, RouterSoftmax::Chosen] {
             let mut routes = [Route::zeroed(); 2];
-            route(&mut [0.5, wrong, 0.25], 3, softmax, &mut routes);
+            route(&mut [0.5, wrong, 0.25], 3, Router::plain(softmax), &mut routes);
             assert!(
                 routes.iter().all(|route| route.weight.is_nan()),
                 "{wrong}: {routes:?}"

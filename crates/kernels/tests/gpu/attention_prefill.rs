@@ -12,7 +12,8 @@ use rand::seq::SliceRandom;
 
 use crate::cache::Cache;
 use crate::common::{
-    Scores, Tables, assert_close, download, first_seen, gpu, poisoned, random, rng, upload, widen,
+    Scores, Tables, assert_close, block_stride, download, first_seen, gpu, poisoned, random, rng, upload,
+    widen,
 };
 
 /// One step: queries with padding beside and between the runs, and a cache that is NaN where no token is.
@@ -27,6 +28,8 @@ struct Case {
     blocks: Vec<i32>,
     /// Blocks of the cache.
     total: usize,
+    /// Elements from one of them to the next.
+    block_stride: usize,
     rows: usize,
     q_stride: usize,
 }
@@ -70,6 +73,7 @@ impl Case {
             runs: metas,
             blocks: tables.blocks,
             total: tables.total,
+            block_stride: block_stride(rng, layout),
             rows: rows + rng.random_range(0..2),
             q_stride: heads * layout.head_dim + [0, 24, 512][rng.random_range(0..3)],
         }
@@ -103,7 +107,7 @@ impl Case {
     fn slot(&self, run: &GpuRun, kv_head: usize, position: usize) -> usize {
         let size = self.layout.block_size.tokens();
         let block = self.blocks[(run.block_offset + (position / size) as i32) as usize] as usize;
-        ((block * self.layout.kv_heads + kv_head) * size + position % size) * self.layout.head_dim
+        block * self.block_stride + (kv_head * size + position % size) * self.layout.head_dim
     }
 
     fn first_seen(&self, run: &GpuRun) -> usize {
@@ -112,7 +116,7 @@ impl Case {
 
     fn data(&self, rng: &mut StdRng) -> Data {
         let dim = self.layout.head_dim;
-        let elements = self.layout.elements(self.total);
+        let elements = self.total * self.block_stride;
         let mut cache = || {
             let mut cache = vec![bf16::NAN; elements];
             for run in &self.runs {
@@ -191,7 +195,10 @@ impl Case {
         let args = PrefillArgs {
             q: q.slice().range(0..data.q.len()),
             q_stride: self.q_stride,
-            kv: self.cache.on_gpu(&k, &v, data.k.len()),
+            kv: self.cache.on_gpu(&k, &v, {
+                let elements = (self.total - 1) * self.block_stride + self.layout.elements(1);
+                (elements, self.block_stride)
+            }),
             runs: runs.slice().range(0..self.runs.len()),
             blocks: blocks.slice().range(0..self.blocks.len()),
             items: items.slice().range(0..plan.entries()),
@@ -240,7 +247,7 @@ impl Case {
             k: &k,
             v: &v,
             layout: self.layout,
-            stride: self.layout.elements(1),
+            stride: self.block_stride,
         };
         let mut packed = vec![f32::NAN; q.len()];
         attention::<f32>(&q, kv, &runs, options, &mut packed, &arena).expect("room");
@@ -259,8 +266,8 @@ impl Case {
         let mut is_covered = vec![false; self.rows];
         covered.iter().for_each(|&row| is_covered[row] = true);
         let what = format!(
-            "{} heads, {:?}, window {:?}, {:?}, {:?}, {:?}",
-            self.heads, self.layout, self.window, self.scores, self.cache, self.runs
+            "{} heads, {:?}, blocks {} apart, window {:?}, {:?}, {:?}, {:?}",
+            self.heads, self.layout, self.block_stride, self.window, self.scores, self.cache, self.runs
         );
         for (row, values) in out.chunks_exact(self.width()).enumerate() {
             if is_covered[row] {
@@ -270,7 +277,8 @@ impl Case {
             }
         }
         covered.shuffle(rng);
-        covered.truncate(40);
+        // As many elements, whatever the size of heads: the reference is slow.
+        covered.truncate(40 * 128 / self.layout.head_dim);
         let of = |row: &usize| out[row * self.width()..][..self.width()].to_vec();
         let got: Vec<f32> = covered.iter().flat_map(of).collect();
         let reference: Vec<f64> = covered.iter().flat_map(|&row| self.naive(&data, row)).collect();
@@ -313,6 +321,8 @@ fn short_chunks_over_long_prefixes(load: Load) {
         (128, (1, 3000)),
         (128, (64, 20_011)),
         (256, (33, 9000)),
+        (512, (33, 9000)),
+        (512, (1, 3000)),
     ] {
         let layout = KvLayout {
             kv_heads: 2,

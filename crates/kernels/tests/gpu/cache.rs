@@ -88,8 +88,13 @@ impl Cache {
         }
     }
 
-    /// Keys and values of so many elements in device memory.
-    pub(crate) fn on_gpu<'a>(self, k: &'a GpuSlab, v: &'a GpuSlab, elements: usize) -> GpuKv<'a> {
+    /// Keys and values of so many elements in device memory, whose blocks begin so many apart.
+    pub(crate) fn on_gpu<'a>(
+        self,
+        k: &'a GpuSlab,
+        v: &'a GpuSlab,
+        (elements, block_stride): (usize, usize),
+    ) -> GpuKv<'a> {
         let Self {
             element,
             k_scale,
@@ -99,6 +104,7 @@ impl Cache {
         GpuKv {
             k: k.slice().range(0..bytes),
             v: v.slice().range(0..bytes),
+            block_stride,
             element,
             k_scale,
             v_scale,

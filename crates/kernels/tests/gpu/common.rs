@@ -4,8 +4,8 @@ use half::bf16;
 use plimsoll_core::{BlockSize, Component};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
-use plimsoll_kernels::AttentionOptions;
 use plimsoll_kernels::cuda::GpuAttentionOptions;
+use plimsoll_kernels::{AttentionOptions, KvLayout};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -125,6 +125,12 @@ impl Scores {
             sinks: (self.sinks.as_ref()).map(|values| sinks.slice().range(0..values.len())),
         }
     }
+}
+
+/// Elements from one block of a cache to the next: those of one block, or more where other layers' are between them.
+pub(crate) fn block_stride(rng: &mut StdRng, layout: KvLayout) -> usize {
+    let head = layout.elements(1) / layout.kv_heads;
+    layout.elements(1) + [0, 0, 1, 5][rng.random_range(0..4)] * head
 }
 
 /// First position that anyone sees of a run of `len` rows that ends at `context`.

@@ -218,7 +218,7 @@ fn norms_and_gates_are_quantised() {
             let x = inputs();
             let found = Quantised::by(&gpu, scaling, rows, n, |out| {
                 let (hidden, delta) = (x.slice().range(0..len), deltas.slice().range(0..len));
-                fused.sandwich_norm(hidden, delta, delta_weights.slice().range(0..n), norm, out)
+                fused.sandwich_norm(hidden, delta, delta_weights.slice().range(0..n), None, norm, out)
             });
             let sums = added(&normed(&wide(&delta), &delta_weight));
             // A sum may be rounded to bf16 the other way where it is near the middle.

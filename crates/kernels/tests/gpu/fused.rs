@@ -1,6 +1,7 @@
 //! Element-wise kernels. Each test has one body, which the CPU twin and the GPU fill in.
 
 mod rope;
+mod sums;
 
 use half::bf16;
 use plimsoll_core::{BlockSize, PageId};
@@ -128,7 +129,10 @@ fn norm_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &NormCase) -> (Vec<f32>,
     match case.added {
         Added::Nothing => kernels.rms_norm(h, norm, o),
         Added::Delta => kernels.add_rms_norm(h, d, norm, o),
-        Added::Normalised => kernels.sandwich_norm(h, d, delta_weight.slice().range(0..case.n), norm, o),
+        Added::Normalised => {
+            let weight = delta_weight.slice().range(0..case.n);
+            kernels.sandwich_norm(h, d, weight, None, norm, o)
+        }
     }
     .unwrap();
     (

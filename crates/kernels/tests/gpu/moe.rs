@@ -4,8 +4,8 @@ mod weights;
 
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
-use plimsoll_kernels::cuda::{EXPERT_TILES, GpuRoutes, MoeKernels};
-use plimsoll_kernels::{Activation, ExpertActivation, Route, RouterSoftmax, route};
+use plimsoll_kernels::cuda::{EXPERT_TILES, GpuRouter, GpuRoutes, MoeKernels};
+use plimsoll_kernels::{Activation, ExpertActivation, Route, Router, RouterSoftmax, route};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -136,7 +136,20 @@ fn rows_go_where_a_cpu_sends_them() {
             kernels.fix_tile(Some(tile));
             let mut logits = random_logits(&mut rng, rows, experts);
             let bias = rng.random_bool(0.3).then(|| common::random(&mut rng, experts));
-            let what = format!("{rows} rows, {top_k} of {experts}, {softmax:?}, tiles of {tile}");
+            let scales = rng.random_bool(0.3).then(|| {
+                (0..experts)
+                    .map(|_| rng.random_range(0.5..1.5))
+                    .collect::<Vec<f32>>()
+            });
+            let scale = if bias.is_none() && rng.random_bool(0.5) {
+                0.125
+            } else {
+                1.0
+            };
+            let what = format!(
+                "{rows} rows, {top_k} of {experts}, {softmax:?}, tiles of {tile}, times {scale}, of experts {}",
+                scales.is_some()
+            );
 
             let device = common::upload(&gpu, &logits);
             let device_bias = common::upload(&gpu, bias.as_deref().unwrap_or_default());
@@ -144,7 +157,13 @@ fn rows_go_where_a_cpu_sends_them() {
             let routes = room.routes();
             let bias_slice = bias.as_ref().map(|bias| device_bias.slice().range(0..bias.len()));
             let logits_slice = device.slice().range(0..logits.len());
-            kernels.route(logits_slice, bias_slice, softmax, &routes).unwrap();
+            let device_scales = common::upload(&gpu, scales.as_deref().unwrap_or_default());
+            let router = GpuRouter {
+                scale,
+                expert_scale: scales.as_ref().map(|_| device_scales.slice().range(0..experts)),
+                ..GpuRouter::plain(bias_slice, softmax)
+            };
+            kernels.route(logits_slice, router, &routes).unwrap();
             let (found, tiles) = found_routes(&gpu, &room, &routes);
 
             for row in logits.chunks_exact_mut(experts) {
@@ -159,7 +178,12 @@ fn rows_go_where_a_cpu_sends_them() {
                 };
                 rows * top_k
             ];
-            route(&mut logits, experts, softmax, &mut expected);
+            let router = Router {
+                softmax,
+                scale,
+                expert_scale: scales.as_deref(),
+            };
+            route(&mut logits, experts, router, &mut expected);
             for (place, (found, want)) in found.iter().zip(&expected).enumerate() {
                 assert_eq!(found.0, want.row, "{what}, place {place}: {want:?}");
                 let near = (found.1 - want.weight).abs() <= 1e-5 * want.weight.abs() + 1e-9;
@@ -271,8 +295,7 @@ impl Case {
         kernels
             .route(
                 logits.slice().range(0..self.logits.len()),
-                None,
-                RouterSoftmax::Chosen,
+                GpuRouter::plain(None, RouterSoftmax::Chosen),
                 &routes,
             )
             .unwrap();
@@ -311,7 +334,7 @@ impl Case {
         route(
             &mut logits,
             self.gate_up.wide.len(),
-            RouterSoftmax::Chosen,
+            Router::plain(RouterSoftmax::Chosen),
             &mut expected,
         );
         expected.iter().map(|route| route.expert as usize).collect()

@@ -27,6 +27,7 @@ pub(crate) use row_order::{Among, RowOrder};
 pub(crate) use tensors::{InExperts, Matrix, Scope, Stack, Vector};
 
 use crate::quantization::{EMBEDDING, FP8_BLOCK, Fp8Scales};
+use crate::rope::{RopeScaling, RopeSpec};
 use crate::spec::{self, AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec, PerLayerSpec};
 use crate::{DecoderSpec, OutputHead};
 
@@ -76,7 +77,7 @@ pub(crate) struct Layer<L, V> {
     pub(crate) spec: Arc<LayerSpec>,
     pub(crate) mixer: Mixer<L, V>,
     pub(crate) mlp: Mlp<L, V>,
-    input: Option<LayerInput<L, V>>,
+    pub(crate) input: Option<LayerInput<L, V>>,
     /// What the residual stream behind it is multiplied by, one number.
     scalar: Option<V>,
 }
@@ -95,7 +96,10 @@ impl<E, L, V> Decoder<E, L, V> {
         T: Visitor<Embedding = E, Linear = L, Vector = V>,
     {
         let (vocab, hidden) = (spec.vocab_rows(), spec.hidden_size);
-        let rope_factors = match spec.ropes().first() {
+        let ropes = spec.ropes();
+        // Which pairs turn is a part of the configuration.
+        let is_proportional = |rope: &&RopeSpec| matches!(rope.scaling, RopeScaling::Proportional { .. });
+        let rope_factors = match ropes.first().filter(|_| !ropes.iter().any(is_proportional)) {
             Some(rope) => {
                 visitor.optional_vector(&Vector::plain("rope_freqs.weight", rope.rotary_dim / 2))?
             }
@@ -462,11 +466,16 @@ impl Widths {
 
     /// Where all experts are computed at once, in room of their own: gate and up are those of what every token goes through.
     pub(crate) fn beside_experts(spec: &DecoderSpec) -> Self {
-        let mlps = spec.layers.iter().filter_map(|layer| layer.mlp_of_all());
-        let inner = mlps.map(|mlp| mlp.intermediate_size).max().unwrap_or(0);
+        let mut own = Self::default();
+        for mlp in spec.layers.iter().filter_map(|layer| layer.mlp_of_all()) {
+            dense_mlp::widen(mlp, &mut own);
+        }
+        if let Some(per_layer) = &spec.per_layer {
+            per_layer::widen(per_layer, spec.layers.len(), &mut own);
+        }
         Self {
-            gate_up: 2 * inner,
-            activated: inner,
+            gate_up: own.gate_up,
+            activated: own.activated,
             ..Self::of(spec)
         }
     }

@@ -1,3 +1,5 @@
+mod attention;
+mod beside;
 mod experts;
 mod head;
 mod images;
@@ -35,6 +37,8 @@ pub(super) struct StepState {
     pub(super) kv: GpuSlab,
     pub(super) kv_config: KvConfig,
     pub(super) kv_element: GpuKvElement,
+    /// As [`DecoderSpec::kv_column`].
+    pub(super) kv_column: usize,
     /// Of all slots.
     pub(super) states: States,
     /// Where each layer's keys and values are, or its states.
@@ -54,18 +58,37 @@ pub(super) struct StepState {
 }
 
 impl StepState {
-    /// K and V of layer `column` of each page: `[num_pages][kv_heads][block_size][head_dim]` each, with these scales.
+    /// K and V of the layer from `column` on of each page, `[kv_heads][block_size][head_dim]` each, with these scales. Layers that are
+    /// all of one width are column by column one after the other, keys first. Pages of others are one after the other, first those of all
+    /// keys: what a page has is its own, whichever layers it serves.
     fn layer_kv(&self, column: usize, spec: &AttentionSpec, [k_scale, v_scale]: [f32; 2]) -> GpuKv<'_> {
         let KvConfig {
             num_pages,
             block_size,
+            groups,
             ..
-        } = self.kv_config;
-        let len = num_pages * block_size.tokens() * spec.kv_size() * self.kv_element.bytes();
-        let (all, start) = (self.kv.slice(), 2 * column * len);
+        } = &self.kv_config;
+        let own = block_size.tokens() * spec.kv_size();
+        let (start, block_stride, to_values) = match groups.has_wide_layers() {
+            false => (2 * column * num_pages * own, own, num_pages * own),
+            true => {
+                let of_column = self.kv_column * block_size.tokens();
+                let stride = groups.columns_per_page() * of_column;
+                (column * of_column, stride, num_pages * stride)
+            }
+        };
+        let len = match num_pages {
+            0 => 0,
+            pages => (pages - 1) * block_stride + own,
+        };
+        let of = |start: usize| {
+            let element = self.kv_element.bytes();
+            self.kv.slice().range(start * element..(start + len) * element)
+        };
         GpuKv {
-            k: all.range(start..start + len),
-            v: all.range(start + len..start + 2 * len),
+            k: of(start),
+            v: of(start + to_values),
+            block_stride,
             element: self.kv_element,
             k_scale,
             v_scale,
@@ -225,6 +248,20 @@ impl Decoder {
         Ok(())
     }
 
+    /// Rows of a table by token.
+    fn embed(
+        &self,
+        table: &GpuLinear,
+        tokens: GpuTokens<'_>,
+        scale: f32,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        match table.matrix() {
+            GpuMatrix::Gguf { .. } => self.linears.gguf().embedding(table, tokens, scale, out),
+            _ => self.fused.embedding(table.weight(), tokens, scale, out),
+        }
+    }
+
     /// Runs all layers. Returns the normalised rows that are given out, if there are any: first those to sample from or to
     /// pool, then those to be scored.
     fn forward<'a>(
@@ -241,10 +278,15 @@ impl Decoder {
             prev_sampled: state.outputs.sampled(),
             resolved: tokens,
         };
-        let (table, scale) = (&decoder.embedding, spec.embedding_scale);
-        match table.matrix() {
-            GpuMatrix::Gguf { .. } => self.linears.gguf().embedding(table, tokens, scale, act.hidden)?,
-            _ => self.fused.embedding(table.weight(), tokens, scale, act.hidden)?,
+        self.embed(&decoder.embedding, tokens, spec.embedding_scale, act.hidden)?;
+        if let (Some(per_layer), Some(own)) = (&decoder.per_layer, &spec.per_layer) {
+            // These are resolved by now.
+            self.embed(
+                &per_layer.table,
+                tokens,
+                (own.width as f32).sqrt(),
+                act.layer_inputs,
+            )?;
         }
         let images = RowsOfImage::of(input, state);
         if let Some(images) = &images {
@@ -264,6 +306,8 @@ impl Decoder {
             act,
             rows: input.rows,
             is_fresh: true,
+            unsettled: None,
+            are_given: false,
             layer: 0,
         };
         decoder.forward(spec, &mut step)?;

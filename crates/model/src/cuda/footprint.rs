@@ -25,6 +25,7 @@ use super::step::StepLayout;
 use super::weights::weights_bytes;
 use super::{GpuOptions, check, kv_element};
 use crate::footprint::{ArenaUse, StepSize};
+use crate::spec::Mlp;
 use crate::state::StateCache;
 use crate::{KvCacheDtype, ModelConfig, ModelError, ServeAs};
 
@@ -237,8 +238,15 @@ impl GpuFootprint {
     /// Bytes of a state's graphs.
     pub fn graph_bytes(&self) -> u64 {
         let spec = &self.config.spec;
-        // Layers with experts launch half as many kernels again.
-        let halves = 2 * spec.layers.len() + spec.mixtures().count();
+        // Layers with experts launch half as many kernels again, with experts beside an MLP twice as many; inputs of layers are half as
+        // many.
+        let more = spec.layers.iter().map(|layer| match layer.mlp {
+            Mlp::Dense(_) => 0,
+            Mlp::Moe(_) => 1,
+            Mlp::Both(..) => 2,
+        });
+        let inputs = spec.per_layer.map_or(0, |_| spec.layers.len());
+        let halves = 2 * spec.layers.len() + more.sum::<usize>() + inputs;
         mapped(GRAPH_LAYER_BYTES * (self.graphs().len() * halves) as u64 / 2)
     }
 

@@ -40,7 +40,7 @@ use plimsoll_kernels::cuda::{DeltaKernels, DeltaSize, FusedKernels, GpuKvElement
 
 use crate::encoder::SlowestEncode;
 use crate::model::Description;
-use crate::spec::{AttentionSpec, Mlp, Values};
+use crate::spec::Mlp;
 use crate::state::StateCache;
 use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress};
 use decoder::Decoder;
@@ -194,41 +194,8 @@ fn kv_element(dtype: KvCacheDtype) -> Result<GpuKvElement, ModelError> {
     }
 }
 
-/// Parts of networks that a CPU alone computes.
-fn check_parts(spec: &DecoderSpec) -> Result<(), ModelError> {
-    let refused = |field: &str, value: String| {
-        let supported = "on a GPU no model that has it is; --device cpu serves it";
-        Err(ModelError::unsupported(field, value, supported))
-    };
-    if let Some(per_layer) = &spec.per_layer {
-        return refused("hidden_size_per_layer_input", per_layer.width.to_string());
-    }
-    let shares = |attention: &&AttentionSpec| attention.shares_kv.is_some();
-    match spec.attention().filter(shares).count() {
-        0 => {}
-        layers => return refused("num_kv_shared_layers", layers.to_string()),
-    }
-    if spec.layers.iter().any(|layer| matches!(layer.mlp, Mlp::Both(..))) {
-        return refused("enable_moe_block", "true".to_owned());
-    }
-    if spec
-        .attention()
-        .any(|attention| attention.values != Values::Projected)
-    {
-        return refused("values", "normalised, as in Gemma 4".to_owned());
-    }
-    if spec.layers.iter().any(|layer| layer.scalar) {
-        return refused("layer_scalar", "stored for each layer".to_owned());
-    }
-    let sizes = spec.attention().map(AttentionSpec::kv_size);
-    match sizes.max() {
-        Some(most) if most != spec.kv_column() => refused(
-            "num_key_value_heads x head_dim",
-            "not the same in all layers".to_owned(),
-        ),
-        _ => Ok(()),
-    }
-}
+/// Tokens of the smallest blocks.
+const LEAST_BLOCK: usize = 8;
 
 /// What the kernels ask of a model, beyond what the CPU does.
 fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
@@ -241,26 +208,44 @@ fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
         true => Ok(()),
         false => Err(unsupported(field, width, format!("it is a multiple of {of}"))),
     };
-    check_parts(spec)?;
     multiple("hidden_size", spec.hidden_size, 8)?;
     for layer in &spec.layers {
         match &layer.mlp {
-            Mlp::Dense(mlp) | Mlp::Both(mlp, _) => {
-                multiple("intermediate_size", mlp.intermediate_size, 8)?;
-            }
+            Mlp::Dense(mlp) => multiple("intermediate_size", mlp.intermediate_size, 8)?,
             Mlp::Moe(moe) => {
                 multiple("moe_intermediate_size", moe.intermediate_size, 8)?;
                 if let Some(shared) = &moe.shared {
                     multiple("shared_expert_intermediate_size", shared.intermediate_size, 8)?;
                 }
             }
+            Mlp::Both(mlp, moe) => {
+                multiple("intermediate_size", mlp.intermediate_size, 8)?;
+                multiple("moe_intermediate_size", moe.intermediate_size, 8)?;
+            }
         }
     }
+    if let Some(per_layer) = &spec.per_layer {
+        multiple("hidden_size_per_layer_input", per_layer.width, 8)?;
+    }
     experts::check(spec)?;
+    let column = spec.kv_column();
+    let is_wide = spec.attention().any(|attention| attention.kv_size() != column);
     for attention in spec.attention() {
         if !HEAD_DIMS.contains(&attention.head_dim) {
             let supported = format!("it is one of {HEAD_DIMS:?}");
             return Err(unsupported("head_dim", attention.head_dim, supported));
+        }
+        // Blocks of the cache begin at whole rows of a head, whatever other layers have between them.
+        if is_wide && !(column * LEAST_BLOCK).is_multiple_of(attention.head_dim) {
+            let supported = format!(
+                "on a GPU {LEAST_BLOCK} times {column}, of which all layers' keys are multiples, is a multiple of each head_dim; \
+                 --device cpu has no such bound"
+            );
+            return Err(ModelError::unsupported(
+                "num_key_value_heads x head_dim",
+                attention.head_dim,
+                supported,
+            ));
         }
         if let Some(rope) = &attention.rope {
             // The kernel rotates eight pairs at a time.

@@ -110,6 +110,7 @@ impl GpuRunner {
             kv: gpu.alloc(Component::Kv, kv_bytes)?,
             kv_config: kv,
             kv_element: model.kv_element,
+            kv_column: spec.kv_column(),
             states: States::new(gpu, spec, kv.state_slots)?,
             places: LayerPlace::all(spec, &LayerPage::all(&layout)),
             max_model_len: limits.max_model_len,

@@ -40,6 +40,9 @@ pub(super) struct StepLayout {
     pub(super) ordered: Section<bf16>,
     /// Gates of states.
     pub(super) state_gates: Section<bf16>,
+    /// Inputs of layers beside the residual stream, and those of the last layer of the rows that are given out.
+    pub(super) layer_inputs: Section<bf16>,
+    pub(super) last_inputs: Section<bf16>,
     /// Of layers with experts.
     pub(super) experts: ExpertLayout,
     /// Partial results of attention.
@@ -80,6 +83,8 @@ impl StepLayout {
             dequantised: layout.rows(dequantised(&widths)?, 1)?,
             ordered: layout.rows(rows, widths.ordered)?,
             state_gates: layout.rows(rows, widths.state_gates)?,
+            layer_inputs: layout.rows(rows, widths.layer_inputs)?,
+            last_inputs: layout.rows(rows, spec.per_layer.map_or(0, |own| own.width))?,
             experts: ExpertLayout::new(&mut layout, &widths, rows)?,
             attention: layout.rows(attention_scratch(planners), 1)?,
             given: match spec.head {
@@ -129,6 +134,8 @@ impl StepLayout {
                 inputs: Some(self.ordered.within(memory)),
             },
             state_gates: self.state_gates.within(memory),
+            layer_inputs: self.layer_inputs.within(memory),
+            last_inputs: self.last_inputs.within(memory),
             experts: self.experts.within(memory),
             scratch: self.attention.within(memory),
         }
@@ -181,6 +188,8 @@ pub(super) struct Activations<'a> {
     pub(super) scales: GpuSlice<'a, f32>,
     pub(super) room: LinearRoom<'a>,
     pub(super) state_gates: GpuSlice<'a, bf16>,
+    pub(super) layer_inputs: GpuSlice<'a, bf16>,
+    pub(super) last_inputs: GpuSlice<'a, bf16>,
     pub(super) experts: ExpertSlices<'a>,
     pub(super) scratch: GpuSlice<'a, f32>,
 }

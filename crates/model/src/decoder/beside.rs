@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use plimsoll_core::{Oom, StepError};
 use plimsoll_kernels::{
-    ExpertBuffers, ExpertWeights, KvElement, Linear, add_normed, experts, glu, rms_norm, route,
+    ExpertBuffers, ExpertWeights, KvElement, Linear, Router, add_normed, experts, glu, rms_norm, route,
 };
 
 use super::Step;
@@ -76,13 +76,13 @@ impl<E: KvElement> Step<'_, '_, E> {
         rms_norm(hidden, &beside.router_norm, eps, normed);
         let logits = &mut self.router_logits[..rows * spec.experts];
         moe.router.forward(normed, logits, arena)?;
-        let scale = (width as f32).sqrt().recip();
-        logits.iter_mut().for_each(|logit| *logit *= scale);
+        let router = Router {
+            softmax: spec.softmax,
+            scale: (width as f32).sqrt().recip(),
+            expert_scale: Some(&beside.expert_scale),
+        };
         let routes = &mut self.routes[..rows * spec.top_k];
-        route(logits, spec.experts, spec.softmax, routes);
-        routes
-            .iter_mut()
-            .for_each(|route| route.weight *= beside.expert_scale[route.expert as usize]);
+        route(logits, spec.experts, router, routes);
         rms_norm(hidden, &beside.norm, eps, normed);
         let weights = ExpertWeights {
             gate_up: &moe.gate_up,

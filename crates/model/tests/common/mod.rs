@@ -125,7 +125,8 @@ pub const WINDOW_MODELS: [&str; 11] = [
 ];
 
 /// Those with experts.
-pub const EXPERT_MODELS: [&str; 8] = [
+pub const EXPERT_MODELS: [&str; 9] = [
+    "gemma4-moe",
     "gpt-oss",
     "gpt-oss-mxfp4",
     "mixtral",

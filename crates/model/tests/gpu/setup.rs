@@ -11,10 +11,12 @@ use plimsoll_model::{LoadFormat, LoadOptions};
 use crate::common::{Oracle, golden_path, state_config};
 
 /// The tiny models whose heads have a size that the kernels know.
-pub(crate) const MODELS: [&str; 30] = [
+pub(crate) const MODELS: [&str; 32] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
+    "gemma4",
+    "gemma4-shared",
     "llama",
     "llama-auto-round",
     "llama-fp8-block",

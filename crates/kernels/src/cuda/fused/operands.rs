@@ -3,8 +3,8 @@
 use plimsoll_device::cuda::{Arg, GpuSlice};
 
 use super::int;
-use crate::QueryScale;
 use crate::cuda::GpuKv;
+use crate::{CachedValues, QueryScale};
 
 /// Input tokens of a step.
 #[derive(Clone, Copy, Debug)]
@@ -56,6 +56,21 @@ pub struct GpuRope<'a> {
     pub query_scale: Option<QueryScale>,
 }
 
+impl GpuRope<'_> {
+    /// Rows that have a position.
+    ///
+    /// # Panics
+    /// If one has some of its numbers.
+    pub(super) fn rows(&self) -> usize {
+        let numbers = self.axes.map_or(1, |_| PairAxes::NUMBERS);
+        assert!(
+            self.positions.len().is_multiple_of(numbers),
+            "positions of {numbers} numbers"
+        );
+        self.positions.len() / numbers
+    }
+}
+
 /// With which of three numbers of a position each pair turns (mRoPE, [Qwen2-VL](https://arxiv.org/abs/2409.12191)): a bit for each
 /// that turns with the second, and with the third.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +99,7 @@ impl PairAxes {
         }
     }
 
-    /// `Axes` of `kernels/fused.cu`: numbers of a position, and the bits in words.
+    /// `Axes` of `kernels/rope.cu`: numbers of a position, and the bits in words.
     pub(super) fn args(axes: Option<Self>) -> [Arg; 5] {
         let Self { second, third } = axes.unwrap_or(Self { second: 0, third: 0 });
         let numbers = if axes.is_some() { Self::NUMBERS } else { 1 };
@@ -114,6 +129,8 @@ pub struct GpuKvWrite<'a> {
     pub head_dim: usize,
     /// The projection has a gate for each element of q, between q and k.
     pub gated: bool,
+    /// What is cached as values; where they are normalised, q and k are too, with the same addend.
+    pub values: CachedValues,
 }
 
 /// Frequencies in turns per position instead of radians, each as a sum of two `f32` (`[pairs, 2]`, large part first), for

@@ -1,9 +1,36 @@
 //! What the kernels of experts take.
 
+use half::bf16;
 use plimsoll_device::cuda::GpuSlice;
 
 use super::{EXPERT_TILES, MOST_EXPERTS, MOST_ROUTES};
+use crate::RouterSoftmax;
 use crate::cuda::linear::{GpuLinear, GpuMatrix};
+
+/// How logits of experts become weights: [`Router`](crate::Router), with a bias.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuRouter<'a> {
+    /// `[experts]`: added to the logits, which `scale` has multiplied.
+    pub bias: Option<GpuSlice<'a, bf16>>,
+    /// Over which experts weights sum to 1.
+    pub softmax: RouterSoftmax,
+    /// Multiplies the logits first.
+    pub scale: f32,
+    /// `[experts]`: multiplies the weights of each expert.
+    pub expert_scale: Option<GpuSlice<'a, f32>>,
+}
+
+impl<'a> GpuRouter<'a> {
+    /// Without scales.
+    pub fn plain(bias: Option<GpuSlice<'a, bf16>>, softmax: RouterSoftmax) -> Self {
+        Self {
+            bias,
+            softmax,
+            scale: 1.0,
+            expert_scale: None,
+        }
+    }
+}
 
 /// The matrices of all experts of a layer, in one format, `[n, k]` each, at equal distances in one piece of memory.
 #[derive(Clone, Debug)]

@@ -1,7 +1,7 @@
 //! Norm of q and k, rotation, write to the cache.
 
-use plimsoll_kernels::QueryScale;
 use plimsoll_kernels::cuda::{GpuKvElement, PairAxes};
+use plimsoll_kernels::{CachedValues, QueryScale};
 
 use super::*;
 use crate::cache::{Cache, to_e4m3};
@@ -25,6 +25,9 @@ struct Case {
     query_scale: Option<QueryScale>,
     /// On a GPU there are gates between q and k.
     gated: bool,
+    values: CachedValues,
+    /// Blocks of the cache with nothing of the layer in them, between its own.
+    between: usize,
 }
 
 /// Rotated q `[tokens, heads, dim]`, and of each row with a slot k and v `[rows, 2, kv_heads, dim]`.
@@ -48,9 +51,9 @@ impl Case {
             dim,
             pairs,
             block_size,
-            qkv: random(rng, tokens * (heads + 2 * kv_heads) * dim),
+            qkv: Vec::new(),
             positions: (0..tokens).map(|i| (start + i) as i32).collect(),
-            axes: rng.random_bool(0.4).then(|| {
+            axes: (pairs <= 128 && rng.random_bool(0.4)).then(|| {
                 let position = |i: usize, rng: &mut StdRng| {
                     let mut near = || (start + i) as u32 + rng.random_range(0..100);
                     [(start + i) as u32, near(), near()]
@@ -74,7 +77,36 @@ impl Case {
                 original: 16_384,
             }),
             gated: rng.random_bool(0.3),
+            values: match rng.random_range(0..4) {
+                0 if norm => CachedValues::Normalised(EPS),
+                1 if norm => CachedValues::NormalisedKeys(EPS),
+                _ => CachedValues::Projected,
+            },
+            between: rng.random_range(0..2),
         }
+        .projected(rng)
+    }
+
+    /// With as many heads as are projected.
+    fn projected(self, rng: &mut StdRng) -> Self {
+        Self {
+            qkv: random(rng, self.positions.len() * self.width()),
+            ..self
+        }
+    }
+
+    /// Heads of the values that are projected.
+    fn value_heads(&self) -> usize {
+        match self.values {
+            CachedValues::NormalisedKeys(_) => 0,
+            CachedValues::Projected | CachedValues::Normalised(_) => self.kv_heads,
+        }
+    }
+
+    /// Elements of a block, and from one to the next.
+    fn block(&self) -> [usize; 2] {
+        let own = self.kv_heads * self.block_size * self.dim;
+        [own, own * (1 + self.between)]
     }
 
     /// The projections with gates, if there are any, that nobody reads.
@@ -102,7 +134,7 @@ impl Case {
     }
 
     fn width(&self) -> usize {
-        (self.heads + 2 * self.kv_heads) * self.dim
+        (self.heads + self.kv_heads + self.value_heads()) * self.dim
     }
 
     fn reference(&self) -> (Vec<f64>, Vec<f64>) {
@@ -112,7 +144,19 @@ impl Case {
                 .chunks_exact(self.dim)
                 .map(|head| head.iter().map(|&x| f64::from(x)).collect())
                 .collect();
-            for (i, head) in heads[..self.heads + self.kv_heads].iter_mut().enumerate() {
+            let keys = self.heads..self.heads + self.kv_heads;
+            let mut values = match self.values {
+                CachedValues::NormalisedKeys(_) => heads[keys.clone()].to_vec(),
+                CachedValues::Projected | CachedValues::Normalised(_) => heads.split_off(keys.end),
+            };
+            if self.values != CachedValues::Projected {
+                for head in &mut values {
+                    let mean = head.iter().map(|x| x * x).sum::<f64>() / self.dim as f64;
+                    let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
+                    head.iter_mut().for_each(|x| *x *= scale);
+                }
+            }
+            for (i, head) in heads.iter_mut().enumerate() {
                 if let Some((q, k)) = &self.norm {
                     let weight = if i < self.heads { q } else { k };
                     let mean = head.iter().map(|x| x * x).sum::<f64>() / self.dim as f64;
@@ -140,7 +184,8 @@ impl Case {
             }
             q.extend(heads[..self.heads].concat());
             if self.slots[row] >= 0 {
-                kv.extend(heads[self.heads..].concat());
+                kv.extend(heads[keys].concat());
+                kv.extend(values.concat());
             }
         }
         (q, kv)
@@ -168,11 +213,13 @@ impl Case {
     fn check(&self, name: &str, out: &Out) {
         let (q, kv) = self.reference();
         let shape = format!(
-            "{name}: {} + 2 x {} heads of {}, {} pairs, {} rows from position {}, norm {}, factor {}, {:?}, axes {}",
+            "{name}: {} + {} + {} heads of {}, {} pairs, {:?}, {} rows from position {}, norm {}, factor {}, {:?}, axes {}",
             self.heads,
             self.kv_heads,
+            self.value_heads(),
             self.dim,
             self.pairs,
+            self.values,
             self.positions.len(),
             self.positions[0],
             self.norm.is_some(),
@@ -199,11 +246,13 @@ fn wide(bytes: &[u8]) -> Vec<bf16> {
         .collect()
 }
 
-const SHAPES: [[usize; 4]; 11] = [
+const SHAPES: [[usize; 4]; 13] = [
     [32, 8, 128, 64],
     [9, 3, 64, 32],
     [1, 1, 96, 48],
     [8, 1, 256, 128],
+    [8, 2, 512, 256],
+    [32, 4, 512, 64],
     [3, 3, 80, 40],
     [4, 2, 128, 48],
     [2, 1, 64, 8],
@@ -228,7 +277,8 @@ fn write_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case, cache: Cache) ->
     let numbers = positions.len();
     let (positions, slots) = (upload(gpu, &positions), upload(gpu, &case.slots));
     let turns = upload(gpu, &rope_turns(&case.frequencies));
-    let len = case.blocks * case.kv_heads * case.block_size * dim;
+    let [own, stride] = case.block();
+    let len = (case.blocks - 1) * stride + own;
     let bytes = len * cache.element.bytes();
     let (k, v) = (guarded::<u8>(gpu, bytes), guarded::<u8>(gpu, bytes));
     let norms = case.norm.as_ref().map(|(q, k)| (upload(gpu, q), upload(gpu, k)));
@@ -245,12 +295,13 @@ fn write_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case, cache: Cache) ->
         query_scale: case.query_scale,
     };
     let kv = GpuKvWrite {
-        kv: cache.on_gpu(&k, &v, len),
+        kv: cache.on_gpu(&k, &v, (len, stride)),
         slots: slots.slice().range(0..tokens),
         kv_heads: case.kv_heads,
         block_size: case.block_size,
         head_dim: dim,
         gated: case.gated,
+        values: case.values,
     };
     kernels
         .qk_norm_rope_kv_write(qkv.slice().range(0..projections.len()), norm, rope, kv)
@@ -281,7 +332,7 @@ fn run_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case) -> Out {
         );
     }
     let index = |block: usize, head: usize, token: usize, d: usize| {
-        [((block * case.kv_heads + head) * case.block_size + token) * dim + d; 2]
+        [block * case.block()[1] + (head * case.block_size + token) * dim + d; 2]
     };
     Out {
         q,
@@ -334,7 +385,7 @@ fn run_on_cpu(case: &Case) -> Out {
             angles: &angles,
             query_scale: case.query_scale,
         },
-        cpu::CachedValues::Projected,
+        case.values,
         &runs,
         &mut kv,
         &mut q,
@@ -370,6 +421,49 @@ fn fused_qk_norm_rope_kv_write() {
     let gpu = gpu();
     let kernels = FusedKernels::load(&gpu).unwrap();
     check("qk_norm_rope_kv_write", |case| run_on_gpu(&gpu, &kernels, case));
+}
+
+/// Queries alone are the bits of those beside keys and values.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn fused_rotate_queries() {
+    let (gpu, mut rng) = (gpu(), rng("rotate_queries"));
+    let kernels = FusedKernels::load(&gpu).unwrap();
+    for shape in SHAPES {
+        for norm in [false, true] {
+            let case = Case {
+                axes: None,
+                ..Case::new(&mut rng, shape, norm)
+            };
+            let (tokens, dim) = (case.positions.len(), case.dim);
+            let rows = case.qkv.chunks_exact(case.width());
+            let mut queries: Vec<bf16> = rows.flat_map(|row| &row[..case.heads * dim]).copied().collect();
+            let len = queries.len();
+            queries.extend([bf16::from_bits(0xffff); GUARD]);
+            let q = upload(&gpu, &queries);
+            let (positions, turns) = (
+                upload(&gpu, &case.positions),
+                upload(&gpu, &rope_turns(&case.frequencies)),
+            );
+            let weight = case.norm.as_ref().map(|(q, _)| upload(&gpu, q));
+            let norm = weight.as_ref().map(|weight| GpuNorm {
+                weight: weight.slice().range(0..dim),
+                eps: EPS,
+            });
+            let rope = GpuRope {
+                positions: positions.slice().range(0..tokens),
+                axes: None,
+                turns: turns.slice().range(0..2 * case.pairs),
+                factor: case.factor,
+                query_scale: case.query_scale,
+            };
+            kernels
+                .rotate_queries(q.slice().range(0..len), dim, norm, rope)
+                .unwrap();
+            let found = widen(&written::<bf16>(&gpu, &q, len));
+            assert_eq!(found, run_on_gpu(&gpu, &kernels, &case).q, "{shape:?}");
+        }
+    }
 }
 
 /// Elements of 8 bits are those of 16 bits divided by the scale and rounded, to the bit, and queries are the same.

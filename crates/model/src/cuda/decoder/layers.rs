@@ -4,8 +4,8 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeArgs, DeltaArgs, DeltaKernels, GpuAttentionOptions, GpuDeltaGates, GpuFp8Rows, GpuKvWrite,
-    GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope, GpuRows, LinearOutput, Linears, PrefillArgs,
+    DeltaArgs, DeltaKernels, GpuDeltaGates, GpuFp8Rows, GpuLinear, GpuNorm, GpuResidual, GpuRows,
+    LinearOutput, Linears,
 };
 
 use super::images::RowsOfImage;
@@ -29,11 +29,11 @@ pub(super) struct Kind {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct AttentionChoice {
+pub(super) struct AttentionChoice {
     /// Index of its work list.
-    planners: usize,
+    pub(super) planners: usize,
     /// Of its rotary positions: which kind, and which table.
-    rope: Option<[usize; 2]>,
+    pub(super) rope: Option<[usize; 2]>,
     qkv: Fusion,
 }
 
@@ -56,8 +56,8 @@ impl Kind {
     }
 
     fn gate_up(decoder: &Decoder, layer: &GpuLayer, rows: usize) -> Fusion {
-        let (linears, Mlp::Dense(spec)) = (&decoder.linears, &layer.spec.mlp) else {
-            // Nothing of a layer with experts asks.
+        let (linears, Mlp::Dense(spec) | Mlp::Both(spec, _)) = (&decoder.linears, &layer.spec.mlp) else {
+            // Nothing of a layer with experts alone asks.
             return Fusion {
                 norm: false,
                 output: LinearOutput::Bf16,
@@ -100,6 +100,16 @@ impl Fusion {
     }
 }
 
+/// A sum of the residual stream and what is added to it that nobody has asked for yet: the norm that follows makes it too.
+#[derive(Debug)]
+pub(super) struct Unsettled {
+    /// The norm of what is added.
+    pub(super) added: Option<GpuVector>,
+    /// What the sum is multiplied by.
+    pub(super) scalar: Option<GpuVector>,
+    pub(super) eps: f32,
+}
+
 /// A step on its way through the layers: launches in order.
 pub(super) struct Step<'a, 'b> {
     pub(super) decoder: &'b Decoder,
@@ -115,6 +125,10 @@ pub(super) struct Step<'a, 'b> {
     pub(super) rows: usize,
     /// Nothing is to be added to the residual stream yet.
     pub(super) is_fresh: bool,
+    /// What the residual stream becomes before anything else reads it.
+    pub(super) unsettled: Option<Unsettled>,
+    /// Only rows that are given out are computed.
+    pub(super) are_given: bool,
     pub(super) layer: usize,
 }
 
@@ -129,20 +143,20 @@ impl<'a, 'b> Step<'a, 'b> {
     }
 
     /// What is chosen for the layer's attention.
-    fn attention(&self) -> &AttentionChoice {
+    pub(super) fn attention(&self) -> &AttentionChoice {
         let attention = self.kind().attention.as_ref();
         attention.expect("a layer with attention")
     }
 
     /// Where the layer's keys and values are.
-    fn page(&self) -> LayerPage {
+    pub(super) fn page(&self) -> LayerPage {
         match self.state.places[self.layer] {
             LayerPlace::Page(page) => page,
             LayerPlace::State(_) => unreachable!("a layer with attention has pages"),
         }
     }
 
-    fn delta(&self) -> &'b DeltaKernels {
+    pub(super) fn delta(&self) -> &'b DeltaKernels {
         let kernels = self.decoder.delta.as_ref();
         kernels.expect("they are loaded for models that need them")
     }
@@ -213,14 +227,34 @@ impl<'a, 'b> Step<'a, 'b> {
     }
 
     /// The sum of the residual stream and what is added to it, and its norm.
-    fn add_norm(&mut self, norms: &Norms<'_, GpuVector>, normed: GpuRows<'a>) -> Result<(), GpuError> {
+    pub(super) fn add_norm(
+        &mut self,
+        norms: &Norms<'_, GpuVector>,
+        normed: GpuRows<'a>,
+    ) -> Result<(), GpuError> {
         let width = norms.weight.slice().len();
         let [hidden, delta] = [self.act.hidden, self.act.delta].map(|slice| self.rows(slice, width));
         let fused = &self.decoder.fused;
+        if std::mem::take(&mut self.is_fresh) {
+            return match self.unsettled.take() {
+                Some(Unsettled {
+                    added: Some(added),
+                    scalar,
+                    eps,
+                }) if eps == norms.eps => {
+                    let scalar = scalar.as_ref().map(GpuVector::slice);
+                    fused.sandwich_norm(hidden, delta, added.slice(), scalar, norm(norms), normed)
+                }
+                unsettled => {
+                    self.unsettled = unsettled;
+                    self.complete()?;
+                    fused.rms_norm(hidden, norm(norms), normed)
+                }
+            };
+        }
         match norms.added {
-            _ if std::mem::take(&mut self.is_fresh) => fused.rms_norm(hidden, norm(norms), normed),
             None => fused.add_rms_norm(hidden, delta, norm(norms), normed),
-            Some(added) => fused.sandwich_norm(hidden, delta, added.slice(), norm(norms), normed),
+            Some(added) => fused.sandwich_norm(hidden, delta, added.slice(), None, norm(norms), normed),
         }
     }
 
@@ -258,14 +292,16 @@ fn norm<'a>(norms: &Norms<'a, GpuVector>) -> GpuNorm<'a> {
     }
 }
 
-/// `check_parts` is asked before weights are read.
-const REFUSED: &str = "a network with this part is refused on a GPU";
-
 impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     type Error = GpuError;
 
-    fn make_layer_inputs(&mut self, _: &GpuLinear, _: &GpuVector, _: f32) -> Result<(), GpuError> {
-        unreachable!("{REFUSED}")
+    fn make_layer_inputs(
+        &mut self,
+        projection: &GpuLinear,
+        norm: &GpuVector,
+        eps: f32,
+    ) -> Result<(), GpuError> {
+        self.project_layer_inputs(projection, norm, eps)
     }
 
     fn begin_layer(&mut self, index: usize) {
@@ -277,108 +313,26 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         self.norm_linear(norms, qkv, self.attention().qkv, out)
     }
 
-    /// Queries stay in their place.
     fn write_kv(
         &mut self,
         layer: &LayerSpec,
         spec: &AttentionSpec,
         qk_norm: Option<&[GpuVector; 2]>,
     ) -> Result<(), GpuError> {
-        let Self { input, state, .. } = &*self;
-        let norm = qk_norm.map(|[q, k]| GpuQkNorm {
-            q: q.slice(),
-            k: k.slice(),
-            eps: layer.norm.eps,
-        });
-        let weights = &self.decoder.weights;
-        let table = self
-            .attention()
-            .rope
-            .map(|[rope, table]| &weights.ropes[rope][table]);
-        let rope = GpuRope {
-            positions: state.inputs.device(input.positions),
-            axes: table.map_or(weights.no_axes(), |table| table.axes),
-            turns: table.map_or(weights.no_turns(), |table| table.turns.slice()),
-            factor: table.map_or(1.0, |table| table.factor),
-            query_scale: spec.rope.as_deref().and_then(|rope| rope.query_scale),
-        };
-        let page = self.page();
-        let write = GpuKvWrite {
-            kv: state.layer_kv(page.column, spec, weights.kv_scales[self.layer]),
-            slots: state.inputs.device(input.slots[page.table]),
-            kv_heads: spec.kv_heads,
-            block_size: state.kv_config.block_size.tokens(),
-            head_dim: spec.head_dim,
-            gated: spec.gated,
-        };
-        let qkv = self.rows(self.act.qkv, spec.qkv_size());
-        self.decoder.fused.qk_norm_rope_kv_write(qkv, norm, rope, write)
+        self.put_kv(layer, spec, qk_norm)
     }
 
     fn rotate_queries(
         &mut self,
-        _: &LayerSpec,
-        _: &AttentionSpec,
-        _: Option<&GpuVector>,
+        layer: &LayerSpec,
+        spec: &AttentionSpec,
+        q_norm: Option<&GpuVector>,
     ) -> Result<(), GpuError> {
-        unreachable!("{REFUSED}")
+        self.rotate(layer, spec, q_norm)
     }
 
     fn attend(&mut self, spec: &AttentionSpec, sinks: Option<&GpuVector>) -> Result<(), GpuError> {
-        let Self { input, state, .. } = *self;
-        let options = GpuAttentionOptions {
-            scale: spec.scale,
-            soft_cap: spec.soft_cap,
-            sinks: sinks.map(GpuVector::slice),
-        };
-        let page = self.page();
-        let scales = self.decoder.weights.kv_scales[self.layer];
-        let kv = state.layer_kv(page.column, spec, scales);
-        let (inputs, at) = (&state.inputs, self.attention().planners);
-        let planners = &inputs.planners()[at];
-        let blocks = inputs.device(input.blocks);
-        let (q, out) = (
-            self.rows(self.act.qkv, spec.qkv_size()),
-            self.rows(self.act.attended, spec.q_size()),
-        );
-        if let Some(decode) = &input.decode {
-            let (header, items) = decode.work[at];
-            let args = DecodeArgs {
-                q,
-                q_stride: spec.qkv_size(),
-                kv,
-                runs: inputs.device(decode.runs[page.table]),
-                blocks,
-                header: inputs.device(header),
-                items: inputs.device(items),
-                out,
-                scratch: self.act.scratch,
-                counters: state.counters.slice(),
-                options,
-            };
-            self.decoder.decode.forward(&planners.decode, &args)?;
-        }
-        if let Some(prefill) = &input.prefill {
-            let (plan, items) = prefill.work[at];
-            let args = PrefillArgs {
-                q,
-                q_stride: spec.qkv_size(),
-                kv,
-                runs: inputs.device(prefill.runs[page.table]),
-                blocks,
-                items: inputs.device(items),
-                out,
-                scratch: self.act.scratch,
-                options,
-            };
-            self.decoder.prefill.forward(&planners.prefill, plan, &args)?;
-        }
-        match spec.gated {
-            false => Ok(()),
-            true => self
-                .delta()
-                .sigmoid_gate(out, spec.q_size(), q, spec.qkv_size(), spec.q_size()),
-        }
+        self.attend_to(spec, sinks)
     }
 
     fn project_delta(
@@ -452,8 +406,14 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             decoder
                 .fused
                 .gather_rows(attended, at, self.act.qkv.range(part(attended_width)))?;
+            if let Some(own) = &decoder.weights.spec.per_layer {
+                let (inputs, stride) = self.layer_input(own);
+                let given = self.act.last_inputs.range(part(own.width));
+                decoder.fused.gather_part(inputs, stride, at, given)?;
+            }
             first += at.len();
         }
+        self.are_given = true;
         let act = self.act;
         (self.act.hidden, self.act.normed, self.act.attended) = (act.normed, act.hidden, act.qkv);
         self.rows = self.rows_given();
@@ -517,27 +477,36 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
 
     fn experts_beside(
         &mut self,
-        _: &MoeSpec,
-        _: f32,
-        _: &Beside<GpuLinear, GpuVector>,
+        spec: &MoeSpec,
+        eps: f32,
+        beside: &Beside<GpuLinear, GpuVector>,
     ) -> Result<(), GpuError> {
-        unreachable!("{REFUSED}")
+        self.add_experts(spec, eps, beside)
     }
 
-    fn settle(&mut self, _: Option<&GpuVector>, _: f32) -> Result<(), GpuError> {
-        unreachable!("{REFUSED}")
+    /// With what follows.
+    fn settle(&mut self, added: Option<&GpuVector>, eps: f32) -> Result<(), GpuError> {
+        self.unsettled = Some(Unsettled {
+            added: added.cloned(),
+            scalar: None,
+            eps,
+        });
+        self.is_fresh = true;
+        Ok(())
     }
 
     fn gate_layer_input(
         &mut self,
-        _: &PerLayerSpec,
-        _: &LayerInput<GpuLinear, GpuVector>,
+        spec: &PerLayerSpec,
+        input: &LayerInput<GpuLinear, GpuVector>,
     ) -> Result<(), GpuError> {
-        unreachable!("{REFUSED}")
+        self.project_gated_input(spec, input)
     }
 
-    fn scale(&mut self, _: &GpuVector) -> Result<(), GpuError> {
-        unreachable!("{REFUSED}")
+    fn scale(&mut self, scalar: &GpuVector) -> Result<(), GpuError> {
+        let sum = self.unsettled.as_mut();
+        sum.expect("a sum comes first").scalar = Some(scalar.clone());
+        Ok(())
     }
 
     fn add_features(&mut self, layer: usize) -> Result<(), GpuError> {

@@ -7,10 +7,10 @@ use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{GpuLinear, LinearOutput, LinearScratch, LinearUse};
 
 use super::Decoder;
-use crate::blocks::{Mixer, Widths};
+use crate::blocks::{LayerInput, Mixer, Widths};
 use crate::cuda::experts::Experts;
 use crate::cuda::step::{dequantised, dequantised_head};
-use crate::cuda::weights::{GpuLayer, GpuWeights};
+use crate::cuda::weights::{GpuLayer, GpuVector, GpuWeights};
 use crate::{DecoderSpec, OutputHead};
 
 /// Numbers of rows that linear layers are measured for: those of decode steps, and of prompts.
@@ -41,7 +41,8 @@ impl Scratch {
             .gate_up
             .max(widths.qkv)
             .max(widths.hidden)
-            .max(2 * widths.experts);
+            .max(2 * widths.experts)
+            .max(widths.layer_inputs);
         let of_layers = dequantised(&Widths::beside_experts(spec)).unwrap_or(0);
         let logits = match spec.head {
             OutputHead::None => 0,
@@ -92,6 +93,14 @@ impl Decoder {
         });
         let gate_up = by_shape(layers, |layer| Some(&layer.mlp.of_all()?.gate_up));
         let down = by_shape(layers, |layer| Some(&layer.mlp.of_all()?.down));
+        let of_inputs = |pick: fn(&LayerInput<GpuLinear, GpuVector>) -> &GpuLinear| {
+            by_shape(layers, move |layer| layer.input.as_ref().map(pick))
+        };
+        let (input_gates, inputs) = (
+            of_inputs(|input| &input.gate),
+            of_inputs(|input| &input.projection),
+        );
+        let all_inputs = alike(decoder.per_layer.iter().map(|own| &own.projection));
         let routers = self.experts.iter().flat_map(Experts::routers);
         let routers = alike(routers);
         let plain = |layers, output| LinearUse {
@@ -111,6 +120,9 @@ impl Decoder {
             (&output, LinearOutput::Bf16),
             (&gate_up, LinearOutput::Bf16),
             (&down, LinearOutput::Bf16),
+            (&input_gates, LinearOutput::Bf16),
+            (&inputs, LinearOutput::Bf16),
+            (&all_inputs, LinearOutput::Bf16),
             (&routers, LinearOutput::F32),
         ] {
             uses.extend(groups.iter().map(|layers| plain(layers, kind)));
