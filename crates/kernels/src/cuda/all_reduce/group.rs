@@ -271,8 +271,8 @@ fn on_all<R: Send>(
 fn measure(ranks: &mut [AllReduce]) -> Result<Times, DeviceError> {
     let times = on_all(ranks, AllReduce::times)?;
     let slowest = |size: usize, way: usize| {
-        let times = times.iter().map(|rank| rank[size][way]);
-        times.fold(Some(0.0_f32), |slowest, time| Some(slowest?.max(time?)))
+        let mut times = times.iter().map(|rank| rank[size][way]);
+        times.try_fold(0.0_f32, |slowest, time| Some(slowest.max(time?)))
     };
     Ok((0..SIZES.len())
         .map(|size| [0, 1, 2].map(|way| slowest(size, way)))
