@@ -1,4 +1,4 @@
-//! Sums over ranks. Groups are two ranks that share the first GPU, and 2, 4 and 8 GPUs where there are so many.
+//! Sums over GPUs, for as many of 2, 4 and 8 as there are.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,17 +27,11 @@ fn gpus() -> Vec<Gpu> {
 #[allow(clippy::print_stdout, reason = "shown where a test fails")]
 fn for_each_group(test: impl Fn(&[Gpu], Vec<AllReduce>)) {
     let all = gpus();
-    let shared = vec![gpu(), gpu()];
-    let groups = [2, 4, 8]
-        .into_iter()
-        .filter(|&n| n <= all.len())
-        .map(|n| all[..n].to_vec());
-    for gpus in groups.chain([shared]) {
-        let ordinals: Vec<usize> = gpus.iter().map(|gpu| gpu.info().ordinal).collect();
-        println!("GPUs {ordinals:?}");
-        let group = AllReduce::group(&gpus, AllReducePath::Peers).expect("a group");
-        println!("{}", group[0].report());
-        test(&gpus, group);
+    for ranks in [2, 4, 8].into_iter().filter(|&n| n <= all.len()) {
+        let gpus = &all[..ranks];
+        let group = AllReduce::group(gpus, AllReducePath::Peers).expect("a group");
+        println!("{ranks} GPUs\n{}", group[0].report());
+        test(gpus, group);
     }
 }
 
@@ -152,7 +146,6 @@ fn sums_have_the_same_bits_on_all_ranks() {
 fn sum_and_norm_in_one_are_those_of_two_kernels() {
     for_each_group(|gpus, mut group| {
         let mut rng = rng("norms of sums");
-        // Before any kernel waits for another rank: ranks that share a GPU share its code.
         let fused: Vec<_> = gpus.iter().map(|gpu| FusedKernels::load(gpu).unwrap()).collect();
         for (rows, n) in [
             (1, 4096),
@@ -359,7 +352,6 @@ fn a_rank_that_does_not_come_is_named() {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_group_holds_what_is_said_and_gives_it_back() {
     for_each_group(|gpus, group| {
-        // Two ranks on one GPU have an account each.
         let held = |gpu: &Gpu| gpu.budget().meters().by_component.get(Component::Communication);
         for gpu in gpus {
             assert_eq!(held(gpu), communication_bytes(gpus.len()) as u64);
