@@ -15,6 +15,8 @@ pub enum Component {
     Staging,
     /// The encoder of images at its largest, and the embeddings it keeps.
     Encoder,
+    /// What the GPUs of one server exchange sums through.
+    Communication,
     /// Captured graphs.
     Graphs,
     /// Held back while a size is proved.
@@ -25,13 +27,14 @@ pub enum Component {
 
 impl Component {
     /// All components, in the order in which reports show them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Weights,
         Self::Kv,
         Self::States,
         Self::Arena,
         Self::Staging,
         Self::Encoder,
+        Self::Communication,
         Self::Graphs,
         Self::Canary,
         Self::Runtime,
@@ -46,6 +49,7 @@ impl Component {
             Self::Arena => "arena",
             Self::Staging => "staging",
             Self::Encoder => "encoder",
+            Self::Communication => "communication",
             Self::Graphs => "graphs",
             Self::Canary => "canary",
             Self::Runtime => "runtime",

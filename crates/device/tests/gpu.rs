@@ -206,6 +206,56 @@ fn a_limit_is_all_there_is() {
     drop(gpu.alloc(Component::Kv, free - 4 * MIB).unwrap());
 }
 
+/// Two GPUs where there are two, else one twice.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn gpus_of_one_process_reach_each_others_memory() {
+    let first = Gpu::open(0).unwrap();
+    let second = Gpu::open(1).or_else(|_| Gpu::open(0)).unwrap();
+    if !first.reaches(&second).unwrap() {
+        // Then it is said, and not tried.
+        first
+            .alloc_for(Component::Communication, MIB, std::slice::from_ref(&second))
+            .unwrap_err();
+        return;
+    }
+    let gpus = [first, second];
+    let data: Vec<u32> = (0..1_000_003).map(|i| i * 11 + 5).collect();
+    let slabs = gpus.each_ref().map(|gpu| {
+        let slab = gpu
+            .alloc_for(Component::Communication, data.len() * 4, &gpus)
+            .unwrap();
+        let held = gpu.budget().meters().by_component.get(Component::Communication);
+        assert_eq!(held, (4 * MIB) as u64, "whole units of 2 MiB");
+        slab
+    });
+    let [a, b] = slabs.each_ref().map(|slab| slab.slice::<u32>());
+    // One thread turns from GPU to GPU.
+    for (writer, reader) in [(&gpus[0], &gpus[1]), (&gpus[1], &gpus[0])] {
+        writer.upload(&data, a).unwrap();
+        writer.copy(a, b).unwrap();
+        writer.fill(a.cast(), 0xee).unwrap();
+        writer.synchronize().unwrap();
+        assert_eq!(reader.download(b).unwrap(), data);
+        assert!(reader.download(a).unwrap().iter().all(|&x| x == 0xeeee_eeee));
+        reader.fill(b.cast(), 0).unwrap();
+        reader.synchronize().unwrap();
+    }
+    // Memory of its own, on whichever was used last.
+    for gpu in &gpus {
+        let slab = gpu.alloc(Component::Arena, MIB).unwrap();
+        gpu.fill(slab.slice(), 9).unwrap();
+        assert!(gpu.download(slab.slice::<u8>()).unwrap().iter().all(|&x| x == 9));
+    }
+    drop(slabs);
+    for gpu in &gpus {
+        assert_eq!(
+            gpu.budget().meters().by_component.get(Component::Communication),
+            0
+        );
+    }
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_graph_replays_what_was_recorded() {

@@ -11,13 +11,14 @@ use crate::{Bound, Compared, GroupReport, Prediction, Report, StatesReport};
 const CELLS: usize = 80;
 
 /// Names of parts, in the order of the bar, each with the letter that fills its cells. No letter stands for two.
-const LETTERS: [(&str, char); 12] = [
+const LETTERS: [(&str, char); 13] = [
     ("weights", 'w'),
     ("kv", 'K'),
     ("states", 'S'),
     ("arena", 'a'),
     ("staging", 's'),
     ("encoder", 'e'),
+    ("communication", 'm'),
     ("graphs", 'g'),
     ("canary", 'c'),
     ("runtime", 'r'),

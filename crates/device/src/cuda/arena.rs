@@ -147,7 +147,7 @@ impl GpuArena {
         }
         self.gpu.count_allocation();
         let at = self.reservation.ptr + mapped as u64;
-        let mapping = Mapping::new(&self.gpu, Component::Arena, at, bytes)?;
+        let mapping = Mapping::new(&self.gpu, Component::Arena, at, bytes, &[])?;
         self.mappings.borrow_mut().push(mapping);
         self.mapped.set(mapped + bytes);
         Ok(())

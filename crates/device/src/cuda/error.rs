@@ -71,6 +71,42 @@ pub enum GpuError {
         /// Its file name.
         library: String,
     },
+    /// Two GPUs cannot exchange data.
+    #[error(
+        "GPU {gpu} cannot use the memory of GPU {peer}, and libnccl.so.2 was not found: install NCCL or add its directory to \
+         LD_LIBRARY_PATH, or choose GPUs that are connected (nvidia-smi topo -p2p rw)"
+    )]
+    Unconnected {
+        /// One of them.
+        gpu: usize,
+        /// The other.
+        peer: usize,
+    },
+    /// What GPUs exchange arrives changed.
+    #[error(
+        "GPU {gpu} reads wrong data from other GPUs: check the IOMMU and the driver (a virtual machine may need the NVLink \
+         fabric manager), or install NCCL"
+    )]
+    WrongPeerData {
+        /// The GPU that saw it.
+        gpu: usize,
+    },
+    /// A rank waited for another in vain.
+    #[error("rank {rank} waited {seconds} s for rank {missing} and gave up")]
+    RankLost {
+        /// The rank that waited.
+        rank: usize,
+        /// The rank that did not come.
+        missing: usize,
+        /// How long it waited.
+        seconds: u32,
+    },
+    /// The host has told a rank to wait no more.
+    #[error("rank {rank} was told to wait for no other rank")]
+    Abandoned {
+        /// The rank.
+        rank: usize,
+    },
     /// A call failed.
     #[error("{call} failed: {code} ({message})")]
     Call {

@@ -11,7 +11,8 @@ use crate::Budget;
 /// CUDA version of the compiler that the kernels are built with: an older driver cannot load them.
 const NEEDED_DRIVER: i32 = 13000;
 
-/// One GPU: a context, one stream that everything runs on, and the account of its memory. Clones share it.
+/// One GPU: a context, one stream that everything runs on, and the account of its memory. Clones share it. A process may open
+/// several, and use each from any thread.
 #[derive(Clone, Debug)]
 pub struct Gpu(Arc<Inner>);
 
@@ -119,7 +120,7 @@ impl Gpu {
                 "cuDevicePrimaryCtxRetain",
                 sys::cuDevicePrimaryCtxRetain(&mut context, device),
             )?;
-            check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
+            make_current(context)?;
             let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
             check("cuStreamCreate", sys::cuStreamCreate(&mut stream, non_blocking))?;
         }
@@ -211,18 +212,28 @@ impl Gpu {
     /// # Errors
     /// [`GpuError`] of the driver.
     pub fn bind(&self) -> Result<(), GpuError> {
-        thread_local! {
-            static CURRENT: Cell<sys::CUcontext> = const { Cell::new(std::ptr::null_mut()) };
+        make_current(self.0.context)
+    }
+
+    /// To be called after a library that may have made another context current.
+    pub(super) fn forget_current() {
+        CURRENT.set(std::ptr::null_mut());
+    }
+
+    /// True if kernels of this GPU can read and write memory of `peer`, over NVLink or PCI Express.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    pub fn reaches(&self, peer: &Self) -> Result<bool, GpuError> {
+        if self.0.device == peer.0.device {
+            return Ok(true);
         }
-        CURRENT.with(|current| {
-            if current.get() == self.0.context {
-                return Ok(());
-            }
-            // SAFETY: the context is retained as long as `self` lives.
-            check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.0.context) })?;
-            current.set(self.0.context);
-            Ok(())
-        })
+        let mut can = 0;
+        // SAFETY: a place to write to.
+        check("cuDeviceCanAccessPeer", unsafe {
+            sys::cuDeviceCanAccessPeer(&mut can, self.0.device, peer.0.device)
+        })?;
+        Ok(can != 0)
     }
 
     /// Tells a profiler that runs this process with `--profile-from-start off` (Nsight Compute) to watch, or no longer.
@@ -245,13 +256,31 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // SAFETY: nothing can use the handles any more. A failure means that the driver is gone with everything in it.
         unsafe {
-            if sys::cuCtxSetCurrent(self.context) == sys::CUresult::CUDA_SUCCESS {
+            if make_current(self.context).is_ok() {
                 let _ = sys::cuStreamSynchronize(self.stream);
                 let _ = sys::cuMemPoolDestroy(self.pool);
                 let _ = sys::cuStreamDestroy_v2(self.stream);
             }
         }
     }
+}
+
+thread_local! {
+    /// The context that this thread has made current last.
+    static CURRENT: Cell<sys::CUcontext> = const { Cell::new(std::ptr::null_mut()) };
+}
+
+/// Makes a context, which is retained, current on this thread, unless it is.
+fn make_current(context: sys::CUcontext) -> Result<(), GpuError> {
+    CURRENT.with(|current| {
+        if current.get() == context {
+            return Ok(());
+        }
+        // SAFETY: primary contexts are never released.
+        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(context) })?;
+        current.set(context);
+        Ok(())
+    })
 }
 
 /// Opens the driver library and asks for its version.

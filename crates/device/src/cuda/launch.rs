@@ -105,7 +105,7 @@ impl Module {
         })?;
         Ok(Function {
             handle,
-            _module: Arc::clone(&self.0),
+            module: Arc::clone(&self.0),
         })
     }
 }
@@ -114,7 +114,7 @@ impl Module {
 #[derive(Clone, Debug)]
 pub struct Function {
     handle: sys::CUfunction,
-    _module: Arc<Loaded>,
+    module: Arc<Loaded>,
 }
 
 // SAFETY: as for `Loaded`.
@@ -128,6 +128,7 @@ impl Function {
     /// # Errors
     /// [`GpuError`] if the GPU has less.
     pub fn allow_shared(&self, bytes: usize) -> Result<(), GpuError> {
+        self.module.gpu.bind()?;
         // SAFETY: the function is loaded.
         check("cuFuncSetAttribute", unsafe {
             sys::cuFuncSetAttribute(
@@ -143,6 +144,7 @@ impl Function {
     /// # Errors
     /// [`GpuError`] of the driver.
     pub fn blocks_per_sm(&self, threads: usize, shared: usize) -> Result<usize, GpuError> {
+        self.module.gpu.bind()?;
         let mut blocks = 0;
         // SAFETY: the function is loaded; a place to write to.
         check("cuOccupancyMaxActiveBlocksPerMultiprocessor", unsafe {
@@ -157,6 +159,7 @@ impl Function {
     /// # Errors
     /// [`GpuError`] of the driver; GPUs before compute capability 9.0 have no clusters.
     pub fn clusters_at_once(&self, cluster: usize, threads: usize, shared: usize) -> Result<usize, GpuError> {
+        self.module.gpu.bind()?;
         // SAFETY: all-zero is valid for these structs.
         let (mut attribute, mut config) = unsafe {
             (

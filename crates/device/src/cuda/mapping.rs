@@ -51,15 +51,16 @@ pub(super) struct Mapping {
 }
 
 impl Mapping {
-    /// Maps `bytes`, a multiple of the granularity, at `ptr`.
+    /// Maps `bytes`, a multiple of the granularity, at `ptr`, for kernels of `gpu` and of `peers`.
     pub(super) fn new(
         gpu: &Gpu,
         component: Component,
         ptr: sys::CUdeviceptr,
         bytes: usize,
+        peers: &[Gpu],
     ) -> Result<Self, DeviceError> {
         let charge = gpu.budget().charge(component, bytes as u64)?;
-        map(gpu, ptr, bytes).map_err(|error| gpu.failed(component, bytes as u64, error))?;
+        map(gpu, ptr, bytes, peers).map_err(|error| gpu.failed(component, bytes as u64, error))?;
         Ok(Self {
             gpu: gpu.clone(),
             ptr,
@@ -69,7 +70,7 @@ impl Mapping {
     }
 }
 
-fn map(gpu: &Gpu, ptr: sys::CUdeviceptr, bytes: usize) -> Result<(), GpuError> {
+fn map(gpu: &Gpu, ptr: sys::CUdeviceptr, bytes: usize, peers: &[Gpu]) -> Result<(), GpuError> {
     gpu.bind()?;
     let prop = allocation_prop(gpu.device());
     let mut handle = 0;
@@ -80,10 +81,19 @@ fn map(gpu: &Gpu, ptr: sys::CUdeviceptr, bytes: usize) -> Result<(), GpuError> {
         // From here on the mapping keeps the memory; without one it goes back now.
         let released = check("cuMemRelease", sys::cuMemRelease(handle));
         mapped.and(released)?;
-        let mut access: sys::CUmemAccessDesc = std::mem::zeroed();
-        access.location = prop.location;
-        access.flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-        check("cuMemSetAccess", sys::cuMemSetAccess(ptr, bytes, &access, 1)).inspect_err(|_| {
+        // A device that is named twice is refused.
+        let mut devices: Vec<_> = peers.iter().chain([gpu]).map(Gpu::device).collect();
+        devices.sort_unstable();
+        devices.dedup();
+        let access = devices.iter().map(|&device| {
+            let mut access: sys::CUmemAccessDesc = std::mem::zeroed();
+            access.location = allocation_prop(device).location;
+            access.flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+            access
+        });
+        let access: Vec<_> = access.collect();
+        let set = sys::cuMemSetAccess(ptr, bytes, access.as_ptr(), access.len());
+        check("cuMemSetAccess", set).inspect_err(|_| {
             // The first error is the one to tell.
             let _ = sys::cuMemUnmap(ptr, bytes);
         })

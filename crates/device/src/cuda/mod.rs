@@ -1,4 +1,4 @@
-//! One NVIDIA GPU: context, memory, launches, graphs, through the driver library, which is opened when the first GPU is.
+//! NVIDIA GPUs, each by itself: context, memory, launches, graphs, through the driver library, which is opened when the first GPU is.
 //! Nothing is linked, so the same binary runs on machines without a driver.
 //!
 //! Work goes to one stream and runs in the order it was launched in. [`GpuSlice`] is a plain view of device memory: copies
@@ -15,6 +15,7 @@ mod identity;
 mod launch;
 mod mapping;
 mod meters;
+mod nccl;
 mod pinned;
 mod runtime;
 mod slab;
@@ -31,6 +32,7 @@ pub use graph::Graph;
 pub use holders::{Holder, holders};
 pub use identity::uuid;
 pub use launch::{Arg, Function, Launch, Module};
+pub use nccl::Nccl;
 pub use pinned::PinnedSlab;
 pub use runtime::MemoryInfo;
 pub use slab::{GpuSlab, GpuSlice, POOL_CHUNK, POOL_UNIT};

@@ -1,4 +1,5 @@
 use std::fmt;
+use std::sync::atomic::AtomicU32;
 
 use bytemuck::Pod;
 use cudarc::driver::sys;
@@ -42,6 +43,17 @@ impl PinnedSlab {
     pub fn as_slice<T: Pod>(&self) -> &[T] {
         // SAFETY: the memory is initialised, page-aligned and as long; any bits are a `Pod`.
         unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.bytes / size_of::<T>()) }
+    }
+
+    /// The same as words that kernels may change at any time.
+    pub fn as_atomics(&self) -> &[AtomicU32] {
+        // SAFETY: the memory is initialised, page-aligned and as long, and a word that is atomic may be shared.
+        unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.bytes / size_of::<AtomicU32>()) }
+    }
+
+    /// Its address, for kernels.
+    pub fn ptr(&self) -> u64 {
+        self.ptr.addr() as u64
     }
 
     /// The same, to write to.

@@ -18,8 +18,8 @@ pub const POOL_CHUNK: usize = 32 << 20;
 
 /// Device memory, charged to the GPU's account and given back on drop.
 ///
-/// The KV cache, states, the encoder and the canary are mapped, exactly as large as asked for (rounded to the granularity, 2 MiB); everything
-/// else comes from the stream-ordered pool.
+/// The KV cache, states, the encoder, the canary and what peers reach are mapped, exactly as large as asked for (rounded to the
+/// granularity, 2 MiB); everything else comes from the stream-ordered pool.
 pub struct GpuSlab {
     bytes: usize,
     memory: Memory,
@@ -49,18 +49,34 @@ impl Gpu {
     /// [`DeviceError::Oom`] if the device or the account has no room.
     pub fn alloc(&self, component: Component, bytes: usize) -> Result<GpuSlab, DeviceError> {
         self.count_allocation();
-        GpuSlab::new(self, component, bytes)
+        GpuSlab::new(self, component, bytes, &[])
+    }
+
+    /// As [`Self::alloc`], for kernels of `peers` too, which find it at the same address; mapped, so exactly as large as asked
+    /// for (rounded to the granularity). All of `peers` must [reach](Self::reaches) this GPU.
+    ///
+    /// # Errors
+    /// [`DeviceError::Oom`] if the device or the account has no room, [`DeviceError::Gpu`] if a peer cannot have access.
+    pub fn alloc_for(
+        &self,
+        component: Component,
+        bytes: usize,
+        peers: &[Self],
+    ) -> Result<GpuSlab, DeviceError> {
+        self.count_allocation();
+        GpuSlab::new(self, component, bytes, peers)
     }
 }
 
 impl GpuSlab {
-    fn new(gpu: &Gpu, component: Component, bytes: usize) -> Result<Self, DeviceError> {
+    fn new(gpu: &Gpu, component: Component, bytes: usize, peers: &[Gpu]) -> Result<Self, DeviceError> {
         let failed = |error: GpuError| gpu.failed(component, bytes as u64, error);
         // What has to come back to the last byte: the pool keeps a chunk as long as any part of it is in use.
-        let mapped = matches!(
+        let alone = matches!(
             component,
             Component::Kv | Component::States | Component::Encoder | Component::Canary
         );
+        let mapped = alone || !peers.is_empty();
         let unit = if mapped { gpu.granularity() } else { POOL_UNIT };
         let rounded = bytes
             .max(1)
@@ -69,7 +85,7 @@ impl GpuSlab {
         let memory = if mapped {
             let reservation = Reservation::new(gpu, rounded).map_err(failed)?;
             Memory::Mapped {
-                _mapping: Mapping::new(gpu, component, reservation.ptr, rounded)?,
+                _mapping: Mapping::new(gpu, component, reservation.ptr, rounded, peers)?,
                 reservation,
             }
         } else {

@@ -2,6 +2,7 @@
 
 #![allow(clippy::print_stdout, reason = "tables for the terminal")]
 
+mod all_reduce;
 mod attention_decode;
 mod attention_prefill;
 mod common;
@@ -19,6 +20,7 @@ fn main() {
     let gpu = plimsoll_device::cuda::Gpu::open(0).expect("an NVIDIA GPU");
     // One entry per operation: name and benchmark.
     let all: &[(&str, Bench)] = &[
+        ("all_reduce", all_reduce::bench),
         ("attention_decode", attention_decode::bench),
         ("attention_prefill", attention_prefill::bench),
         ("delta_rule", delta_rule::bench),

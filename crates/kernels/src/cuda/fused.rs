@@ -13,11 +13,11 @@ use crate::Activation;
 pub use operands::{GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, PairAxes, rope_turns};
 
 /// Elements of one 16-byte access; rows are multiples of it.
-const VEC: usize = 8;
-const MAX_THREADS: usize = 1024;
-const WARP: usize = 32;
+pub(super) const VEC: usize = 8;
+pub(super) const MAX_THREADS: usize = 1024;
+pub(super) const WARP: usize = 32;
 /// Longest row of a norm.
-const MAX_NORM: usize = 2 * VEC * MAX_THREADS;
+pub(super) const MAX_NORM: usize = 2 * VEC * MAX_THREADS;
 /// Longest row that is quantised.
 const MAX_QUANTISED: usize = 4 * VEC * MAX_THREADS;
 
@@ -510,7 +510,7 @@ fn row_len(matrix: GpuSlice<'_, bf16>, rows: usize) -> usize {
 }
 
 /// `Fp8Rows` of `kernels/fused.cu`.
-fn fp8_args(out: &GpuFp8Rows<'_>, rows: usize, n: usize) -> [Arg; 3] {
+pub(super) fn fp8_args(out: &GpuFp8Rows<'_>, rows: usize, n: usize) -> [Arg; 3] {
     assert_eq!(out.scales.len(), out.scaling.input_scales(rows, n), "scales");
     assert!(
         out.scaling == Fp8Scaling::Rows || n.is_multiple_of(FP8_BLOCK),
@@ -521,7 +521,7 @@ fn fp8_args(out: &GpuFp8Rows<'_>, rows: usize, n: usize) -> [Arg; 3] {
 }
 
 /// Of what may not be there.
-fn address(of: Option<GpuSlice<'_, f32>>) -> Arg {
+pub(super) fn address(of: Option<GpuSlice<'_, f32>>) -> Arg {
     of.map_or(0, |slice| slice.ptr()).into()
 }
 

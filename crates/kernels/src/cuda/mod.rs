@@ -4,6 +4,7 @@
 //! A method launches on the GPU's one stream and returns; nothing allocates or waits. Methods check lengths, not contents:
 //! indices in device memory (tokens, slots, block tables) are the caller's promise.
 
+mod all_reduce;
 mod attention_decode;
 mod attention_options;
 mod attention_prefill;
@@ -17,6 +18,7 @@ mod meta;
 mod moe;
 mod sample;
 
+pub use all_reduce::{AllReduce, AllReducePath, GpuAdded, communication_bytes};
 pub use attention_decode::{DecodeArgs, DecodeHeader, DecodeItem, DecodeKernels, DecodePlanner};
 pub use attention_options::GpuAttentionOptions;
 pub use attention_prefill::{

@@ -2,6 +2,7 @@
 //!
 //! The GPU halves need an NVIDIA GPU: `make test-gpu`.
 
+mod all_reduce;
 mod attention_decode;
 mod attention_prefill;
 mod cache;

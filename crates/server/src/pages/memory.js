@@ -1,7 +1,7 @@
 // The device's memory as a ship's hull: what it holds, and the load line measured at start.
 import { element } from "./dom.js";
 
-const KNOWN = ["weights", "kv", "arena", "staging", "encoder", "graphs", "runtime", "canary"];
+const KNOWN = ["weights", "kv", "arena", "staging", "encoder", "communication", "graphs", "runtime", "canary"];
 const NAMES = { kv: "KV cache", peers: "other processes", arena: "activations" };
 
 export function bytes(n) {
