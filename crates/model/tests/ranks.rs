@@ -149,7 +149,6 @@ fn logits_and_text_of_ranks_equal_transformers() {
                     case.prompt
                 );
             }
-            eprintln!("{name} on {ranks} ranks: {worst:.1e}");
             assert!(worst < rank_tolerance(name), "{name} on {ranks} ranks: {worst:e}");
             served.push((name, ranks));
         }
@@ -195,7 +194,6 @@ fn blocks_and_groups_are_divided_whole() {
         };
         let (whole, parts) = (logits(1), logits(ranks));
         let error = relative_error(&parts[0], &whole[0]);
-        eprintln!("{name}, {width} wide, on {ranks} ranks: {error:.1e}");
         assert!(parts.iter().all(|part| *part == parts[0]), "{name}");
         // As of inputs in four bits, which round otherwise where they differ in the last bit.
         let tolerance = if name.contains("mxfp4") { 1e-2 } else { 1e-5 };
