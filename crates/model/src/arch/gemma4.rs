@@ -7,7 +7,7 @@ pub(super) const FAMILY: Family = Family {
     hf_name: "Gemma4ForCausalLM",
     headless_name: "Gemma4TextModel",
     model_type: "gemma4_text",
-    gguf_name: None,
+    gguf_name: Some("gemma4"),
     fields: || {
         gemma4_layers::fields(
             json!({"max_position_embeddings": 131_072, "sliding_window": 512, "use_bidirectional_attention": null,

@@ -1,5 +1,8 @@
 //! The metadata of a GGUF file, as the fields that config.json would have.
 
+mod gemma4;
+
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use plimsoll_core::{MetaValue, Metadata, TokenId};
@@ -14,6 +17,10 @@ pub struct GgufTensors {
     pub tied_embeddings: bool,
     /// [LongRoPE](https://arxiv.org/abs/2402.13753)'s divisors for short and for long contexts, one per pair.
     pub rope_factors: Option<(Vec<f32>, Vec<f32>)>,
+    /// Divisors of the frequencies, one per pair.
+    pub rope_divisors: Option<Vec<f32>>,
+    /// Layers that have a projection to keys and none to values.
+    pub without_values: BTreeSet<usize>,
 }
 
 /// GGUF metadata with the architecture's prefix.
@@ -147,6 +154,9 @@ impl<'a> GgufFields<'a> {
         architecture: Architecture,
         tensors: GgufTensors,
     ) -> Result<Map<String, Value>, ModelError> {
+        if architecture == Architecture::Gemma4 {
+            return gemma4::config(self, &tensors);
+        }
         let own = architecture.fields();
         let experts = match own.contains_key("num_experts_per_tok") {
             true => self.experts(architecture)?,

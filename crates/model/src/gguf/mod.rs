@@ -2,7 +2,7 @@
 
 mod header;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -15,6 +15,9 @@ use crate::{GgufTensors, HfOverrides, ModelConfig, ModelError};
 
 /// Tensors that hold a part of the configuration: LongRoPE's divisors, for short and for long contexts.
 pub(crate) const ROPE_FACTORS: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
+
+/// What frequencies are divided by.
+pub(crate) const ROPE_DIVISORS: &str = "rope_freqs.weight";
 
 /// An open GGUF file. The header is checked against the file's size, so every tensor lies inside it.
 #[derive(Debug)]
@@ -80,8 +83,20 @@ impl GgufFile {
         let tensors = GgufTensors {
             tied_embeddings: !self.tensors.contains_key("output.weight"),
             rope_factors: short?.zip(long?),
+            rope_divisors: self.floats(ROPE_DIVISORS)?,
+            without_values: self.without_values(),
         };
         ModelConfig::from_gguf(&self.path, &self.metadata, tensors, overrides)
+    }
+
+    /// Layers that have a projection to keys and none to values.
+    fn without_values(&self) -> BTreeSet<usize> {
+        let layers = self.tensors.keys().filter_map(|name| {
+            let layer = name.strip_prefix("blk.")?.strip_suffix(".attn_k.weight")?;
+            let has_values = self.tensors.contains_key(&format!("blk.{layer}.attn_v.weight"));
+            layer.parse().ok().filter(|_| !has_values)
+        });
+        layers.collect()
     }
 
     fn floats(&self, name: &str) -> Result<Option<Vec<f32>>, ModelError> {

@@ -7,7 +7,7 @@ use plimsoll_kernels::WeightType;
 
 use super::{RowOrder, Source, Tensor};
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
-use crate::gguf::{GgufFile, ROPE_FACTORS};
+use crate::gguf::{GgufFile, ROPE_DIVISORS, ROPE_FACTORS};
 use crate::quantization::GgufTypes;
 use crate::spec::Mlp;
 use crate::{Architecture, DecoderSpec, ModelError, Shape};
@@ -22,6 +22,8 @@ pub(crate) struct GgufWeights<'a> {
     post_attention: &'static str,
     /// Experts of a layer that has any.
     experts: usize,
+    /// The divisors of frequencies are a part of the configuration.
+    has_divisors_in_config: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -64,6 +66,7 @@ impl<'a> GgufWeights<'a> {
                 "ffn_norm"
             },
             experts: experts.max().unwrap_or(0),
+            has_divisors_in_config: architecture == Architecture::Gemma4,
         }
     }
 
@@ -142,7 +145,9 @@ impl Source for GgufWeights<'_> {
     }
 
     fn names(&self) -> Vec<String> {
-        let in_config = |name: &&str| ROPE_FACTORS.contains(name);
+        let in_config = |name: &&str| {
+            ROPE_FACTORS.contains(name) || (self.has_divisors_in_config && *name == ROPE_DIVISORS)
+        };
         let names = self.file.tensor_names().filter(|name| !in_config(name));
         names.map(str::to_owned).collect()
     }
@@ -220,7 +225,7 @@ impl Visitor for Types<'_> {
 
 /// GGUF's name of a tensor, where `post_attention_layernorm` is called so; a name without a counterpart stays as it is.
 fn gguf_name(name: &str, post_attention: &str) -> String {
-    const PARTS: [(&str, &str); 34] = [
+    const PARTS: [(&str, &str); 44] = [
         ("input_layernorm", "attn_norm"),
         ("self_attn.q_proj", "attn_q"),
         ("self_attn.k_proj", "attn_k"),
@@ -255,9 +260,22 @@ fn gguf_name(name: &str, post_attention: &str) -> String {
         ("block_sparse_moe.experts.w2", "ffn_down_exps"),
         ("pre_feedforward_layernorm", "ffn_norm"),
         ("post_feedforward_layernorm", "post_ffw_norm"),
+        ("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),
+        ("post_feedforward_layernorm_1", "post_ffw_norm_1"),
+        ("post_feedforward_layernorm_2", "post_ffw_norm_2"),
+        ("router.proj", "ffn_gate_inp"),
+        ("experts.gate_proj", "ffn_gate_exps"),
+        ("experts.up_proj", "ffn_up_exps"),
+        ("experts.down_proj", "ffn_down_exps"),
+        ("per_layer_input_gate", "inp_gate"),
+        ("per_layer_projection", "proj"),
+        ("post_per_layer_input_norm", "post_norm"),
     ];
     let in_layer = || {
         let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
+        if rest == "layer_scalar" {
+            return Some(format!("blk.{layer}.layer_output_scale.weight"));
+        }
         let (part, kind) = rest.rsplit_once('.')?;
         // One tensor has the matrices of all experts.
         let expert = expert_of(name).map(|expert| format!("experts.{expert}."));
@@ -266,6 +284,9 @@ fn gguf_name(name: &str, post_attention: &str) -> String {
         let gguf = match (part, kind) {
             ("post_attention_layernorm", _) => post_attention,
             ("self_attn", "sinks") => return Some(format!("blk.{layer}.attn_sinks.weight")),
+            ("router", "scale") => return Some(format!("blk.{layer}.ffn_gate_inp.scale")),
+            ("router", "per_expert_scale") => return Some(format!("blk.{layer}.ffn_down_exps.scale")),
+            ("experts", "gate_up_proj") => return Some(format!("blk.{layer}.ffn_gate_up_exps.weight")),
             ("linear_attn", "A_log") => return Some(format!("blk.{layer}.ssm_a")),
             ("linear_attn", "dt_bias") => return Some(format!("blk.{layer}.ssm_dt.bias")),
             _ => PARTS.iter().find(|(hf, _)| *hf == part)?.1,
@@ -276,6 +297,9 @@ fn gguf_name(name: &str, post_attention: &str) -> String {
         "model.embed_tokens.weight" => "token_embd.weight".to_owned(),
         "model.norm.weight" => "output_norm.weight".to_owned(),
         "lm_head.weight" => "output.weight".to_owned(),
+        "model.embed_tokens_per_layer.weight" => "per_layer_token_embd.weight".to_owned(),
+        "model.per_layer_model_projection.weight" => "per_layer_model_proj.weight".to_owned(),
+        "model.per_layer_projection_norm.weight" => "per_layer_proj_norm.weight".to_owned(),
         _ => in_layer().unwrap_or_else(|| name.to_owned()),
     }
 }
@@ -318,6 +342,29 @@ mod tests {
             (
                 "model.layers.5.linear_attn.in_proj_z.weight",
                 "blk.5.attn_gate.weight",
+            ),
+            ("model.layers.6.layer_scalar", "blk.6.layer_output_scale.weight"),
+            ("model.layers.6.router.proj.weight", "blk.6.ffn_gate_inp.weight"),
+            ("model.layers.6.router.scale", "blk.6.ffn_gate_inp.scale"),
+            (
+                "model.layers.6.router.per_expert_scale",
+                "blk.6.ffn_down_exps.scale",
+            ),
+            (
+                "model.layers.6.experts.gate_up_proj",
+                "blk.6.ffn_gate_up_exps.weight",
+            ),
+            (
+                "model.layers.6.experts.9.down_proj.weight",
+                "blk.6.ffn_down_exps.weight",
+            ),
+            (
+                "model.layers.7.per_layer_input_gate.weight",
+                "blk.7.inp_gate.weight",
+            ),
+            (
+                "model.per_layer_model_projection.weight",
+                "per_layer_model_proj.weight",
             ),
             ("lm_head.weight", "output.weight"),
             ("rope_freqs.weight", "rope_freqs.weight"),

@@ -29,6 +29,7 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
     let float = |value: f64| Value::F32(value as f32);
     let layer = &spec.layers[0];
     let is_qwen35 = architecture.starts_with("qwen35");
+    let is_gemma4 = architecture == "gemma4";
     let full = spec.attention().find(|attention| attention.window.is_none());
     let attention = full.or(layer.attention()).unwrap();
     let rope = attention.rope.as_ref().unwrap();
@@ -37,7 +38,19 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
     add("context_length", size(spec.max_position_embeddings));
     add("embedding_length", size(spec.hidden_size));
     match &layer.mlp {
-        Mlp::Both(..) => unreachable!("no GGUF file has both"),
+        Mlp::Both(mlp, moe) => {
+            add("feed_forward_length", size(mlp.intermediate_size));
+            add("expert_count", size(moe.experts));
+            add("expert_used_count", size(moe.top_k));
+            add("expert_feed_forward_length", size(moe.intermediate_size));
+        }
+        Mlp::Dense(_) if is_gemma4 => {
+            let inner = spec
+                .layers
+                .iter()
+                .map(|layer| size(layer.dense_mlp().intermediate_size));
+            add("feed_forward_length", Value::Array(inner.collect()));
+        }
         Mlp::Dense(mlp) => add("feed_forward_length", size(mlp.intermediate_size)),
         Mlp::Moe(moe) => {
             // Qwen's is that of dense layers, of which there are none; newer ones do not say.
@@ -69,7 +82,26 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
         add("rope.dimension_count", size(rope.rotary_dim));
     }
     add("attention.head_count", size(attention.heads));
-    add("attention.head_count_kv", size(attention.kv_heads));
+    match is_gemma4 {
+        false => add("attention.head_count_kv", size(attention.kv_heads)),
+        true => {
+            let heads = spec.attention().map(|attention| size(attention.kv_heads));
+            add("attention.head_count_kv", Value::Array(heads.collect()));
+            let sharing = spec.attention().filter(|attention| attention.shares_kv.is_some());
+            add("attention.shared_kv_layers", size(sharing.count()));
+            let inputs = spec.per_layer.map_or(0, |own| own.width);
+            add("embedding_length_per_layer_input", size(inputs));
+            let head_dim = sliding.unwrap().head_dim;
+            for field in [
+                "attention.key_length_swa",
+                "attention.value_length_swa",
+                "rope.dimension_count_swa",
+            ] {
+                add(field, size(head_dim));
+            }
+            add("rope.dimension_count", size(attention.head_dim));
+        }
+    }
     add("attention.layer_norm_rms_epsilon", Value::F32(layer.norm.eps));
     add("rope.freq_base", float(rope.theta));
     // Phi3MiniModel writes its own.
@@ -86,7 +118,7 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
     }
     // `LlamaModel` and what derives from it; for others the number of tokens says so, of which there are none here.
     add("vocab_size", size(spec.vocab_size));
-    if architecture == "gemma3" {
+    if architecture == "gemma3" || is_gemma4 {
         let slides = spec
             .attention()
             .map(|attention| Value::Bool(attention.window.is_some()));
@@ -137,8 +169,8 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
             add("rope.scaling.original_context_length", size(original_context));
             add("rope.scaling.attn_factor", float(attention_factor));
         }
-        RopeScaling::Proportional { .. } => unreachable!("no GGUF file has it"),
-        RopeScaling::None | RopeScaling::Llama3 { .. } => {}
+        // Its divisors are a tensor.
+        RopeScaling::Proportional { .. } | RopeScaling::None | RopeScaling::Llama3 { .. } => {}
     }
     if let Some(scale) = rope.query_scale {
         add("attention.temperature_scale", Value::F32(scale.beta));
@@ -169,6 +201,26 @@ pub fn gguf_name(architecture: &str, name: &str) -> String {
         ("post_attention_layernorm", "post_attention_norm"),
         ("pre_feedforward_layernorm", "ffn_norm"),
         ("post_feedforward_layernorm", "post_ffw_norm"),
+    ];
+    const GEMMA4: [(&str, &str); 18] = [
+        ("post_attention_layernorm", "post_attention_norm"),
+        ("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),
+        ("post_feedforward_layernorm_1", "post_ffw_norm_1"),
+        ("post_feedforward_layernorm_2", "post_ffw_norm_2"),
+        ("pre_feedforward_layernorm", "ffn_norm"),
+        ("post_feedforward_layernorm", "post_ffw_norm"),
+        ("layer_scalar", "layer_output_scale.weight"),
+        ("router.proj", "ffn_gate_inp"),
+        ("router.scale", "ffn_gate_inp.scale"),
+        ("router.per_expert_scale", "ffn_down_exps.scale"),
+        ("experts.gate_up_proj", "ffn_gate_up_exps.weight"),
+        ("experts.down_proj", "ffn_down_exps.weight"),
+        ("model.embed_tokens_per_layer", "per_layer_token_embd"),
+        ("model.per_layer_model_projection", "per_layer_model_proj"),
+        ("model.per_layer_projection_norm", "per_layer_proj_norm"),
+        ("post_per_layer_input_norm", "post_norm"),
+        ("per_layer_input_gate", "inp_gate"),
+        ("per_layer_projection", "proj"),
     ];
     const GPT_OSS: [(&str, &str); 2] = [
         ("post_attention_layernorm", "post_attention_norm"),
@@ -219,6 +271,7 @@ pub fn gguf_name(architecture: &str, name: &str) -> String {
     ];
     let own: &[_] = match architecture {
         "gemma2" | "gemma3" => &GEMMA,
+        "gemma4" => &GEMMA4,
         "gpt-oss" => &GPT_OSS,
         "qwen35" | "qwen35moe" => &QWEN35,
         _ => &[],
@@ -298,11 +351,13 @@ pub fn converted(
 fn merged(tensors: &Tensors) -> Tensors {
     let mut out = Tensors::new();
     for (name, tensor) in tensors {
-        let Some((before, rest)) = name.split_once(".experts.") else {
+        // Gemma 4's are one tensor already.
+        let parts = name.split_once(".experts.");
+        let parts = parts.and_then(|(before, rest)| Some((before, rest.split_once('.')?)));
+        let Some((before, (index, part))) = parts else {
             out.insert(name.clone(), tensor.clone());
             continue;
         };
-        let (index, part) = rest.split_once('.').unwrap();
         if index == "0" {
             let of = |index| tensors.get(&format!("{before}.experts.{index}.{part}"));
             let all: Vec<_> = (0..).map_while(of).collect();
@@ -418,8 +473,16 @@ pub fn golden_tensors(name: &str) -> Tensors {
     files
         .flat_map(|path| candle_core::safetensors::load(path, &Device::Cpu).unwrap())
         .filter(|(name, _)| {
-            let of_images = ["vision_tower", "multi_modal_projector", "model.visual"];
-            !of_images.iter().any(|part| name.starts_with(part))
+            let others = [
+                "vision_tower",
+                "model.vision_tower",
+                "model.audio_tower",
+                "model.embed_vision",
+                "model.embed_audio",
+                "multi_modal_projector",
+                "model.visual",
+            ];
+            !others.iter().any(|part| name.starts_with(part))
         })
         .map(|(name, tensor)| (name.replace("language_model.", ""), tensor))
         .collect()
@@ -440,6 +503,13 @@ pub fn golden_gguf(directory: &Path, name: &str) -> PathBuf {
             QTensor::quantize(&values, GgmlDType::F32).unwrap(),
         ));
     };
+    for rope in model.spec().ropes() {
+        // `Gemma4Model.generate_extra_tensors`.
+        if let RopeScaling::Proportional { pairs, .. } = rope.scaling {
+            let divisors = (0..rope.rotary_dim / 2).map(|pair| if pair < pairs { 1.0 } else { 1e30 });
+            add("rope_freqs.weight", divisors.collect());
+        }
+    }
     let rope = model.spec().ropes()[0].clone();
     match &rope.scaling {
         RopeScaling::Llama3 { .. } => {
@@ -511,7 +581,7 @@ pub fn random_tensors(spec: &DecoderSpec) -> Tensors {
             add(&format!("{module}.down_proj"), normal(spec.hidden_size, inner));
         };
         match &of.mlp {
-            Mlp::Both(..) => unreachable!("no GGUF file has both"),
+            Mlp::Both(..) => unreachable!("none of these models has both"),
             Mlp::Dense(mlp) => add_mlp("mlp", mlp.intermediate_size),
             Mlp::Moe(moe) => {
                 for expert in 0..moe.experts {

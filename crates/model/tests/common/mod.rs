@@ -75,9 +75,12 @@ pub const MODELS: [&str; 44] = [
 ];
 
 /// Those that GGUF files can hold, which tell of no window that begins at a layer and of no scale of Gemma's attention.
-pub const GGUF_MODELS: [&str; 20] = [
+pub const GGUF_MODELS: [&str; 23] = [
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4-moe",
+    "gemma4-shared",
     "gpt-oss",
     "gpt-oss-mxfp4",
     "llama",
