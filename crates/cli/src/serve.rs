@@ -56,6 +56,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let memory = Arc::clone(&started.memory);
     let example = match loaded.embedding() {
         None => CHAT,
+        Some(embedding) if embedding.scorer.is_some() => SCORES,
         Some(_) => EMBEDDINGS,
     };
     let has_pages = settings.has_pages();
@@ -223,6 +224,12 @@ const EMBEDDINGS: Example = Example {
     is_chat: false,
     path: "/v1/embeddings",
     body: r#"{"input": ["The capital of France", "Paris"]}"#,
+};
+
+const SCORES: Example = Example {
+    is_chat: false,
+    path: "/v1/rerank",
+    body: r#"{"query": "What is a load line?", "documents": ["A mark on a hull", "A kind of bread"]}"#,
 };
 
 /// What people are told once the server is ready.

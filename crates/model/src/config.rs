@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 
 use crate::arch::{Architecture, LINEAR};
 use crate::blocks::check_formats;
-use crate::embedding::{self, EmbeddingConfig, ServeAs};
+use crate::embedding::{self, EmbeddingConfig, ScoringConfig, ServeAs};
 use crate::generation::check_token_ids;
 use crate::quantization::{OnlineQuantization, Quantization};
 use crate::spec::{AttentionSpec, DeltaNetSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, shared};
@@ -54,7 +54,10 @@ impl ModelConfig {
     /// The same model, served so: one for embeddings needs no head.
     pub(crate) fn served(mut self, path: &Path, serve_as: &ServeAs) -> Result<Self, ModelError> {
         self.embedding = serve_as.resolve(self.embedding)?;
-        if self.embedding.is_some() {
+        if let Some(embedding) = &mut self.embedding {
+            if let Some(scoring) = &mut embedding.scoring {
+                scoring.resolve(path, &self.spec)?;
+            }
             self.spec.head = OutputHead::None;
         }
         let images = serve_as.images.filter(|limits| limits.max_images_per_prompt > 0);
@@ -97,12 +100,16 @@ impl ModelConfig {
         let headless = |name: &str| Architecture::ALL.into_iter().find(|a| a.headless_name() == name);
         let mut embedding = None;
         let architecture = match &names[..] {
-            [name] => match headless(name) {
-                Some(architecture) => {
+            [name] => match (headless(name), Architecture::of_classifier(name)) {
+                (Some(architecture), _) => {
                     embedding = Some(EmbeddingConfig::default());
                     architecture
                 }
-                None => Architecture::from_hf_name(name)?,
+                (None, Some(architecture)) => {
+                    embedding = Some(classifier(&fields)?.embedding());
+                    architecture
+                }
+                (None, None) => Architecture::from_hf_name(name)?,
             },
             [] => match fields.get::<String>("model_type")? {
                 Some(name) => Architecture::from_model_type(&name)?,
@@ -217,6 +224,29 @@ impl ModelConfig {
     pub fn pooling(&self) -> Option<Pooling> {
         self.embedding.as_ref().map(|embedding| embedding.pooling)
     }
+}
+
+/// A classifier with one label.
+fn classifier(fields: &Fields<'_>) -> Result<ScoringConfig, ModelError> {
+    let names: Option<Map<String, Value>> = fields.get("id2label")?;
+    // transformers writes neither where there are two.
+    let labels = match fields.get::<usize>("num_labels")? {
+        Some(labels) => labels,
+        None => names.map_or(2, |names| names.len()),
+    };
+    if labels != 1 {
+        return Err(ModelError::unsupported(
+            "num_labels",
+            labels,
+            "classifiers with 1 label, which score pairs of texts, are",
+        ));
+    }
+    let newer: Option<Map<String, Value>> = fields.get("sentence_transformers")?;
+    let newer = newer
+        .as_ref()
+        .and_then(|fields| fields.get("activation_fn")?.as_str());
+    let older: Option<String> = fields.get("sbert_ce_default_activation_function")?;
+    ScoringConfig::classifier(newer.or(older.as_deref()))
 }
 
 /// Largest head the kernels keep in registers and on the stack; those of known models end at 512.

@@ -1,9 +1,12 @@
 //! Embedding models: what their files say about how a prompt becomes a vector, and what flags say instead.
 //!
 //! Directories carry the files of [sentence-transformers](https://sbert.net): `modules.json` names the modules behind the
-//! network, `N_Pooling/config.json` says how rows are pooled. GGUF files have `<architecture>.pooling_type`.
+//! network, `N_Pooling/config.json` says how rows are pooled. GGUF files have `<architecture>.pooling_type`. What a
+//! cross-encoder does with its row is in [`scoring`].
 
-use std::path::Path;
+mod scoring;
+
+use std::path::{Path, PathBuf};
 
 use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
 use plimsoll_core::{EncoderLimits, Pooling};
@@ -12,6 +15,8 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use crate::{HfOverrides, ModelError, OnlineQuantization};
+pub use scoring::ScoringConfig;
+pub(crate) use scoring::ScoringHead;
 
 /// How a model that is served for embeddings makes its vectors.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,6 +27,8 @@ pub struct EmbeddingConfig {
     pub normalize: bool,
     /// Longest prompt, in tokens, where it is shorter than the network's context.
     pub max_tokens: Option<usize>,
+    /// What it makes of the vector of a pair of texts, where it is a cross-encoder.
+    pub scoring: Option<ScoringConfig>,
 }
 
 impl Default for EmbeddingConfig {
@@ -31,6 +38,7 @@ impl Default for EmbeddingConfig {
             pooling: Pooling::Last,
             normalize: true,
             max_tokens: None,
+            scoring: None,
         }
     }
 }
@@ -85,6 +93,9 @@ impl ServeAs {
             normalize,
             ..
         } = *self;
+        if let Some(scoring) = found.as_ref().and_then(|found| found.scoring.as_ref()) {
+            scoring.check(self)?;
+        }
         let own = match task {
             Task::Auto => found,
             Task::Generate => None,
@@ -121,7 +132,7 @@ pub(crate) fn read_directory(
     let Some(modules) = read_json::<Vec<Module>>(&path)? else {
         return Ok(None);
     };
-    let (mut pooling, mut normalize) = (None, false);
+    let (mut pooling, mut normalize, mut scoring) = (None, false, None);
     for module in &modules {
         match module.kind.rsplit('.').next().unwrap_or_default() {
             "Transformer" => {}
@@ -130,15 +141,23 @@ pub(crate) fn read_directory(
                 pooling = Some(serve_as.pooling.map_or_else(read, Ok)?);
             }
             "Normalize" => normalize = true,
+            "LogitScore" => scoring = Some(scoring::read_module(directory, &path, module)?),
             other => {
                 return Err(ModelError::unsupported(
                     "type in modules.json",
                     format!("`{other}`"),
-                    "Transformer, Pooling and Normalize are",
+                    "Transformer, Pooling, Normalize and LogitScore are",
                 ));
             }
         }
     }
+    let pooling = match (pooling, &scoring) {
+        (Some(_), Some(_)) => {
+            return Err(ModelError::config(&path, "it names both Pooling and LogitScore"));
+        }
+        (pooling, None) => pooling,
+        (None, Some(_)) => Some(Pooling::Last),
+    };
     let Some(pooling) = pooling else { return Ok(None) };
     let path = directory.join("sentence_bert_config.json");
     let limits = read_json::<SentenceBertConfig>(&path)?.unwrap_or_default();
@@ -149,6 +168,7 @@ pub(crate) fn read_directory(
         pooling,
         normalize,
         max_tokens: limits.max_seq_length,
+        scoring,
     }))
 }
 
@@ -168,10 +188,30 @@ pub(crate) fn from_gguf(field: String, code: u64) -> Result<Option<EmbeddingConf
 }
 
 #[derive(Debug, Deserialize)]
-struct Module {
+pub(crate) struct Module {
     path: String,
     #[serde(rename = "type")]
     kind: String,
+}
+
+impl Module {
+    /// The config.json of a module of `directory`, whose `modules.json` is at `modules`.
+    pub(crate) fn read<T: DeserializeOwned>(
+        &self,
+        directory: &Path,
+        modules: &Path,
+    ) -> Result<(PathBuf, T), ModelError> {
+        // A file must not lead out of its directory.
+        let inside = !self.path.is_empty() && !self.path.contains(['/', '\\']) && self.path != "..";
+        if !inside {
+            let message = format!("`{}` is not the name of a directory in it", self.path);
+            return Err(ModelError::config(modules, message));
+        }
+        let path = directory.join(&self.path).join("config.json");
+        let missing = || ModelError::config(&path, "it is missing, although modules.json names it");
+        let fields = read_json(&path)?.ok_or_else(missing)?;
+        Ok((path, fields))
+    }
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -182,15 +222,7 @@ struct SentenceBertConfig {
 
 /// Newer files name the mode, older ones have a switch for each.
 fn read_pooling(directory: &Path, modules: &Path, module: &Module) -> Result<Pooling, ModelError> {
-    // A file must not lead out of its directory.
-    let inside = !module.path.is_empty() && !module.path.contains(['/', '\\']) && module.path != "..";
-    if !inside {
-        let message = format!("`{}` is not the name of a directory in it", module.path);
-        return Err(ModelError::config(modules, message));
-    }
-    let path = directory.join(&module.path).join("config.json");
-    let missing = || ModelError::config(&path, "it is missing, although modules.json names it");
-    let fields = read_json::<Map<String, Value>>(&path)?.ok_or_else(missing)?;
+    let (_, fields) = module.read::<Map<String, Value>>(directory, modules)?;
     let named = fields.get("pooling_mode").and_then(Value::as_str);
     let switched = fields
         .iter()
@@ -221,7 +253,7 @@ fn first_row(field: impl Into<String>, value: &str) -> ModelError {
 }
 
 /// `None` where there is no such file.
-fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, ModelError> {
+pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, ModelError> {
     let text = match untrusted::read_text(path, MAX_SETTINGS_BYTES) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),

@@ -32,7 +32,7 @@ mod weights;
 pub use arch::Architecture;
 pub use cancel::Cancel;
 pub use config::{Around, GgufTensors, HfOverrides, ModelConfig};
-pub use embedding::{EmbeddingConfig, ServeAs, Task};
+pub use embedding::{EmbeddingConfig, ScoringConfig, ServeAs, Task};
 pub use encoder_spec::EncoderSpec;
 pub use error::{ModelError, Shape};
 pub use footprint::{ArenaUse, Footprint, StepSize};

@@ -68,7 +68,8 @@ impl Model {
         budget: &Budget,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
-        let description = Description::read(path, &options.serve_as)?;
+        let mut description = Description::read(path, &options.serve_as)?;
+        description.read_scoring_row(options.format)?;
         let spec = description.about.spec();
         check_cpu(spec)?;
         description.about.log_what_is_left_out();
@@ -131,6 +132,8 @@ impl Deref for Model {
 pub struct About {
     pub(crate) config: ModelConfig,
     generation: GenerationConfig,
+    /// Of a cross-encoder whose weights were read.
+    scoring_row: Option<Arc<[f32]>>,
 }
 
 impl About {
@@ -157,6 +160,12 @@ impl About {
     /// Sampling defaults that the model brings along.
     pub fn generation(&self) -> &GenerationConfig {
         &self.generation
+    }
+
+    /// What a cross-encoder multiplies a pair's vector with, which makes the score: on the host, and as long as the vector. `None`
+    /// for other models, and before weights are read.
+    pub fn scoring_row(&self) -> Option<&Arc<[f32]>> {
+        self.scoring_row.as_ref()
     }
 
     /// Tokens that end a text, ascending: those of config.json, generation_config.json or the GGUF metadata.
@@ -205,11 +214,19 @@ impl Description {
             if let Some(embedding) = embedding::read_directory(path, serve_as)? {
                 config.embedding = Some(embedding);
             }
+            let embedding = config.embedding.as_mut();
+            if let Some(scoring) = embedding.and_then(|embedding| embedding.scoring.as_mut()) {
+                scoring.beside(path)?;
+            }
             let config = config.served(path, serve_as)?;
             let generation = GenerationConfig::read(path, config.spec.vocab_size)?;
             return Ok(Self {
                 path: path.to_owned(),
-                about: About { config, generation },
+                about: About {
+                    config,
+                    generation,
+                    scoring_row: None,
+                },
                 gguf: None,
             });
         }
@@ -222,7 +239,11 @@ impl Description {
         let generation = GenerationConfig::default();
         Ok(Self {
             path: path.to_owned(),
-            about: About { config, generation },
+            about: About {
+                config,
+                generation,
+                scoring_row: None,
+            },
             gguf: Some(file),
         })
     }
@@ -238,6 +259,16 @@ impl Description {
             )),
             (LoadFormat::Auto, None) => Box::new(Checkpoint::open(&self.path)?),
         })
+    }
+
+    /// Reads what a cross-encoder has beside its network.
+    pub(crate) fn read_scoring_row(&mut self, format: LoadFormat) -> Result<(), ModelError> {
+        let embedding = self.about.config.embedding.as_ref();
+        if let Some(scoring) = embedding.and_then(|embedding| embedding.scoring.as_ref()) {
+            let row = scoring.row(&*self.source(format)?, self.about.spec())?;
+            self.about.scoring_row = Some(row.into());
+        }
+        Ok(())
     }
 
     /// Where the weights are, as far as their headers go; [`None`] where a directory has none, or not all, as a download of

@@ -6,6 +6,9 @@ const PREFIX: &str = "model.";
 /// In front of the names of an encoder of images.
 pub(crate) const TOWER: &str = "visual.";
 
+/// The matrix of a classifier's head.
+pub(crate) const CLASSIFIER: &str = "score.weight";
+
 /// In front of the network of text in models of images and text.
 const LANGUAGE_MODEL: &str = "model.language_model.";
 

@@ -14,6 +14,7 @@ use plimsoll_model::{
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use serde::Deserialize;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -245,4 +246,115 @@ fn gguf_files_say_how_vectors_are_made() {
             assert!(error < 1e-5, "{pooling:?}: relative error {error:e}");
         }
     }
+}
+
+#[derive(Deserialize)]
+struct Pairs {
+    cases: Vec<Pair>,
+}
+
+#[derive(Deserialize)]
+struct Pair {
+    tokens: Vec<TokenId>,
+    logit: f64,
+}
+
+/// What sentence-transformers computes of the same prompts, by a classifier's head and by the logits of two tokens.
+#[test]
+fn scores_of_cross_encoders_equal_sentence_transformers() {
+    for name in ["qwen3-seq-cls", "qwen3-reranker"] {
+        let model = load_as(&golden_path(name), ServeAs::default(), &budget()).unwrap();
+        let row = model.scoring_row().unwrap();
+        assert_eq!(row.len(), model.spec().hidden_size);
+        let scoring = model.config().embedding.as_ref().and_then(|e| e.scoring.as_ref());
+        assert!(scoring.unwrap().sigmoid, "{name}");
+        let text = std::fs::read_to_string(golden_path(name).join("pairs.json")).unwrap();
+        for case in serde_json::from_str::<Pairs>(&text).unwrap().cases {
+            let mut runner = runner(&model, 16, 16);
+            let vector = vector(&mut runner, &case.tokens, Pooling::Last, &[], [&[], &[]]);
+            let logit: f64 = row
+                .iter()
+                .zip(&vector)
+                .map(|(&a, &b)| f64::from(a) * f64::from(b))
+                .sum();
+            assert!(
+                (logit - case.logit).abs() < 1e-4,
+                "{name}: {logit} for {}",
+                case.logit
+            );
+        }
+    }
+    let generates = ServeAs {
+        task: Task::Generate,
+        ..ServeAs::default()
+    };
+    let model = load_as(&golden_path("qwen3-reranker"), generates.clone(), &budget()).unwrap();
+    assert!(model.scoring_row().is_none() && model.spec().head == OutputHead::Tied);
+    let error = load_as(&golden_path("qwen3-seq-cls"), generates, &budget()).unwrap_err();
+    assert!(error.to_string().contains("--runner"), "{error}");
+}
+
+#[test]
+fn what_a_cross_encoder_cannot_be_is_named() {
+    let read = |name: &str, file: &str, text: &str, serve_as: ServeAs| {
+        let copy = TempDir::new().unwrap();
+        std::fs::create_dir(copy.path().join("1_LogitScore")).unwrap();
+        for file in ["config.json", "modules.json", "1_LogitScore/config.json"] {
+            if let Ok(bytes) = std::fs::read(golden_path(name).join(file)) {
+                std::fs::write(copy.path().join(file), bytes).unwrap();
+            }
+        }
+        std::fs::write(copy.path().join(file), text).unwrap();
+        ModelConfig::read(copy.path(), &serve_as)
+            .map(|_| ())
+            .map_err(|error| error.to_string())
+    };
+    let settings = "config_sentence_transformers.json";
+    let reranker = |file, text| read("qwen3-reranker", file, text, ServeAs::default()).unwrap_err();
+    for (file, text, said) in [
+        (
+            "1_LogitScore/config.json",
+            r#"{"true_token_id": 160}"#,
+            "token 160",
+        ),
+        (
+            "1_LogitScore/config.json",
+            r#"{"false_token_id": 1}"#,
+            "true_token_id",
+        ),
+        (
+            "1_LogitScore/config.json",
+            r#"{"true_token_id": 1, "x": 1}"#,
+            "`x`",
+        ),
+        (
+            settings,
+            r#"{"activation_fn": "torch.nn.modules.activation.Tanh"}"#,
+            "Tanh",
+        ),
+        (
+            settings,
+            r#"{"default_prompt_name": "a", "prompts": {"b": "c"}}"#,
+            "`a`",
+        ),
+    ] {
+        let error = reranker(file, text);
+        assert!(error.contains(said), "{text}: {error}");
+    }
+    let plain = r#"{"activation_fn": "torch.nn.modules.linear.Identity"}"#;
+    read("qwen3-seq-cls", settings, plain, ServeAs::default()).unwrap();
+    let pooled = serve_as(Pooling::Mean);
+    let error = read("qwen3-seq-cls", settings, plain, pooled).unwrap_err();
+    assert!(error.contains("--pooler-config"), "{error}");
+    let config = std::fs::read_to_string(golden_path("qwen3-seq-cls").join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    config["id2label"] = json!({"0": "A", "1": "B", "2": "C"});
+    let error = read(
+        "qwen3-seq-cls",
+        "config.json",
+        &config.to_string(),
+        ServeAs::default(),
+    )
+    .unwrap_err();
+    assert!(error.contains("num_labels") && error.contains('3'), "{error}");
 }

@@ -42,6 +42,13 @@ pub(crate) async fn handle(
         );
         return Err(ApiError::invalid("model", message));
     };
+    if embedding.scorer.is_some() {
+        let message = format!(
+            "`{}` is a cross-encoder, which makes scores and no vectors: use /v1/rerank or /v1/score",
+            state.model().id
+        );
+        return Err(ApiError::invalid("model", message));
+    }
     let size = embedding.cut(own.dimensions)?;
     let most = state.engine().limits().max_request_tokens();
     let (asked, side) = (own.truncate_prompt_tokens, own.truncation_side);

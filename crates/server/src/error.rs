@@ -46,7 +46,7 @@ pub enum ApiError {
     ModelNotFound(String, String),
     /// A path that only models for embeddings have.
     #[error(
-        "{path} compares embeddings, and `{model}` is served for text generation: serve an embedding model, or this one with --runner pooling"
+        "{path} needs a model of embeddings or a cross-encoder, and `{model}` is served for text generation: serve one of these, or this one with --runner pooling"
     )]
     NoEmbeddings {
         /// The path.

@@ -6,6 +6,7 @@ use plimsoll_core::{Matryoshka, Pooling, TokenId};
 use plimsoll_text::{ChatTemplate, ReasoningFormat, Renderer, Tokenizer, ToolFormat};
 use serde_json::{Map, Value};
 
+use crate::error::ApiError;
 use crate::image_input::ImageInput;
 
 /// The served model: names, tokenizer, chat template, defaults.
@@ -103,7 +104,7 @@ pub struct GenerationDefaults {
 }
 
 /// How a model makes embeddings.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct EmbeddingInfo {
     /// How hidden states become one vector.
     pub pooling: Pooling,
@@ -113,4 +114,41 @@ pub struct EmbeddingInfo {
     pub size: usize,
     /// Sizes to which vectors may be truncated (Matryoshka representations).
     pub matryoshka: Matryoshka,
+    /// What a cross-encoder makes of them: it is served for scores of pairs of texts, and its vectors are of no other use.
+    pub scorer: Option<Scorer>,
+}
+
+/// How a cross-encoder makes a score of a pair's vector.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Scorer {
+    /// As long as the vector: their product is the score. Empty where the weights were not read.
+    pub row: Arc<[f32]>,
+    /// The score goes through a sigmoid, so that it is between 0 and 1.
+    pub sigmoid: bool,
+    /// The chat template renders pairs whatever roles it knows, as sentence-transformers does for models of text. Otherwise only one
+    /// that names the roles of pairs does: many classifiers inherit another.
+    pub always_rendered: bool,
+    /// The system message, where a chat template renders pairs.
+    pub instruction: Option<String>,
+    /// That template's variables.
+    pub template_kwargs: Map<String, Value>,
+    /// That prompt ends with the beginning of an answer.
+    pub add_generation_prompt: bool,
+}
+
+impl Scorer {
+    /// The score of a pair with this vector.
+    pub(crate) fn score(&self, vector: &[f32]) -> Result<f64, ApiError> {
+        let products = self
+            .row
+            .iter()
+            .zip(vector)
+            .map(|(&a, &b)| f64::from(a) * f64::from(b));
+        let score: f64 = products.sum();
+        match (score.is_finite(), self.sigmoid) {
+            (false, _) => Err(ApiError::Internal("the model's output is not finite".into())),
+            (true, true) => Ok(1.0 / (1.0 + (-score).exp())),
+            (true, false) => Ok(score),
+        }
+    }
 }

@@ -80,7 +80,7 @@ pub(crate) fn rendered(
 }
 
 /// An error if `text` has certainly more than `most` tokens.
-fn check_length(
+pub(crate) fn check_length(
     model: &ModelInfo,
     text: &str,
     most: Option<usize>,

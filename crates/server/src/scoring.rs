@@ -1,4 +1,4 @@
-//! `/score` and `/rerank`: how well texts match, by the vectors of a model that is served for embeddings.
+//! `/score` and `/rerank`: how well texts match, by the vectors of a model that is served for embeddings, or by a cross-encoder.
 
 use axum::extract::State;
 use axum::http::Uri;
@@ -11,6 +11,7 @@ use crate::context::Context;
 use crate::error::ApiError;
 use crate::model::EmbeddingInfo;
 use crate::openapi::Errors;
+use crate::pairs::Pairs;
 use crate::respond::Identity;
 use crate::state::AppState;
 use crate::vectors::{Cut, Source, Texts, cosine};
@@ -36,7 +37,7 @@ macro_rules! path {
     ($name:ident, $path:literal, $id:literal, $body:ty, $list:ty, $answer:path, $about:literal, $example:expr) => {
         #[doc = $about]
         ///
-        /// Needs a model that is served for embeddings: compares the vectors of the texts.
+        /// Needs a model that is served for embeddings, whose vectors are compared, or a cross-encoder, which reads both texts at once.
         #[utoipa::path(
                     post, path = $path, tag = "Embeddings", operation_id = $id,
                     request_body(content = $body, example = $example),
@@ -109,10 +110,9 @@ struct Sides<'a> {
     common: ScoringFields,
 }
 
-/// Vectors of both sides, and how many tokens they took.
+/// The score of each text of the second side, and how many tokens all took.
 struct Compared {
-    first: Vec<Vec<f32>>,
-    second: Vec<Vec<f32>>,
+    scores: Vec<f64>,
     tokens: usize,
 }
 
@@ -131,23 +131,47 @@ impl Sides<'_> {
         self.state.engine().limits().max_request_tokens()
     }
 
-    async fn vectors(&self, first: Source, second: Source) -> Result<Compared, ApiError> {
+    /// Compares each text of the second side with the text of the first, or with that at its place; `each` truncates texts of
+    /// the second side, in place of what the request says of all.
+    async fn compare(
+        &self,
+        mut first: Source,
+        mut second: Source,
+        each: Option<Cut>,
+    ) -> Result<Compared, ApiError> {
         let Self {
             state,
             context,
             embedding,
             ..
         } = self;
+        let cut = self.cut()?;
+        if let Some(scorer) = &embedding.scorer {
+            let pairs = Pairs {
+                first,
+                second,
+                each,
+                whole: cut,
+            };
+            let prompts = pairs.prompts(state, scorer).await?;
+            let texts = Texts::new(state, context, embedding, vec![prompts], false).await?;
+            let tokens = texts.count();
+            let vectors = embedding.vectors(state, context, texts).await?;
+            let scores = vectors.iter().map(|vector| scorer.score(vector));
+            let scores = scores.collect::<Result<_, _>>()?;
+            return Ok(Compared { scores, tokens });
+        }
+        (first.cut, second.cut) = (cut, each.or(cut));
         let begin = first.prompts.len();
         let texts = Texts::new(state, context, embedding, vec![first, second], true).await?;
         let tokens = texts.count();
         let mut first = embedding.vectors(state, context, texts).await?;
         let second = first.split_off(begin);
-        Ok(Compared {
-            first,
-            second,
-            tokens,
-        })
+        let pairs = first.iter().cycle().zip(&second);
+        let scores = pairs
+            .map(|(one, other)| cosine(one, other))
+            .collect::<Result<_, _>>()?;
+        Ok(Compared { scores, tokens })
     }
 }
 
@@ -165,7 +189,6 @@ async fn rank(
         embedding,
         common,
     };
-    let cut = sides.cut()?;
     let per_document = match own.max_tokens_per_doc {
         Some(0) => {
             return Err(ApiError::invalid(
@@ -176,36 +199,29 @@ async fn rank(
         most => most.map(|most| most.min(sides.most()) as i64),
     };
     let side = sides.common.truncation_side;
-    let cut_documents = Cut::new("max_tokens_per_doc", per_document, side, sides.most())?;
+    let each = Cut::new("max_tokens_per_doc", per_document, side, sides.most())?;
     let documents = own.documents.into_texts();
     let query = Source {
         field: "query",
         prompts: vec![Prompt::Text(own.query)],
         is_list: false,
-        cut,
+        cut: None,
     };
     let listed = Source {
         field: "documents",
         prompts: documents.iter().cloned().map(Prompt::Text).collect(),
         is_list: true,
-        cut: cut_documents.or(cut),
+        cut: None,
     };
-    let Compared {
-        first,
-        second,
-        tokens,
-    } = sides.vectors(query, listed).await?;
-    let mut results = Vec::with_capacity(second.len());
-    for (index, (vector, text)) in second.iter().zip(documents).enumerate() {
-        results.push(Ranked {
-            index,
-            document: own
-                .return_documents
-                .unwrap_or(true)
-                .then_some(DocumentText { text }),
-            relevance_score: cosine(&first[0], vector)?,
-        });
-    }
+    let Compared { scores, tokens } = sides.compare(query, listed, each).await?;
+    let shows = own.return_documents.unwrap_or(true);
+    let ranked = scores.into_iter().zip(documents).enumerate();
+    let ranked = ranked.map(|(index, (relevance_score, text))| Ranked {
+        index,
+        document: shows.then_some(DocumentText { text }),
+        relevance_score,
+    });
+    let mut results: Vec<_> = ranked.collect();
     // Stable: ties keep their order.
     results.sort_by(|a, b| b.relevance_score.total_cmp(&a.relevance_score));
     if let Some(most @ 1..) = own.top_n {
@@ -243,18 +259,14 @@ async fn compare(
         embedding,
         common,
     };
-    let cut = sides.cut()?;
-    let first = side(
-        [("text_1", text_1), ("queries", queries), ("data_1", data_1)],
-        cut,
-    )?;
+    let first = side([("text_1", text_1), ("queries", queries), ("data_1", data_1)])?;
     let second = [
         ("text_2", text_2),
         ("documents", documents),
         ("items", items),
         ("data_2", data_2),
     ];
-    let second = side(second, cut)?;
+    let second = side(second)?;
     let (one, other) = (first.prompts.len(), second.prompts.len());
     if one != 1 && one != other {
         let message = format!(
@@ -263,18 +275,11 @@ async fn compare(
         );
         return Err(ApiError::invalid(first.field, message));
     }
-    let Compared {
-        first,
-        second,
-        tokens,
-    } = sides.vectors(first, second).await?;
-    let pairs = first.iter().cycle().zip(&second).enumerate();
-    let data = pairs.map(|(index, (one, other))| {
-        Ok(Score {
-            index,
-            object: "score",
-            score: cosine(one, other)?,
-        })
+    let Compared { scores, tokens } = sides.compare(first, second, None).await?;
+    let data = scores.into_iter().enumerate().map(|(index, score)| Score {
+        index,
+        object: "score",
+        score,
     });
     let Identity { id, created, model } = Identity::new("score", state, context);
     Ok(ScoreList {
@@ -282,16 +287,13 @@ async fn compare(
         object: "list",
         created,
         model,
-        data: data.collect::<Result<_, ApiError>>()?,
+        data: data.collect(),
         usage: EmbeddingUsage::of(tokens),
     })
 }
 
 /// The texts of one side, which has several names, the first of them the usual one.
-fn side<const N: usize>(
-    named: [(&'static str, Option<OneOrMany<String>>); N],
-    cut: Option<Cut>,
-) -> Result<Source, ApiError> {
+fn side<const N: usize>(named: [(&'static str, Option<OneOrMany<String>>); N]) -> Result<Source, ApiError> {
     let usual = named[0].0;
     let mut given = named
         .into_iter()
@@ -311,6 +313,6 @@ fn side<const N: usize>(
         field,
         prompts: texts.into_iter().map(Prompt::Text).collect(),
         is_list,
-        cut,
+        cut: None,
     })
 }

@@ -250,10 +250,13 @@ impl AppState {
         let model = self.model();
         match &model.embedding {
             None => Ok(()),
-            Some(_) => Err(ApiError::invalid(
-                "model",
-                format!("`{}` is served for embeddings: use /v1/embeddings", model.id),
-            )),
+            Some(embedding) => {
+                let instead = match embedding.scorer {
+                    None => "is served for embeddings: use /v1/embeddings",
+                    Some(_) => "is a cross-encoder: use /v1/rerank or /v1/score",
+                };
+                Err(ApiError::invalid("model", format!("`{}` {instead}", model.id)))
+            }
         }
     }
 

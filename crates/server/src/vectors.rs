@@ -38,6 +38,36 @@ pub(crate) struct Source {
     pub(crate) cut: Option<Cut>,
 }
 
+impl Source {
+    /// Names a text in an error.
+    pub(crate) fn blame(&self, index: usize, error: ApiError) -> ApiError {
+        self.place(index).blame(error)
+    }
+
+    fn place(&self, index: usize) -> Place {
+        Place {
+            field: self.field,
+            index: self.is_list.then_some(index),
+        }
+    }
+}
+
+/// An error where there are no texts, or too many.
+pub(crate) fn check_count<'a>(sources: impl Iterator<Item = &'a Source> + Clone) -> Result<(), ApiError> {
+    let count: usize = sources.clone().map(|source| source.prompts.len()).sum();
+    if let Some(empty) = sources.clone().find(|source| source.prompts.is_empty()) {
+        let message = format!("{} has no texts; 1 to {MAX_TEXTS} are allowed", empty.field);
+        return Err(ApiError::invalid(empty.field, message));
+    }
+    if count > MAX_TEXTS {
+        let largest = sources.max_by_key(|source| source.prompts.len());
+        let field = largest.map_or("input", |source| source.field);
+        let message = format!("{field} has {count} texts; 1 to {MAX_TEXTS} are allowed");
+        return Err(ApiError::invalid(field, message));
+    }
+    Ok(())
+}
+
 /// How texts are truncated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cut {
@@ -48,6 +78,16 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
+    /// To how many tokens.
+    pub(crate) fn most(self) -> usize {
+        self.to
+    }
+
+    /// The same to `tokens` tokens.
+    pub(crate) fn to(self, tokens: usize) -> Self {
+        Self { to: tokens, ..self }
+    }
+
     /// `asked` is what the client says in `field`, -1 for `most`.
     pub(crate) fn new(
         field: &'static str,
@@ -71,7 +111,7 @@ impl Cut {
     }
 
     /// `tokens` are `bare` with the tokenizer's special tokens around them, which are kept.
-    fn apply(self, mut tokens: Vec<TokenId>, bare: &[TokenId]) -> Vec<TokenId> {
+    pub(crate) fn apply(self, mut tokens: Vec<TokenId>, bare: &[TokenId]) -> Vec<TokenId> {
         if tokens.len() <= self.to {
             return tokens;
         }
@@ -139,17 +179,7 @@ impl Texts {
         sources: Vec<Source>,
         add_special: bool,
     ) -> Result<Self, ApiError> {
-        let count: usize = sources.iter().map(|source| source.prompts.len()).sum();
-        if let Some(empty) = sources.iter().find(|source| source.prompts.is_empty()) {
-            let message = format!("{} has no texts; 1 to {MAX_TEXTS} are allowed", empty.field);
-            return Err(ApiError::invalid(empty.field, message));
-        }
-        if count > MAX_TEXTS {
-            let largest = sources.iter().max_by_key(|source| source.prompts.len());
-            let field = largest.map_or("input", |source| source.field);
-            let message = format!("{field} has {count} texts; 1 to {MAX_TEXTS} are allowed");
-            return Err(ApiError::invalid(field, message));
-        }
+        check_count(sources.iter())?;
         let model = Arc::clone(state.model());
         let limits = state.engine().limits();
         let texts =
@@ -387,6 +417,7 @@ mod tests {
             normalize: true,
             size: 4,
             matryoshka,
+            scorer: None,
         }
     }
 

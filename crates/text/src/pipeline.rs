@@ -58,6 +58,12 @@ impl Encode for Pipeline {
         let encoding = guarded(|| inner.encode_fast(text, add_special)).map_err(TextError::Encode)?;
         Ok(encoding.get_ids().to_vec())
     }
+
+    fn encode_pair(&self, first: &str, second: &str) -> Result<Vec<TokenId>, TextError> {
+        let encoding =
+            guarded(|| self.inner.encode_fast((first, second), true)).map_err(TextError::Encode)?;
+        Ok(encoding.get_ids().to_vec())
+    }
 }
 
 /// The `tokenizers` crate panics on some files.

@@ -49,6 +49,13 @@ pub(crate) trait Encode: Send + Sync {
     /// With `parse_special` the text of a special token becomes that token, without it ordinary text. `add_special` is for
     /// encoders behind [`Wrap::Encoder`].
     fn encode(&self, text: &str, add_special: bool, parse_special: bool) -> Result<Vec<TokenId>, TextError>;
+
+    /// Two texts with special tokens added, where the tokenizer knows of pairs.
+    fn encode_pair(&self, first: &str, second: &str) -> Result<Vec<TokenId>, TextError> {
+        let mut tokens = self.encode(first, true, true)?;
+        tokens.extend(self.encode(second, false, true)?);
+        Ok(tokens)
+    }
 }
 
 impl Tokenizer {
@@ -86,6 +93,24 @@ impl Tokenizer {
     /// a turn.
     pub fn encode_literal(&self, text: &str, add_special: bool) -> Result<Vec<TokenId>, TextError> {
         self.encode_with(text, add_special, false)
+    }
+
+    /// Tokens of two texts that are read together, with what the model expects around and between them.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub fn encode_pair(&self, first: &str, second: &str) -> Result<Vec<TokenId>, TextError> {
+        let Parts { encoder, wrap, .. } = self.parts();
+        match *wrap {
+            Wrap::Encoder => encoder.encode_pair(first, second),
+            Wrap::Explicit { bos, eos } => {
+                let (first, second) = (
+                    encoder.encode(first, false, true)?,
+                    encoder.encode(second, false, true)?,
+                );
+                Ok(bos.into_iter().chain(first).chain(second).chain(eos).collect())
+            }
+        }
     }
 
     fn encode_with(

@@ -11,7 +11,7 @@ use crate::args::values::json;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Embeddings")]
 pub struct PoolingArgs {
-    /// Task of the model: generate (text), pooling (embeddings), or auto (embeddings if its files say so:
+    /// Task of the model: generate (text), pooling (embeddings, and scores of a cross-encoder), or auto (embeddings if its files say so:
     /// sentence-transformers' modules.json, GGUF's pooling_type, or an architecture without an LM head)
     #[arg(
         long,

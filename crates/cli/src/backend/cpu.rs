@@ -60,7 +60,12 @@ impl Device for CpuBackend {
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
         self.set_threads();
         let model = plimsoll_model::Footprint::read(&self.model, self.settings.load_options())?;
-        let facts = ModelFacts::of(model.config(), model.kv_bytes_per_token(), model.state_bytes());
+        let facts = ModelFacts::of(
+            model.config(),
+            None,
+            model.kv_bytes_per_token(),
+            model.state_bytes(),
+        );
         let footprint = CpuFootprint {
             model: Rc::new(model),
             limits,
@@ -79,7 +84,12 @@ impl Backend for CpuBackend {
         };
         let model = Model::load(&self.model, load_options, &self.device, progress)?;
         Ok(LoadedModel {
-            facts: ModelFacts::of(model.config(), model.kv_bytes_per_token(), model.state_bytes()),
+            facts: ModelFacts::of(
+                model.config(),
+                model.scoring_row(),
+                model.kv_bytes_per_token(),
+                model.state_bytes(),
+            ),
             generation: model.generation().clone(),
             eos_token_ids: model.eos_token_ids(),
             disabled: disabled(instruction_set(), self.settings.device),

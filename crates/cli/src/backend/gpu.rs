@@ -61,7 +61,12 @@ fn options(settings: &EngineSettings) -> GpuOptions {
 }
 
 fn facts_and_footprint(model: GpuFootprint, device: Meters) -> (ModelFacts, Box<dyn Footprint>) {
-    let facts = ModelFacts::of(model.config(), model.kv_bytes_per_token(), model.state_bytes());
+    let facts = ModelFacts::of(
+        model.config(),
+        None,
+        model.kv_bytes_per_token(),
+        model.state_bytes(),
+    );
     let model = Rc::new(model);
     (facts, Box::new(PredictedGpu { model, device }))
 }
@@ -132,7 +137,12 @@ impl Backend for GpuBackend {
             });
         }
         Ok(LoadedModel {
-            facts: ModelFacts::of(model.config(), model.kv_bytes_per_token(), model.state_bytes()),
+            facts: ModelFacts::of(
+                model.config(),
+                model.scoring_row(),
+                model.kv_bytes_per_token(),
+                model.state_bytes(),
+            ),
             generation: model.generation().clone(),
             eos_token_ids: model.eos_token_ids(),
             disabled,

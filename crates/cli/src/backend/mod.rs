@@ -8,7 +8,7 @@ mod sim;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use plimsoll_core::{
@@ -18,7 +18,7 @@ use plimsoll_core::{
 use plimsoll_device::Budget;
 use plimsoll_model::{Cancel, GenerationConfig, ModelConfig, Progress, ServeAs};
 use plimsoll_profiler::{BuildProgress, Disabled, Footprint, Target};
-use plimsoll_server::EmbeddingInfo;
+use plimsoll_server::{EmbeddingInfo, Scorer};
 
 use crate::error::Error;
 use crate::plan_cache::DeviceKey;
@@ -142,6 +142,8 @@ pub struct ModelOn<D> {
     model: PathBuf,
     settings: Arc<EngineSettings>,
     device: D,
+    /// What the model says about itself, once somebody has asked.
+    config: OnceLock<ModelConfig>,
 }
 
 impl<D> ModelOn<D> {
@@ -151,14 +153,16 @@ impl<D> ModelOn<D> {
             model: model.to_owned(),
             settings: Arc::clone(settings),
             device,
+            config: OnceLock::new(),
         }
     }
 
-    fn config(&self) -> Result<ModelConfig, Error> {
-        Ok(ModelConfig::read(
-            &self.model,
-            &self.settings.serve_as.without_images(),
-        )?)
+    fn config(&self) -> Result<&ModelConfig, Error> {
+        if let Some(config) = self.config.get() {
+            return Ok(config);
+        }
+        let config = ModelConfig::read(&self.model, &self.settings.serve_as.without_images())?;
+        Ok(self.config.get_or_init(|| config))
     }
 
     fn layers_with_states(&self) -> Result<usize, Error> {
@@ -227,7 +231,8 @@ pub struct ModelFacts {
 }
 
 impl ModelFacts {
-    fn of(config: &ModelConfig, kv_bytes_per_token: u64, state_bytes: u64) -> Self {
+    /// `row` is a cross-encoder's, where its weights were read.
+    fn of(config: &ModelConfig, row: Option<&Arc<[f32]>>, kv_bytes_per_token: u64, state_bytes: u64) -> Self {
         let embedding = config.embedding.as_ref();
         Self {
             vocab_size: config.spec.vocab_size,
@@ -237,6 +242,14 @@ impl ModelFacts {
                 normalize: embedding.normalize,
                 size: config.spec.hidden_size,
                 matryoshka: config.matryoshka.clone(),
+                scorer: embedding.scoring.as_ref().map(|scoring| Scorer {
+                    row: row.cloned().unwrap_or_default(),
+                    sigmoid: scoring.sigmoid,
+                    always_rendered: scoring.is_of_text_model(),
+                    instruction: scoring.instruction.clone(),
+                    template_kwargs: scoring.template_kwargs.clone(),
+                    add_generation_prompt: scoring.add_generation_prompt,
+                }),
             }),
             groups: config.spec.cache_groups(),
             kv_bytes_per_token,

@@ -72,6 +72,7 @@ impl SimBackend {
             vocab_size: SimModel::text().vocab_size(),
             images: None,
             embedding: embedding.map(|embedding| EmbeddingInfo {
+                scorer: None,
                 pooling: embedding.pooling,
                 normalize: embedding.normalize,
                 size: SimModel::WIDTH,

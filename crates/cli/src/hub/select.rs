@@ -3,7 +3,7 @@
 use super::{HubError, RemoteFile, RepoId, Weights};
 
 /// Small files that are taken wherever a repository has them.
-const SIDE_FILES: [&str; 12] = [
+const SIDE_FILES: [&str; 13] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -14,12 +14,13 @@ const SIDE_FILES: [&str; 12] = [
     "chat_template.json",
     "modules.json",
     "sentence_bert_config.json",
+    "config_sentence_transformers.json",
     "preprocessor_config.json",
     "processor_config.json",
 ];
 
-/// Ends of the names of directories that say in a config.json how embeddings are made.
-const POOLING: &str = "_Pooling/config.json";
+/// Ends of the names of directories that say in a config.json how embeddings and scores are made.
+const MODULES: [&str; 2] = ["_Pooling/config.json", "_LogitScore/config.json"];
 
 /// Names the shards of a model of several files.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
@@ -31,9 +32,9 @@ pub(super) fn select(
     weights: Weights,
 ) -> Result<Vec<RemoteFile>, HubError> {
     let side = || {
-        files
-            .iter()
-            .filter(|file| SIDE_FILES.contains(&&*file.path) || file.path.ends_with(POOLING))
+        files.iter().filter(|file| {
+            SIDE_FILES.contains(&&*file.path) || MODULES.iter().any(|end| file.path.ends_with(end))
+        })
     };
     if weights == Weights::None {
         return Ok(side().cloned().collect());

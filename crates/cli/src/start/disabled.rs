@@ -22,11 +22,20 @@ pub(super) fn disabled(facts: &ModelFacts, settings: &EngineSettings) -> Vec<Dis
         let reason = "every prompt is computed from the beginning (--no-enable-prefix-caching)";
         add("prefix caching", reason);
     }
-    if let Some(EmbeddingInfo { pooling, size, .. }) = &facts.embedding {
-        let reason = format!(
-            "the model is served for embeddings (--runner): {} pooling, vectors of {size} numbers",
-            pooling.name()
-        );
+    if let Some(EmbeddingInfo {
+        pooling,
+        size,
+        scorer,
+        ..
+    }) = &facts.embedding
+    {
+        let reason = match scorer {
+            None => format!(
+                "the model is served for embeddings (--runner): {} pooling, vectors of {size} numbers",
+                pooling.name()
+            ),
+            Some(_) => "the model is a cross-encoder: it scores pairs of texts".to_owned(),
+        };
         add(TEXT_GENERATION, &reason);
         if pooling.needs_every_row() && settings.prefix_caching {
             let reason = "a mean takes every token's row, so every prompt is computed from the beginning";
@@ -58,6 +67,7 @@ mod tests {
                     normalize: true,
                     size: 1,
                     matryoshka: Matryoshka::No,
+                    scorer: None,
                 }),
                 groups: CacheGroups::default(),
                 kv_bytes_per_token: 1,

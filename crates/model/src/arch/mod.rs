@@ -170,6 +170,13 @@ impl Architecture {
         matches!(self, Self::Qwen3VL | Self::Qwen3_5 | Self::Qwen3_5Moe)
     }
 
+    /// The family whose network is below a classifier of this name.
+    pub(crate) fn of_classifier(name: &str) -> Option<Self> {
+        let family = name.strip_suffix("ForSequenceClassification")?;
+        let is_it = |architecture: &Self| architecture.headless_name().strip_suffix("Model") == Some(family);
+        Self::ALL.into_iter().find(is_it)
+    }
+
     pub(crate) fn from_hf_name(name: &str) -> Result<Self, ModelError> {
         Self::find(name, |architecture| Some(architecture.hf_name()))
     }

@@ -28,6 +28,8 @@ const COMMON: &[&str] = &[
     "rope_parameters",
     "rope_scaling",
     "rope_theta",
+    "sbert_ce_default_activation_function",
+    "sentence_transformers",
     "tie_word_embeddings",
     "torch_dtype",
     "vocab_size",

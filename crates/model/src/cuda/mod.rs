@@ -80,7 +80,8 @@ impl GpuModel {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
         let kv_element = kv_element(options.kv_cache_dtype)?;
-        let description = Description::read(path, &options.serve_as.without_images())?;
+        let mut description = Description::read(path, &options.serve_as.without_images())?;
+        description.read_scoring_row(options.format)?;
         check(description.about.spec())?;
         description.about.log_what_is_left_out();
         let fused = FusedKernels::load(gpu)?;

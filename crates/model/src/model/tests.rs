@@ -170,6 +170,7 @@ fn sinks_and_soft_caps_are_those_of_the_definition() {
         about: About {
             config: config.clone(),
             generation: GenerationConfig::default(),
+            scoring_row: None,
         },
         decoder,
         encoder: None,

@@ -9,7 +9,7 @@ use plimsoll_kernels::WeightType;
 
 use super::{Beside, RowOrder, Scales, Source, StoredMatrix, Tensor};
 use crate::blocks::{InExperts, Matrix, Vector};
-use crate::names::TOWER;
+use crate::names::{CLASSIFIER, TOWER};
 use crate::quantization::{Fp8Scales, MXFP4_BLOCK, MatrixFormat};
 use crate::{ModelError, Shape};
 
@@ -314,8 +314,9 @@ impl<'a> Checked<'a> {
         let (in_decoder, others): (Vec<_>, Vec<_>) = left
             .into_iter()
             // Tables that old checkpoints store and everybody computes, and scales for a KV cache of 8 bits where it has 16.
+            // A classifier's head is read on its own.
             .filter(|name| {
-                let idle = ["rotary_emb.inv_freq", ".k_scale", ".v_scale"];
+                let idle = ["rotary_emb.inv_freq", ".k_scale", ".v_scale", CLASSIFIER];
                 !idle.iter().any(|end| name.ends_with(end))
             })
             .partition(|name| {

@@ -10,6 +10,7 @@ mod loader;
 mod mxfp4;
 mod rows;
 mod safetensors;
+mod scoring;
 
 use std::borrow::Cow;
 
@@ -89,6 +90,24 @@ impl Tensor<'_> {
             WeightType::Bf16 => bf16::from_le_bytes(self.data.as_chunks().0[index]).to_f32(),
             other => unreachable!("an element of {other:?}"),
         }
+    }
+
+    /// Elements of a row of a float matrix.
+    ///
+    /// # Panics
+    /// If it has no such row.
+    pub(crate) fn float_row(&self, row: usize) -> Result<Vec<f32>, ModelError> {
+        let bytes = self.data.len() / self.shape.0[0];
+        let own = row * bytes..(row + 1) * bytes;
+        let row = Tensor {
+            name: self.name.clone(),
+            dtype: self.dtype,
+            shape: Shape(self.shape.0[1..].to_vec()),
+            order: RowOrder::Plain,
+            unit_offset: false,
+            data: Cow::Borrowed(&self.data[own]),
+        };
+        row.widen()
     }
 
     /// Elements of a float vector.

@@ -17,7 +17,8 @@ use super::schema::body;
 pub(crate) struct ScoringFields {
     /// A name of the served model.
     pub(crate) model: Option<String>,
-    /// Truncates texts to this many tokens; -1: to the model's maximum. If absent, longer texts are refused.
+    /// Truncates texts to this many tokens; -1: to the model's maximum. If absent, longer texts are refused. For a
+    /// cross-encoder, a pair's prompt: by its second text.
     #[schema(minimum = -1)]
     pub(crate) truncate_prompt_tokens: Option<i64>,
     /// Which end `truncate_prompt_tokens` cuts off. Default: right, the end.
@@ -125,7 +126,7 @@ pub(crate) struct Ranked {
     pub(crate) index: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) document: Option<DocumentText>,
-    /// The cosine of the angle between the vectors of query and document.
+    /// The cosine of the angle between the vectors of query and document, or a cross-encoder's score.
     pub(crate) relevance_score: f64,
 }
 
@@ -200,6 +201,6 @@ pub(crate) struct Score {
     pub(crate) index: usize,
     /// `score`.
     pub(crate) object: &'static str,
-    /// The cosine of the angle between their vectors.
+    /// The cosine of the angle between their vectors, or a cross-encoder's score.
     pub(crate) score: f64,
 }

@@ -20,6 +20,7 @@ fn setup(pooling: Pooling) -> Setup {
             normalize: false,
             size: SimModel::WIDTH,
             matryoshka: Matryoshka::Sizes(vec![4]),
+            scorer: None,
         }),
         ..Setup::default()
     }
