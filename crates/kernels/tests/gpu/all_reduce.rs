@@ -173,11 +173,6 @@ fn sum_and_norm_in_one_are_those_of_two_kernels() {
                     };
                     let delta_weight = delta_weight.slice::<f32>().range(0..n);
                     let scalar = (rows % 2 == 1).then(|| weight.slice().range(0..1));
-                    let added = |delta| GpuAdded {
-                        delta,
-                        weight: delta_weight,
-                        scalar,
-                    };
                     let scaling = Fp8Scaling::Rows;
                     let mut results = Vec::new();
                     for together in [false, true] {
@@ -196,6 +191,11 @@ fn sum_and_norm_in_one_are_those_of_two_kernels() {
                         let (h, h8) = (stream.slice().range(0..len), stream_fp8.slice().range(0..len));
                         let (d, d8) = (delta.slice().range(0..len), delta_fp8.slice().range(0..len));
                         let o = out.slice().range(0..len);
+                        let added = |delta| GpuAdded {
+                            delta,
+                            weight: delta_weight,
+                            scalar,
+                        };
                         match (together, sandwich) {
                             (false, false) => {
                                 rank.sum(d).unwrap();
