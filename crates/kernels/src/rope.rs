@@ -35,7 +35,8 @@ pub fn rope_angles_of_axes<const N: usize>(
 ) {
     let pairs = frequencies.len();
     assert_eq!((axes.len(), out.len()), (pairs, positions.len() * 2 * pairs));
-    for (row, position) in out.chunks_exact_mut(2 * pairs).zip(positions) {
+    // Layers without rotary embeddings have no pairs.
+    for (row, position) in out.chunks_exact_mut((2 * pairs).max(1)).zip(positions) {
         let (cos, sin) = row.split_at_mut(pairs);
         for (pair, (&frequency, &axis)) in frequencies.iter().zip(axes).enumerate() {
             let angle = f64::from(position[axis]) * f64::from(frequency);

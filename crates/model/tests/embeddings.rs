@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::common::convert::golden_gguf;
 use crate::common::embeddings::*;
 use crate::common::*;
-use plimsoll_core::{Executor, MetaValue, Pooling, TokenId};
+use plimsoll_core::{Executor, MetaValue, Pooling, StepLimits, TokenId};
 use plimsoll_device::Budget;
 use plimsoll_model::{
     EmbeddingConfig, GgufFile, GgufTensors, HfOverrides, KvCacheDtype, LoadOptions, Model, ModelConfig,
@@ -270,7 +270,13 @@ fn scores_of_cross_encoders_equal_sentence_transformers() {
         assert!(scoring.unwrap().sigmoid, "{name}");
         let text = std::fs::read_to_string(golden_path(name).join("pairs.json")).unwrap();
         for case in serde_json::from_str::<Pairs>(&text).unwrap().cases {
-            let mut runner = runner(&model, 16, 16);
+            let limits = StepLimits {
+                max_model_len: 256,
+                ..LIMITS
+            };
+            let mut runner = model
+                .build_state(&state_config(32, 8), &limits, &budget(), &mut || {})
+                .unwrap();
             let vector = vector(&mut runner, &case.tokens, Pooling::Last, &[], [&[], &[]]);
             let logit: f64 = row
                 .iter()
