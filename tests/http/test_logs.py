@@ -109,7 +109,8 @@ def test_levels_by_module(start, level, expected):
     [
         (["./no/such/model"], {}, 3, "./no/such/model"),
         (["sim", "--no-such-flag"], {}, 2, "--no-such-flag"),
-        (["sim", "--tensor-parallel-size", "2"], {}, 2, "--device cuda:N"),
+        (["sim", "--pipeline-parallel-size", "2"], {}, 2, "--device cuda:N"),
+        (["sim", "--tensor-parallel-size", "2"], {}, 2, "--tensor-parallel-size"),
         (["sim"], {"PLIMSOLL_PROT": "1"}, 2, '"port"'),
         (["sim"], {"PLIMSOLL_LOG_LEVEL": "inof"}, 2, "PLIMSOLL_LOG_LEVEL"),
         (["sim", "--log-level", "info,plimsoll_engin=debug"], {}, 2, "plimsoll_engine"),
