@@ -7,6 +7,8 @@ use plimsoll_core::Component;
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
 use plimsoll_kernels::cuda::{AllReduce, AllReducePath, FusedKernels, GpuNorm};
 
+use crate::common::time_replays_us;
+
 const ROWS: [usize; 6] = [1, 16, 64, 512, 2048, 8192];
 const WIDTHS: [usize; 2] = [4096, 8192];
 
@@ -18,28 +20,6 @@ enum Op {
     Norm,
     /// The norm by a kernel of its own.
     SumThenNorm,
-}
-
-/// Median microseconds of one call of `op`: `calls` of them in one CUDA graph, behind a replay in which all ranks have met.
-fn time_us(gpu: &Gpu, calls: usize, mut op: impl FnMut() -> Result<(), GpuError>) -> f64 {
-    op().expect("a warm-up");
-    gpu.synchronize().expect("the warm-up ends");
-    let graph = gpu
-        .capture(|| (0..calls).try_for_each(|_| op()))
-        .expect("a capture");
-    let (start, end) = (gpu.event().expect("an event"), gpu.event().expect("an event"));
-    let mut times: Vec<f32> = (0..9)
-        .map(|_| {
-            graph.launch().expect("a launch");
-            start.record().expect("a record");
-            graph.launch().expect("a launch");
-            end.record().expect("a record");
-            end.synchronize().expect("the replay ends");
-            start.elapsed_ms(&end).expect("both are recorded")
-        })
-        .collect();
-    times.sort_unstable_by(f32::total_cmp);
-    f64::from(times[times.len() / 2]) * 1e3 / calls as f64
 }
 
 /// Median microseconds of a call on the slowest rank.
@@ -64,7 +44,7 @@ fn time(group: &mut [AllReduce], gpus: &[Gpu], op: Op, rows: usize, width: usize
                     weight: weight.slice(),
                     eps: 1e-5,
                 };
-                let us = time_us(gpu, calls, || match op {
+                let us = time_replays_us(gpu, calls, true, |_| match op {
                     Op::Sum => rank.sum(delta.slice()),
                     Op::Norm => rank.add_rms_norm(&fused, hidden.slice(), delta.slice(), norm, out.slice()),
                     Op::SumThenNorm => {

@@ -32,7 +32,17 @@ pub(crate) fn wide<'a>(k: GpuSlice<'a, bf16>, v: GpuSlice<'a, bf16>, block_strid
 
 /// Median microseconds of one call of `op`, which gets the index of the call (to rotate buffers past the L2 cache):
 /// `calls` of them in one CUDA graph, replayed.
-pub(crate) fn time_us(gpu: &Gpu, calls: usize, mut op: impl FnMut(usize) -> Result<(), GpuError>) -> f64 {
+pub(crate) fn time_us(gpu: &Gpu, calls: usize, op: impl FnMut(usize) -> Result<(), GpuError>) -> f64 {
+    time_replays_us(gpu, calls, false, op)
+}
+
+/// As [`time_us`]; each measured replay may follow one that is not, in which ranks of several GPUs have met.
+pub(crate) fn time_replays_us(
+    gpu: &Gpu,
+    calls: usize,
+    meet: bool,
+    mut op: impl FnMut(usize) -> Result<(), GpuError>,
+) -> f64 {
     op(0).expect("a warm-up");
     gpu.synchronize().expect("the warm-up ends");
     let graph = gpu
@@ -41,6 +51,9 @@ pub(crate) fn time_us(gpu: &Gpu, calls: usize, mut op: impl FnMut(usize) -> Resu
     let (start, end) = (gpu.event().expect("an event"), gpu.event().expect("an event"));
     let mut times: Vec<f32> = (0..9)
         .map(|_| {
+            if meet {
+                graph.launch().expect("a launch");
+            }
             start.record().expect("a record");
             graph.launch().expect("a launch");
             end.record().expect("a record");

@@ -174,18 +174,7 @@ pub(crate) fn bench(gpu: &Gpu) {
 
 /// All ways in which our own kernels cut products.
 fn cuts() -> impl Iterator<Item = LinearCut> {
-    let sizes = [
-        (1, 1),
-        (2, 1),
-        (4, 1),
-        (2, 2),
-        (4, 2),
-        (4, 4),
-        (8, 4),
-        (8, 2),
-        (8, 1),
-    ];
-    sizes.into_iter().flat_map(|(row_warps, cluster)| {
+    LinearCut::SIZES.into_iter().flat_map(|(row_warps, cluster)| {
         [1, 2].map(|blocks_per_sm| LinearCut {
             row_warps,
             cluster,

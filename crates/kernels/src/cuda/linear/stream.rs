@@ -107,6 +107,22 @@ pub struct LinearCut {
     pub blocks_per_sm: usize,
 }
 
+impl LinearCut {
+    /// `row_warps` and `cluster` of those that are worth a measurement, the likeliest first. The last ones are for wide chunks of x, of
+    /// which there is room for few.
+    pub const SIZES: [(usize, usize); 9] = [
+        (1, 1),
+        (2, 1),
+        (4, 1),
+        (2, 2),
+        (4, 2),
+        (4, 4),
+        (8, 4),
+        (8, 2),
+        (8, 1),
+    ];
+}
+
 impl fmt::Display for LinearCut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
@@ -190,20 +206,8 @@ impl StreamKernels {
         if shape.m > most_rows(shape.values) || chunks(shape).is_none() {
             return Vec::new();
         }
-        // The last ones are for wide chunks of x, of which there is room for few.
-        let all = [
-            (1, 1),
-            (2, 1),
-            (4, 1),
-            (2, 2),
-            (4, 2),
-            (4, 4),
-            (8, 4),
-            (8, 2),
-            (8, 1),
-        ];
         let most_blocks = most_blocks(shape.values);
-        let cuts = all.into_iter().flat_map(|(row_warps, cluster)| {
+        let cuts = LinearCut::SIZES.into_iter().flat_map(|(row_warps, cluster)| {
             (1..=most_blocks).map(move |blocks_per_sm| LinearCut {
                 row_warps,
                 cluster,
