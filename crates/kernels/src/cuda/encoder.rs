@@ -144,7 +144,7 @@ impl EncoderKernels {
         })
     }
 
-    /// Twin of [`attention`](crate::attention) with `bidirectional`, each segment a run.
+    /// Twin of [`attention`](crate::attention()) with `bidirectional`, each segment a run.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -233,7 +233,7 @@ impl EncoderKernels {
         self.launch(&self.layer_norm[vecs - 1], launch, &args)
     }
 
-    /// In place. Twin of [`gelu`](crate::gelu).
+    /// In place. Twin of [`gelu`](crate::gelu()).
     ///
     /// # Errors
     /// [`GpuError`] of the launch.

@@ -37,7 +37,7 @@ pub(super) struct StepState {
     pub(super) kv: GpuSlab,
     pub(super) kv_config: KvConfig,
     pub(super) kv_element: GpuKvElement,
-    /// As [`DecoderSpec::kv_column`].
+    /// As [`crate::spec::DecoderSpec::kv_column`].
     pub(super) kv_column: usize,
     /// Of all slots.
     pub(super) states: States,
