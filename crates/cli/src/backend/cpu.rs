@@ -94,6 +94,11 @@ impl Device for CpuBackend {
         self.layers_with_states()
     }
 
+    fn tokens_at_once(&self) -> Result<usize, Error> {
+        let config = ModelConfig::read(&self.model, &self.settings.serve_as)?;
+        Ok(config.image_input().map_or(1, |input| input.tokens_at_once()))
+    }
+
     fn vocab_size(&self) -> Result<usize, Error> {
         self.vocabulary()
     }
