@@ -7,7 +7,7 @@ use std::time::Duration;
 use plimsoll_core::{BuildError, Component, KvConfig, Meters, Oom, StateConfig, StepLimits};
 use plimsoll_device::{Budget, Charge};
 use plimsoll_kernels::{Exchange, WeightType, instruction_set};
-use plimsoll_model::{Cancel, LoadOptions, Model, Progress, Runner, Shard};
+use plimsoll_model::{Cancel, LoadOptions, Model, ModelConfig, Progress, Runner, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioShape};
 
 use super::predicted::{arena_use, holding, step_size};
