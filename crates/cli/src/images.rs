@@ -54,13 +54,13 @@ pub(crate) fn processor(model: &Path, settings: &EngineSettings) -> Result<Optio
 
 /// What would encode images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Encodes {
+pub(crate) enum EncoderDevice {
     /// A CPU, which has the operations of all encoders.
-    OnCpu,
+    Cpu,
     /// Several ranks, which have those of none.
-    OnRanks,
+    Ranks,
     /// A GPU, which has those of some.
-    OnGpu,
+    Gpu,
 }
 
 /// The settings of a start of this model. Where what would encode its images cannot, they are for text alone, unless a flag asks for
@@ -71,7 +71,7 @@ pub(crate) enum Encodes {
 pub(crate) fn settings_of(
     model: &Path,
     settings: &Arc<EngineSettings>,
-    encodes: Encodes,
+    device: EncoderDevice,
 ) -> Result<Arc<EngineSettings>, Error> {
     let Some(processor) = processor(model, settings)? else {
         return Ok(Arc::clone(settings));
@@ -80,10 +80,10 @@ pub(crate) fn settings_of(
     let on_gpu = config
         .text_part_of
         .is_some_and(|around| around.is_encoded_on_gpus());
-    let lack = match encodes {
-        Encodes::OnRanks => Some("one device encodes images, not several ranks"),
-        Encodes::OnGpu if !on_gpu => Some("encoders of this family run on CPUs alone, so far"),
-        Encodes::OnCpu | Encodes::OnGpu => None,
+    let lack = match device {
+        EncoderDevice::Ranks => Some("one device encodes images, not several ranks"),
+        EncoderDevice::Gpu if !on_gpu => Some("encoders of this family run on CPUs alone, so far"),
+        EncoderDevice::Cpu | EncoderDevice::Gpu => None,
     };
     if let Some(lack) = lack.filter(|_| !settings.asks_for_images) {
         tracing::warn!("images are not served: {lack}");
