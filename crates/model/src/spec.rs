@@ -95,6 +95,8 @@ pub struct DeltaNetSpec {
     pub layout: DeltaLayout,
     /// How the projections are stored.
     pub projections: Projections,
+    /// How those to the gates of states are.
+    pub gates: Projections,
 }
 
 /// [Grouped-query attention](https://arxiv.org/abs/2305.13245).
