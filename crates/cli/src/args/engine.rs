@@ -146,8 +146,9 @@ pub struct DeviceArgs {
     )]
     pub dtype: DType,
     /// Ranks that serve the model together, each with a part of every layer: 1 to 8, as many as heads and widths of the model can
-    /// be divided among. On a CPU they are threads, each with an equal part of the memory, or with --device-memory; a GPU serves with 1
-    #[arg(long, alias = "tp-size", value_name = "N", default_value = "1", value_parser = ranks)]
+    /// be divided among. On a CPU they are threads, each with an equal part of the memory, or with --device-memory; a GPU serves with 1.
+    /// Also -tp N, as in vLLM
+    #[arg(long, aliases = ["tp-size", "tp"], value_name = "N", default_value = "1", value_parser = ranks)]
     pub tensor_parallel_size: usize,
     /// Directory of lock files, by which servers that start on the same device wait for each other. Containers that share a
     /// device must share this directory [default: /tmp/plimsoll]

@@ -143,6 +143,7 @@ impl Backend for CpuBackend {
             ),
             generation: model.generation().clone(),
             eos_token_ids: model.eos_token_ids(),
+            expert_loads: model.expert_loads().cloned(),
             disabled: disabled(instruction_set(), self.settings.device),
             weights: vec![Arc::new(CpuWeights {
                 model,
