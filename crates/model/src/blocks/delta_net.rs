@@ -52,7 +52,10 @@ impl<L, V> DeltaNet<L, V> {
             Projections::Fused => {
                 let (keys, values) = (layout.key_dim, layout.values() / groups);
                 let parts = [keys, keys, values, values];
-                vec![own.grouped("in_proj_qkvz", groups, parts, hidden).outputs_of(shard)]
+                vec![
+                    own.grouped("in_proj_qkvz", groups, parts, hidden)
+                        .outputs_of(shard),
+                ]
             }
         };
         let ba = match spec.gates {

@@ -62,7 +62,10 @@ pub(super) fn unfused(spec: &DecoderSpec, tensors: &Tensors) -> Tensors {
         let qkv = [part(0, keys), part(keys, keys), part(2 * keys, values)];
         let qkv = Tensor::cat(&qkv, 0).unwrap();
         out.insert(format!("{module}in_proj_qkv.weight"), qkv);
-        out.insert(format!("{module}in_proj_z.weight"), part(2 * keys + values, values));
+        out.insert(
+            format!("{module}in_proj_z.weight"),
+            part(2 * keys + values, values),
+        );
     }
     out
 }
