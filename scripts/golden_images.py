@@ -11,6 +11,9 @@ import torch
 # Ids of the tiny models' placeholder, and of what stands around it.
 IMAGE, START, END, VIDEO = 5, 6, 7, 8
 TOKENS = dict(image_token_id=IMAGE, vision_start_token_id=START, vision_end_token_id=END, video_token_id=VIDEO)
+GEMMA3_TOKENS = dict(image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END)
+# Behind each line of an image but the last, and behind the last.
+BREAK = START
 
 # Of each prompt: numbers of text tokens, and between them images, each a seed and a grid of patches.
 PROMPTS = [
@@ -29,13 +32,112 @@ def patches(seed: int, count: int, values: int) -> np.ndarray:
     return (draw.astype(np.float32) / np.float32(1000.0) - np.float32(1.0)).reshape(count, values)
 
 
+class Qwen:
+    """Images of any size, in squares of patches that become one row."""
+
+    def __init__(self, config):
+        vision = config.vision_config
+        self.merge, self.frames, self.side = vision.spatial_merge_size, vision.temporal_patch_size, vision.patch_size
+        self.values = vision.in_channels * self.frames * self.side**2
+
+    def grid(self, grid):
+        return grid
+
+    def tokens(self, grid):
+        return [START], [[IMAGE] * (grid[0] * grid[1] * grid[2] // self.merge**2)], [END]
+
+    def inputs(self, images):
+        return dict(
+            pixel_values=torch.from_numpy(np.concatenate([patches(seed, int(np.prod(grid)), self.values) for seed, grid in images])),
+            image_grid_thw=torch.tensor([grid for _, grid in images]),
+        )
+
+    def told(self, model, ids):
+        model.model.rope_deltas = None
+        return dict(mm_token_type_ids=(ids == IMAGE).int())
+
+    def rows(self, model, inputs):
+        tower = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
+        return [tower.pooler_output, *(getattr(tower, "deepstack_features", None) or [])]
+
+
+class Lines(Qwen):
+    """Images whose patches lie line by line."""
+
+    def __init__(self, config):
+        vision = config.vision_config
+        self.side, self.frames = vision.patch_size, 1
+        self.values = vision.num_channels * self.side**2
+
+    def pictures(self, images):
+        """`[channels, height, width]` each."""
+        for seed, (_, height, width) in images:
+            cut = patches(seed, height * width, self.values).reshape(height, width, 3, self.side, self.side)
+            picture = cut.transpose(2, 0, 3, 1, 4).reshape(3, height * self.side, width * self.side)
+            yield torch.from_numpy(np.ascontiguousarray(picture))
+
+
+class Gemma3(Lines):
+    """Squares of one size, whose rows see each other in the decoder."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.patches = config.vision_config.image_size // self.side
+        self.tokens_per_image = config.mm_tokens_per_image
+
+    def grid(self, grid):
+        return (1, self.patches, self.patches)
+
+    def tokens(self, grid):
+        return [START], [[IMAGE] * self.tokens_per_image], [END]
+
+    def inputs(self, images):
+        return dict(pixel_values=torch.stack(list(self.pictures(images))))
+
+    def told(self, model, ids):
+        return dict(token_type_ids=(ids == IMAGE).int())
+
+    def rows(self, model, inputs):
+        return [model.model.get_image_features(inputs["pixel_values"], return_dict=True).pooler_output]
+
+
+class Mistral3(Lines):
+    """Images of any size, with a token behind each line of rows."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.merge = config.spatial_merge_size
+
+    def tokens(self, grid):
+        lines, columns = grid[1] // self.merge, grid[2] // self.merge
+        return [], [[IMAGE] * columns] * lines, [END]
+
+    def inputs(self, images):
+        pictures = list(self.pictures(images))
+        height, width = (max(picture.shape[axis] for picture in pictures) for axis in (1, 2))
+        padded = torch.zeros(len(pictures), 3, height, width)
+        for to, picture in zip(padded, pictures):
+            to[:, : picture.shape[1], : picture.shape[2]] = picture
+        return dict(pixel_values=padded, image_sizes=torch.tensor([picture.shape[1:] for picture in pictures]))
+
+    def told(self, model, ids):
+        return {}
+
+    def rows(self, model, inputs):
+        return [model.model.get_image_features(**inputs, return_dict=True).pooler_output]
+
+
+def family(model):
+    of = dict(gemma3=Gemma3, mistral3=Mistral3).get(model.config.model_type, Qwen)
+    return of(model.config)
+
+
 @torch.no_grad()
 def cases(model, vocab_size: int, least_lead: float) -> list[dict] | None:
     """None where a greedy choice is so close that rounding could decide it."""
     random = np.random.default_rng(11)
-    vision = model.config.vision_config
+    of = family(model)
     rough = copy.deepcopy(model).to(torch.bfloat16)
-    merge, values = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     found = []
     for prompt in PROMPTS:
         tokens, images = [], []
@@ -43,22 +145,19 @@ def cases(model, vocab_size: int, least_lead: float) -> list[dict] | None:
             if isinstance(part, int):
                 tokens += random.integers(10, vocab_size, part).tolist()
                 continue
-            seed, grid = part
-            rows = grid[0] * grid[1] * grid[2] // merge**2
-            tokens.append(START)
-            images.append(dict(seed=seed, grid=list(grid), start=len(tokens), rows=rows))
-            tokens += [IMAGE] * rows + [END]
-        grids = torch.tensor([image["grid"] for image in images])
-        pixels = torch.from_numpy(
-            np.concatenate([patches(image["seed"], np.prod(image["grid"]), values) for image in images])
-        )
+            seed, grid = part[0], of.grid(part[1])
+            before, lines, behind = of.tokens(grid)
+            tokens += before
+            image = dict(seed=seed, grid=list(grid), values=of.values, start=len(tokens), rows=sum(map(len, lines)))
+            images.append(image | dict(lines=len(lines)))
+            for line in lines[:-1]:
+                tokens += line + [BREAK]
+            tokens += lines[-1] + behind
+        inputs = of.inputs([(image["seed"], image["grid"]) for image in images])
 
         def logits(tokens: list[int], model=model) -> torch.Tensor:
             ids = torch.tensor([tokens])
-            model.model.rope_deltas = None
-            return model(
-                ids, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=(ids == IMAGE).int(), use_cache=False
-            ).logits[0]
+            return model(ids, **inputs, **of.told(model, ids), use_cache=False).logits[0]
 
         prompt_logits, continuation, leads = logits(tokens), [], []
         for _ in range(NEW_TOKENS):
@@ -68,7 +167,7 @@ def cases(model, vocab_size: int, least_lead: float) -> list[dict] | None:
             if leads[-1] < least_lead or int(top.indices[0]) == IMAGE:
                 return None
             continuation.append(int(top.indices[0]))
-        features, rough_features = (rows_of_images(m, pixels, grids) for m in (model, rough))
+        features, rough_features = (of.rows(m, inputs) for m in (model, rough))
         for index, image in enumerate(images):
             # Of each part: what merged rows are, in the order in which layers get them.
             image["features"] = [numbers(part[index]) for part in features]
@@ -84,11 +183,6 @@ def cases(model, vocab_size: int, least_lead: float) -> list[dict] | None:
             )
         )
     return found
-
-
-def rows_of_images(model, pixels: torch.Tensor, grids: torch.Tensor) -> list:
-    tower = model.model.get_image_features(pixels, grids, return_dict=True)
-    return [tower.pooler_output, *(getattr(tower, "deepstack_features", None) or [])]
 
 
 def error(rough: torch.Tensor, exact: torch.Tensor) -> float:

@@ -38,13 +38,13 @@ def base(seed: int, width: int = 64, height: int = 64) -> str:
     return base64.b64encode(png(seed, width, height)).decode()
 
 
-def tokenizer() -> dict:
+def tokenizer(special=SPECIAL) -> dict:
     """Byte-level BPE without merges, as GPT-2 writes bytes: those that are no printable characters follow the others."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}
     added = [{"id": 256 + index, "content": name, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False} for index, name in enumerate(SPECIAL)]
+              "normalized": False} for index, name in enumerate(special)]
     bytes_alone = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
             "pre_tokenizer": bytes_alone, "post_processor": None, "decoder": bytes_alone,

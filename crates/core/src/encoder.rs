@@ -18,6 +18,11 @@ pub struct ImageInput {
     pub patch_values: usize,
     /// Rows and columns of patches that become one row of the encoder's output.
     pub merge: usize,
+    /// The one grid that it takes, where it does not take any.
+    pub only: Option<ImageGrid>,
+    /// Whether tokens of a span see each other in the decoder, those that follow included. The keys of all of them must be there
+    /// then: no run ends inside a span.
+    pub mutual: bool,
     /// The most that it is asked for.
     pub limits: EncoderLimits,
 }
@@ -27,8 +32,17 @@ impl ImageInput {
     pub fn rows(&self, grid: ImageGrid) -> Option<usize> {
         let ImageGrid { height, width, .. } = grid;
         let whole = height.is_multiple_of(self.merge) && width.is_multiple_of(self.merge);
+        let fits = self.only.is_none_or(|only| only == grid);
         let rows = grid.patches() / (self.merge * self.merge);
-        (whole && rows > 0).then_some(rows)
+        (whole && fits && rows > 0).then_some(rows)
+    }
+
+    /// Tokens that one step must have room for, whatever else is in it, so that prompts with images go on.
+    pub fn tokens_at_once(&self) -> usize {
+        match self.mutual {
+            true => self.limits.max_patches / (self.merge * self.merge),
+            false => 1,
+        }
     }
 
     /// Says what is wrong with the images of a prompt.
@@ -37,34 +51,52 @@ impl ImageInput {
             max_patches,
             max_images_per_prompt,
         } = self.limits;
-        if images.len() > max_images_per_prompt {
+        // Of each image the first of its spans.
+        let count = images.iter().filter(|span| span.first == 0).count();
+        if count > max_images_per_prompt {
             return Err(format!(
-                "there are {} images, and this server takes at most {max_images_per_prompt} in a prompt",
-                images.len()
+                "there are {count} images, and this server takes at most {max_images_per_prompt} in a prompt"
             ));
         }
-        let mut free = 0;
-        for (index, ImageSpan { start, len, image }) in images.iter().enumerate() {
-            let (grid, patches) = (image.grid, image.grid.patches());
+        let (mut free, mut index, mut left) = (0, 0, 0);
+        for (at, span) in images.iter().enumerate() {
+            let (grid, patches) = (span.image.grid, span.image.grid.patches());
             if patches > max_patches {
                 return Err(format!(
                     "image {index} has {patches} patches, and this server takes at most {max_patches}"
                 ));
             }
-            if image.patches.len() != patches * self.patch_values || self.rows(grid) != Some(*len) {
+            let rows = self.rows(grid).unwrap_or_default();
+            // It begins an image, or goes on where the span before ended.
+            let (goes_on, rest) = match left {
+                0 => (true, rows),
+                left => (images[at - 1].image.hash == span.image.hash, left),
+            };
+            let is_whole = span.image.patches.len() == patches * self.patch_values;
+            if !goes_on || !is_whole || span.first + rest != rows || !(1..=rest).contains(&span.len) {
                 return Err(format!(
-                    "image {index} of {grid:?} does not fill its {len} tokens"
+                    "image {index} of {grid:?} does not fill its {} tokens",
+                    span.len
                 ));
             }
-            let span = start.checked_add(*len).and_then(|end| prompt.get(*start..end));
+            let tokens = span
+                .start
+                .checked_add(span.len)
+                .and_then(|end| prompt.get(span.start..end));
             let is_free = |span: &[TokenId]| span.iter().all(|&token| token == self.placeholder);
-            if *start < free || !span.is_some_and(is_free) {
+            if span.start < free || !tokens.is_some_and(is_free) {
                 return Err(format!(
-                    "image {index} is not at placeholders of its own (tokens {start} to {})",
-                    start.saturating_add(*len)
+                    "image {index} is not at placeholders of its own (tokens {} to {})",
+                    span.start,
+                    span.start.saturating_add(span.len)
                 ));
             }
-            free = start + len;
+            free = span.end();
+            left = rest - span.len;
+            index += usize::from(left == 0);
+        }
+        if left > 0 {
+            return Err(format!("{left} rows of image {index} have no tokens"));
         }
         Ok(())
     }
@@ -83,6 +115,8 @@ mod tests {
             placeholder: 7,
             patch_values: 3,
             merge: 2,
+            only: None,
+            mutual: false,
             limits: EncoderLimits {
                 max_patches: 16,
                 max_images_per_prompt: 2,
@@ -91,6 +125,7 @@ mod tests {
         let span = |start, len, height, width| ImageSpan {
             start,
             len,
+            first: 0,
             image: Arc::new(Image {
                 hash: [0; 32],
                 grid: ImageGrid {
@@ -119,7 +154,30 @@ mod tests {
         let found = request(both.clone(), Some(input)).unwrap();
         assert_eq!(found.images().unwrap()[..], both[..]);
         assert!(request(Vec::new(), None).unwrap().images().is_none());
-        assert_eq!(request(both, None).unwrap_err(), RequestError::NoImages);
+        assert_eq!(request(both.clone(), None).unwrap_err(), RequestError::NoImages);
+        // In two lines, with another token between them.
+        let line = |start, len, first| ImageSpan {
+            first,
+            ..span(start, len, 4, 4)
+        };
+        let lines = |first: [usize; 2]| vec![line(1, 2, first[0]), line(4, 2, first[1])];
+        let only = ImageInput {
+            only: Some(both[0].image.grid),
+            ..input
+        };
+        request(lines([0, 2]), Some(input)).unwrap();
+        for (images, input) in [
+            (lines([0, 1]), input),
+            (lines([2, 0]), input),
+            (lines([0, 0]), input),
+            (vec![line(1, 2, 2)], input),
+            (both.clone(), only),
+        ] {
+            let error = request(images, Some(input)).unwrap_err().to_string();
+            assert!(error.contains("does not fill"), "{error}");
+        }
+        let error = request(vec![line(1, 2, 0)], Some(input)).unwrap_err().to_string();
+        assert!(error.contains("2 rows of image 0 have no tokens"), "{error}");
         let mut short = span(4, 3, 6, 2);
         Arc::make_mut(&mut short.image).patches.pop();
         for (images, said) in [

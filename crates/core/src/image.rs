@@ -30,13 +30,16 @@ pub struct Image {
     pub patches: Vec<f32>,
 }
 
-/// Tokens of a prompt whose embeddings are those of an image.
+/// Consecutive tokens of a prompt whose embeddings are rows of an image. An image has one span, or several in a row where there are
+/// other tokens between its lines.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ImageSpan {
     /// Index in the prompt of the first of them. All have the id of the model's image placeholder.
     pub start: usize,
-    /// How many there are: rows that the encoder makes of `image`.
+    /// How many there are.
     pub len: usize,
+    /// Which of the rows that the encoder makes of `image` is that of the first token; the others follow.
+    pub first: usize,
     /// Their image.
     pub image: Arc<Image>,
 }
@@ -47,9 +50,19 @@ impl ImageSpan {
         self.start + self.len
     }
 
-    /// Which of its rows are tokens of `range`.
+    /// Which rows of its image are tokens of `range`.
     pub fn rows_in(&self, range: &Range<usize>) -> Range<usize> {
-        let clamp = |at: usize| at.clamp(self.start, self.end()) - self.start;
-        clamp(range.start)..clamp(range.end.max(range.start))
+        let row = |at: usize| at.clamp(self.start, self.end()) - self.start + self.first;
+        row(range.start)..row(range.end.max(range.start))
+    }
+
+    /// Index in the prompt of the token of a row of its image that is one of its own.
+    pub fn token_of(&self, row: usize) -> usize {
+        self.start + row - self.first
+    }
+
+    /// Whether a run that ends at `end` leaves some of its tokens to a later one.
+    pub fn is_cut_at(&self, end: usize) -> bool {
+        (self.start + 1..self.end()).contains(&end)
     }
 }

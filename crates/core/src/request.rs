@@ -105,6 +105,7 @@ pub struct Request {
     id: RequestId,
     prompt: Arc<[TokenId]>,
     images: Option<Arc<[ImageSpan]>>,
+    has_mutual_spans: bool,
     max_tokens: usize,
     sampling: Arc<SamplingParams>,
     seed: u64,
@@ -190,6 +191,7 @@ impl Request {
         Ok(Self {
             id,
             prompt: prompt.into(),
+            has_mutual_spans: limits.images.is_some_and(|input| input.mutual),
             images: (!images.is_empty()).then(|| images.into()),
             max_tokens: output,
             sampling,
@@ -230,6 +232,11 @@ impl Request {
     /// The images of the prompt, in order; `None` without any.
     pub fn images(&self) -> Option<&Arc<[ImageSpan]>> {
         self.images.as_ref()
+    }
+
+    /// Whether no run may end inside a span of its images ([`ImageInput::mutual`]).
+    pub fn has_mutual_spans(&self) -> bool {
+        self.has_mutual_spans
     }
 
     /// Maximum number of tokens to generate; with the prompt they fit the model and the KV cache. 0 only if the prompt is

@@ -70,7 +70,8 @@ impl Rule {
         }
     }
 
-    /// The same for pictures of at most so many pixels after resizing, where the rule is one of areas.
+    /// The same for pictures of at most so many pixels after resizing, where their size is not one and the same: of a rule for sides,
+    /// those of a square of so many pixels.
     pub(crate) fn bounded(self, most: usize) -> Self {
         match self {
             Self::Area {
@@ -84,7 +85,21 @@ impl Rule {
                 min_pixels: min_pixels.min(most),
                 max_pixels: max_pixels.min(most),
             },
-            Self::Square { .. } | Self::Edge { .. } => self,
+            Self::Edge {
+                patch,
+                merge,
+                longest,
+            } => {
+                // In whole squares of patches, as all sizes are.
+                let square = patch * merge;
+                let side = most.isqrt() / square * square;
+                Self::Edge {
+                    patch,
+                    merge,
+                    longest: longest.min(side),
+                }
+            }
+            Self::Square { .. } => self,
         }
     }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use plimsoll_core::{BlockSize, PageId, SampleSpec, SamplingOptions, SamplingParams, Scratch};
 use plimsoll_device::{Arena, Budget};
 use plimsoll_kernels::{
-    Activation, AttentionOptions, KvLayout, Linear, Matrix, PagedKv, RunMeta, WeightType, add_rms_norm,
+    Activation, AttentionOptions, KvLayout, Linear, Matrix, PagedKv, RunMeta, Sees, WeightType, add_rms_norm,
     attention, glu, instruction_set, sample, set_threads, threads,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -132,7 +132,7 @@ impl Bench {
             window: None,
             soft_cap: None,
             sinks: None,
-            bidirectional: false,
+            sees: Sees::Past,
         };
         let kv = PagedKv {
             k: &k,

@@ -37,8 +37,19 @@ pub struct AttentionOptions<'a> {
     /// `[heads]`: a logit of each query head that takes part in the softmax and has no value
     /// ([gpt-oss](https://arxiv.org/abs/2508.10925)).
     pub sinks: Option<&'a [f32]>,
-    /// A token sees all of its run, what follows it included (encoders of images). There is no window then.
-    pub bidirectional: bool,
+    /// What of its run a token sees beside what is before it.
+    pub sees: Sees<'a>,
+}
+
+/// How far a token sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sees<'a> {
+    /// Up to itself.
+    Past,
+    /// All of its run, what follows it included (encoders of images). There is no window then.
+    Run,
+    /// Of each row of `q` the position behind the last that it sees: behind itself, at most at the end of its run.
+    UpTo(&'a [usize]),
 }
 
 impl AttentionOptions<'_> {
@@ -95,9 +106,17 @@ fn attention_at<E: KvElement>(
         "sinks are not [heads]"
     );
     assert!(
-        !options.bidirectional || options.window.is_none(),
+        options.sees != Sees::Run || options.window.is_none(),
         "a window of what follows"
     );
+    if let Sees::UpTo(ends) = options.sees {
+        assert_eq!(ends.len(), tokens, "how far each row sees");
+        for run in runs {
+            let mut rows = ends[run.first_row..run.first_row + run.len].iter().enumerate();
+            let is_seen = |(row, &end): (usize, &usize)| run.start + row < end && end <= run.end();
+            assert!(rows.all(is_seen), "a row sees itself, and nothing behind its run");
+        }
+    }
     for run in runs {
         let lowest = options.first_seen(run.start);
         run.check(&layout, kv.stride, kv.k.len().min(kv.v.len()), lowest);
@@ -202,11 +221,22 @@ impl Item<'_> {
         self.run.start + self.first
     }
 
-    /// Keys that the last token sees.
+    /// Keys that the token sees that sees the most.
     fn end(&self, options: &AttentionOptions<'_>) -> usize {
-        match options.bidirectional {
-            true => self.run.end(),
-            false => self.start() + self.tokens,
+        let ends = (0..self.tokens).map(|token| self.end_of(token, options));
+        match options.sees {
+            Sees::Past => self.start() + self.tokens,
+            Sees::Run => self.run.end(),
+            Sees::UpTo(_) => ends.max().unwrap_or_default(),
+        }
+    }
+
+    /// Keys that one of the tokens sees.
+    fn end_of(&self, token: usize, options: &AttentionOptions<'_>) -> usize {
+        match options.sees {
+            Sees::Past => self.start() + token + 1,
+            Sees::Run => self.run.end(),
+            Sees::UpTo(ends) => ends[self.run.first_row + self.first + token],
         }
     }
 }

@@ -46,7 +46,7 @@ mod soft_cap;
 mod testing;
 
 pub use activation::{Activation, ExpertActivation, expert_activation, glu};
-pub use attention::{AttentionOptions, attention, attention_scratch};
+pub use attention::{AttentionOptions, Sees, attention, attention_scratch};
 pub use delta_rule::{DeltaGates, DeltaLayout, StateRun, causal_conv, gated_delta_rule, sigmoid_gate};
 pub use dtype::{Matrix, WeightError, WeightType};
 pub use e4m3::{E4M3_MAX, e4m3_from_f32, e4m3_to_f32};

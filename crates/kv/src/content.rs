@@ -17,7 +17,7 @@ pub(crate) fn images_of(images: &[ImageSpan], start: usize, len: usize) -> Vec<B
         (!rows.is_empty()).then(|| BlockImage {
             hash: span.image.hash,
             row: rows.start,
-            at: span.start + rows.start - start,
+            at: span.token_of(rows.start) - start,
             len: rows.len(),
         })
     };

@@ -185,6 +185,7 @@ fn equal_placeholders_share_only_the_rows_of_equal_images() {
     let span = |start, len, hash| ImageSpan {
         start,
         len,
+        first: 0,
         image: image(hash),
     };
     let tokens = vec![7; 30];

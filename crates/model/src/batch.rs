@@ -23,6 +23,8 @@ pub(crate) struct Batch<'a> {
     pub(crate) states: Vec<StateRun>,
     /// Of each run its positions in three dimensions, where it is of a prompt with images.
     pub(crate) positions: Vec<Option<Vec<[u32; 3]>>>,
+    /// Of each row the end of what it sees, where that is not itself.
+    pub(crate) ends: Option<Vec<usize>>,
     /// Rows of the batch that are rows of an image.
     pub(crate) image: Option<BatchImage<'a>>,
 }
@@ -105,13 +107,23 @@ impl Bounds {
         let Some(input) = &self.images else {
             return Err("the model is served without images".to_owned());
         };
+        let cut = plan.runs.iter().find_map(|run| {
+            let mut spans = run.image_rows().map(|(span, _)| span);
+            spans.find(|span| span.is_cut_at(run.end()))
+        });
+        if let Some(span) = cut.filter(|_| input.mutual) {
+            let (start, end) = (span.start, span.end());
+            return Err(format!(
+                "a run ends among tokens {start}..{end}, which see each other"
+            ));
+        }
         if rows.any(|(span, _)| span.image.hash != first.image.hash) {
             return Err("rows of two images in a step that has those of one".to_owned());
         }
         let (image, patches) = (&first.image, first.image.grid.patches());
         let fits = patches <= input.limits.max_patches
             && image.patches.len() == patches * input.patch_values
-            && input.rows(image.grid) == Some(first.len);
+            && input.rows(image.grid) >= Some(first.first + first.len);
         match fits {
             true => Ok(()),
             false => Err(format!("an image of {:?} for {} tokens", image.grid, first.len)),
@@ -280,6 +292,7 @@ impl<'a> Batch<'a> {
         });
         Self {
             positions: Vec::new(),
+            ends: None,
             image: None,
             states: states.collect(),
             tables: pages.places.iter().map(table).collect(),

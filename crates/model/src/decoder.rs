@@ -11,7 +11,7 @@ use plimsoll_core::{ExpertLoads, KvConfig, StepError};
 use plimsoll_device::Arena;
 use plimsoll_kernels::{
     AttentionOptions, CachedValues, DeltaGates, Embedding, Exchange, ExpertBuffers, ExpertWeights, KvElement,
-    KvLayout, Linear, PagedKvMut, QkNorm, Rotation, Route, Router, add_gated, add_normed, add_rms_norm,
+    KvLayout, Linear, PagedKvMut, QkNorm, Rotation, Route, Router, Sees, add_gated, add_normed, add_rms_norm,
     attention, causal_conv, experts, gated_delta_rule, glu, qk_norm_rope_kv_write, rms_norm, rotate_queries,
     route, sandwich_norm, sigmoid_gate,
 };
@@ -60,6 +60,11 @@ impl Decoder {
             spec: spec.clone(),
             weights,
         })
+    }
+
+    /// Whether positions have three dimensions.
+    pub(crate) fn has_axes(&self) -> bool {
+        self.ropes.iter().any(|rope| rope.axes.is_some())
     }
 
     /// Runs the batch through all layers and extends its requests' KV and states. Returns the given rows of it, ascending, behind
@@ -384,7 +389,10 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             window: spec.window,
             soft_cap: spec.soft_cap,
             sinks: sinks.map(Vec::as_slice),
-            bidirectional: false,
+            sees: match &self.batch.ends {
+                None => Sees::Past,
+                Some(ends) => Sees::UpTo(ends),
+            },
         };
         let page = self.page();
         let len = self.rows * spec.q_size();

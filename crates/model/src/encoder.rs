@@ -4,6 +4,7 @@
 //! queue on which they could overlap with other steps.
 
 mod cache;
+mod order;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,14 +13,16 @@ use std::time::Duration;
 use plimsoll_core::{BlockSize, Component, Image, ImageGrid, Oom, PageId, Scratch};
 use plimsoll_device::{Arena, Budget, DryArena};
 use plimsoll_kernels::{
-    AttentionOptions, CachedValues, Gelu, KvLayout, Linear, LinearShape, PagedKvMut, Rotation, RunMeta,
-    WeightType, attention, attention_scratch, gelu, layer_norm, qk_norm_rope_kv_write, rope_angles_of_axes,
+    AttentionOptions, CachedValues, Gelu, KvLayout, Linear, LinearShape, PagedKvMut, Rotation, RunMeta, Sees,
+    WeightType, attention, attention_scratch, gelu, glu, layer_norm, qk_norm_rope_kv_write, rms_norm,
+    rope_angles_of_axes,
 };
 
-use crate::blocks::{self, EncoderLayer, EncoderOperations, LayerNorm, Merger};
+use crate::blocks::{self, EncoderLayer, EncoderNorm, EncoderOperations, Merger};
 use crate::weights::Loader;
-use crate::{EncoderSpec, ModelError};
+use crate::{EncoderMlp, EncoderSpec, ModelError};
 pub(crate) use cache::{Embeddings, EncodedImage, KeptImages, PAGE, place};
+use order::{PatchOrder, merged_patches};
 
 /// Tokens of a page of the keys and values of an image: whole vectors.
 const BLOCK: usize = 32;
@@ -49,13 +52,13 @@ impl Encoder {
         })
     }
 
-    /// Encodes one image: hands rows `[grid.patches() / merge², out_size]` to `emit`, part by part
-    /// ([`EncoderOperations::merge`]).
+    /// Encodes one image: hands rows of `out_size` to `emit`, part by part ([`EncoderOperations::merge`]), each time consecutive
+    /// ones, with the index of the first; all `grid.patches() / merge²` in the end.
     pub(crate) fn forward(
         &self,
         image: &Image,
         arena: &Arena,
-        emit: &mut dyn FnMut(usize, &[f32]),
+        emit: &mut dyn FnMut(usize, usize, &[f32]),
     ) -> Result<(), Oom> {
         let spec = &self.spec;
         let [
@@ -65,18 +68,21 @@ impl Encoder {
             q,
             attended,
             inner,
+            activated,
             angles,
             merged,
+            projected,
             keys,
             values,
         ] = activations(spec, image.grid).map(|len| arena.alloc::<f32>(len));
-        let angles = angles?;
-        rotate(spec, image.grid, angles);
+        let (angles, order) = (angles?, PatchOrder::new(spec, image.grid));
+        rotate(spec, &order, angles);
         let mut step = Step {
             spec,
             image,
             arena,
             emit,
+            order,
             pages: (0..pages(image.grid) as u32).map(PageId).collect(),
             hidden: hidden?,
             normed: normed?,
@@ -84,8 +90,10 @@ impl Encoder {
             q: q?,
             attended: attended?,
             inner: inner?,
+            activated: activated?,
             angles,
             merged: merged?,
+            projected: projected?,
             keys: keys?,
             values: values?,
         };
@@ -96,11 +104,11 @@ impl Encoder {
 /// The largest image that a model takes, with as many patches as limits allow.
 pub(crate) fn largest_grid(spec: &EncoderSpec) -> ImageGrid {
     let merge = spec.input.merge;
-    ImageGrid {
+    spec.input.only.unwrap_or(ImageGrid {
         frames: 1,
         height: merge,
         width: spec.most_rows() * merge,
-    }
+    })
 }
 
 /// Such an image.
@@ -118,44 +126,48 @@ fn pages(grid: ImageGrid) -> usize {
     grid.frames * (grid.height * grid.width).div_ceil(BLOCK)
 }
 
-/// Elements of each activation: the residual stream, its norm, q, k and v, rotated q, what is attended, inside the MLP, angles,
-/// merged rows, keys and values.
-fn activations(spec: &EncoderSpec, grid: ImageGrid) -> [usize; 10] {
-    let (n, hidden) = (grid.patches(), spec.hidden_size);
+/// Elements of each activation: the residual stream, its norm, q, k and v, rotated q, what is attended, inside the MLP, its product
+/// where it is gated, angles, merged rows, what is inside a projection of such, keys and values. None depends on the shape of an image
+/// but by its number of patches.
+fn activations(spec: &EncoderSpec, grid: ImageGrid) -> [usize; 12] {
+    let (n, hidden, inner) = (grid.patches(), spec.hidden_size, spec.intermediate_size);
     let cache = pages(grid) * BLOCK * hidden;
+    let merged = n / spec.merged() * spec.out_size;
+    let (wide, activated) = match spec.mlp {
+        EncoderMlp::Plain(_) => (inner, 0),
+        EncoderMlp::Gated(_) => (2 * inner, inner),
+    };
     [
         n * hidden,
         n * hidden,
         n * 3 * hidden,
         n * hidden,
         n * hidden,
-        n * spec.intermediate_size,
-        n * spec.head_dim(),
-        n / spec.merged() * spec.out_size,
+        n * wide,
+        n * activated,
+        spec.theta.map_or(0, |_| n * spec.head_dim()),
+        merged,
+        if spec.has_projection() { merged } else { 0 },
         cache,
         cache,
     ]
 }
 
-/// Where patches lie, row and column, in their order: merged ones one after the other.
-fn places(grid: ImageGrid, merge: usize) -> impl Iterator<Item = [usize; 2]> {
-    let (rows, columns) = (grid.height / merge, grid.width / merge);
-    (0..grid.patches()).map(move |patch| {
-        let (inside, merged) = (patch % (merge * merge), patch / (merge * merge));
-        let (row, column) = (merged / columns % rows, merged % columns);
-        [row * merge + inside / merge, column * merge + inside % merge]
-    })
-}
-
 /// Angles of all patches: the first half of the pairs turns with the row, the other with the column.
-fn rotate(spec: &EncoderSpec, grid: ImageGrid, angles: &mut [f32]) {
+fn rotate(spec: &EncoderSpec, order: &PatchOrder, angles: &mut [f32]) {
+    let Some(theta) = spec.theta else { return };
     let pairs = spec.head_dim() / 4;
-    let frequency = |pair: usize| spec.theta.powf(-(pair as f64) / pairs as f64) as f32;
-    let frequencies: Vec<f32> = (0..2 * pairs).map(|pair| frequency(pair % pairs)).collect();
+    let frequency = |pair: usize| {
+        let shift = if pair < pairs {
+            0.0
+        } else {
+            spec.family.column_shift
+        };
+        theta.powf(-((pair % pairs) as f64 + shift) / pairs as f64) as f32
+    };
+    let frequencies: Vec<f32> = (0..2 * pairs).map(frequency).collect();
     let axes: Vec<usize> = (0..2 * pairs).map(|pair| pair / pairs).collect();
-    let positions: Vec<[u32; 2]> = places(grid, spec.input.merge)
-        .map(|place| place.map(|at| at as u32))
-        .collect();
+    let positions: Vec<[u32; 2]> = order.places().map(|place| place.map(|at| at as u32)).collect();
     rope_angles_of_axes(&frequencies, 1.0, &axes, &positions, angles);
 }
 
@@ -164,7 +176,8 @@ struct Step<'a, 'b> {
     spec: &'a EncoderSpec,
     image: &'a Image,
     arena: &'a Arena,
-    emit: &'b mut dyn FnMut(usize, &[f32]),
+    emit: &'b mut dyn FnMut(usize, usize, &[f32]),
+    order: PatchOrder,
     /// All of them, in order.
     pages: Vec<PageId>,
     hidden: &'a mut [f32],
@@ -173,35 +186,100 @@ struct Step<'a, 'b> {
     q: &'a mut [f32],
     attended: &'a mut [f32],
     inner: &'a mut [f32],
+    activated: &'a mut [f32],
     angles: &'a [f32],
     merged: &'a mut [f32],
+    projected: &'a mut [f32],
     keys: &'a mut [f32],
     values: &'a mut [f32],
 }
 
 impl Step<'_, '_> {
-    fn norm(&mut self, norm: &LayerNorm<Vec<f32>>) {
-        layer_norm(self.hidden, &norm.weight, &norm.bias, self.spec.eps, self.normed);
+    fn norm(&mut self, norm: &EncoderNorm<Vec<f32>>) {
+        match &norm.bias {
+            Some(bias) => layer_norm(self.hidden, &norm.weight, bias, self.spec.eps, self.normed),
+            None => rms_norm(self.hidden, &norm.weight, self.spec.eps, self.normed),
+        }
     }
 
     /// Adds what is in `q` to the residual stream.
     fn add(&mut self) {
         self.hidden.iter_mut().zip(&*self.q).for_each(|(x, y)| *x += y);
     }
+
+    /// Attention of `q`, `k` and `v` within segments of so many patches, one after the other.
+    fn attend_within(&mut self, segments: &[usize]) -> Result<(), Oom> {
+        let (hidden, head_dim) = (self.spec.hidden_size, self.spec.head_dim());
+        let layout = KvLayout {
+            kv_heads: self.spec.heads,
+            head_dim,
+            block_size: BlockSize::new(BLOCK).expect("a legal size"),
+        };
+        let options = AttentionOptions {
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            window: None,
+            soft_cap: None,
+            sinks: None,
+            sees: Sees::Run,
+        };
+        let (mut segments, mut first) = (segments, 0);
+        while !segments.is_empty() {
+            // Segments begin in pages of their own: as many at once as there are pages for, of which each has enough for all of
+            // an image in one piece.
+            let (mut runs, mut rows, mut pages) = (Vec::new(), 0, &self.pages[..]);
+            while let Some((&len, rest)) = segments.split_first()
+                && let Some((blocks, free)) = pages.split_at_checked(len.div_ceil(BLOCK))
+            {
+                runs.push(RunMeta {
+                    first_row: rows,
+                    len,
+                    start: 0,
+                    first_block: 0,
+                    blocks,
+                });
+                (rows, pages, segments) = (rows + len, free, rest);
+            }
+            let own = first * hidden..(first + rows) * hidden;
+            let qkv = &self.qkv[3 * own.start..3 * own.end];
+            let turned = head_dim * usize::from(!self.angles.is_empty());
+            let rotation = Rotation {
+                angles: &self.angles[first * turned..(first + rows) * turned],
+                query_scale: None,
+            };
+            let q = &mut self.q[own.clone()];
+            let mut kv = PagedKvMut {
+                k: &mut *self.keys,
+                v: &mut *self.values,
+                layout,
+                stride: layout.elements(1),
+            };
+            let values = CachedValues::Projected;
+            qk_norm_rope_kv_write(qkv, None, rotation, values, &runs, &mut kv, q);
+            let out = &mut self.attended[own];
+            attention(q, kv.as_ref(), &runs, options, out, self.arena)?;
+            first += rows;
+        }
+        Ok(())
+    }
 }
 
 impl EncoderOperations<Arc<Linear>, Vec<f32>> for Step<'_, '_> {
     type Error = Oom;
 
-    fn embed(&mut self, patches: &Arc<Linear>, positions: &Vec<f32>) -> Result<(), Oom> {
-        patches.forward(&self.image.patches, self.hidden, self.arena)?;
+    fn embed(&mut self, patches: &Arc<Linear>, positions: Option<&Vec<f32>>) -> Result<(), Oom> {
         let (grid, hidden) = (self.image.grid, self.spec.hidden_size);
-        let side = self.spec.positions_per_side;
-        for (row, [y, x]) in self
-            .hidden
-            .chunks_exact_mut(hidden)
-            .zip(places(grid, self.spec.input.merge))
-        {
+        if self.order.is_as_stored() {
+            patches.forward(&self.image.patches, self.hidden, self.arena)?;
+        } else {
+            patches.forward(&self.image.patches, self.normed, self.arena)?;
+            for (row, patch) in self.hidden.chunks_exact_mut(hidden).zip(self.order.patches()) {
+                row.copy_from_slice(&self.normed[patch * hidden..][..hidden]);
+            }
+        }
+        let Some((positions, side)) = positions.zip(self.spec.positions_per_side) else {
+            return Ok(());
+        };
+        for (row, [y, x]) in self.hidden.chunks_exact_mut(hidden).zip(self.order.places()) {
             for (y, of_y) in taps(y, grid.height, side) {
                 for (x, of_x) in taps(x, grid.width, side) {
                     let position = &positions[(y * side + x) * hidden..][..hidden];
@@ -215,51 +293,17 @@ impl EncoderOperations<Arc<Linear>, Vec<f32>> for Step<'_, '_> {
         Ok(())
     }
 
+    fn normalise(&mut self, norm: &EncoderNorm<Vec<f32>>) -> Result<(), Oom> {
+        self.norm(norm);
+        self.hidden.copy_from_slice(self.normed);
+        Ok(())
+    }
+
     fn attend(&mut self, layer: &EncoderLayer<Arc<Linear>, Vec<f32>>) -> Result<(), Oom> {
         self.norm(&layer.attention_norm);
         layer.qkv.forward(self.normed, self.qkv, self.arena)?;
-        let ImageGrid {
-            frames,
-            height,
-            width,
-        } = self.image.grid;
-        let (len, blocks) = (height * width, (height * width).div_ceil(BLOCK));
-        // Patches of one frame see each other.
-        let runs: Vec<RunMeta<'_>> = (0..frames)
-            .map(|frame| RunMeta {
-                first_row: frame * len,
-                len,
-                start: 0,
-                first_block: 0,
-                blocks: &self.pages[frame * blocks..(frame + 1) * blocks],
-            })
-            .collect();
-        let head_dim = self.spec.head_dim();
-        let layout = KvLayout {
-            kv_heads: self.spec.heads,
-            head_dim,
-            block_size: BlockSize::new(BLOCK).expect("a legal size"),
-        };
-        let mut kv = PagedKvMut {
-            k: &mut *self.keys,
-            v: &mut *self.values,
-            layout,
-            stride: layout.elements(1),
-        };
-        let rotation = Rotation {
-            angles: self.angles,
-            query_scale: None,
-        };
-        let values = CachedValues::Projected;
-        qk_norm_rope_kv_write(self.qkv, None, rotation, values, &runs, &mut kv, self.q);
-        let options = AttentionOptions {
-            scale: 1.0 / (head_dim as f32).sqrt(),
-            window: None,
-            soft_cap: None,
-            sinks: None,
-            bidirectional: true,
-        };
-        attention(self.q, kv.as_ref(), &runs, options, self.attended, self.arena)?;
+        let segments = self.order.segments(layer.is_windowed);
+        self.attend_within(&segments)?;
         layer.output.forward(self.attended, self.q, self.arena)?;
         self.add();
         Ok(())
@@ -268,20 +312,102 @@ impl EncoderOperations<Arc<Linear>, Vec<f32>> for Step<'_, '_> {
     fn mlp(&mut self, layer: &EncoderLayer<Arc<Linear>, Vec<f32>>) -> Result<(), Oom> {
         self.norm(&layer.mlp_norm);
         layer.up.forward(self.normed, self.inner, self.arena)?;
-        gelu(self.spec.activation, self.inner);
-        layer.down.forward(self.inner, self.q, self.arena)?;
+        match self.spec.mlp {
+            EncoderMlp::Plain(form) => {
+                gelu(form, self.inner);
+                layer.down.forward(self.inner, self.q, self.arena)?;
+            }
+            EncoderMlp::Gated(activation) => {
+                glu(
+                    activation,
+                    self.inner,
+                    self.spec.intermediate_size,
+                    self.activated,
+                );
+                layer.down.forward(self.activated, self.q, self.arena)?;
+            }
+        }
         self.add();
         Ok(())
     }
 
     fn merge(&mut self, merger: &Merger<Arc<Linear>, Vec<f32>>, part: usize) -> Result<(), Oom> {
-        // Merged patches are neighbours in memory: a norm of them is one of wider rows.
-        self.norm(&merger.norm);
-        merger.up.forward(self.normed, self.q, self.arena)?;
-        gelu(Gelu::Exact, self.q);
-        merger.down.forward(self.q, self.merged, self.arena)?;
-        (self.emit)(part, self.merged);
+        let (arena, out) = (self.arena, self.spec.out_size);
+        let len = self.merged.len() / out * self.spec.hidden_size;
+        match merger {
+            Merger::Mlp { norm, up, down } => {
+                // Merged patches are neighbours in memory: a norm of them is one of wider rows.
+                self.norm(norm);
+                up.forward(self.normed, self.q, arena)?;
+                gelu(Gelu::Exact, self.q);
+                down.forward(self.q, self.merged, arena)?;
+            }
+            Merger::Mean {
+                last_norm,
+                norm,
+                projection,
+            } => {
+                self.norm(last_norm);
+                self.average();
+                rms_norm(
+                    &self.q[..len],
+                    norm,
+                    self.spec.merger_eps,
+                    &mut self.normed[..len],
+                );
+                projection.forward(&self.normed[..len], self.merged, arena)?;
+            }
+            Merger::Projected {
+                norm,
+                merge,
+                up,
+                down,
+            } => {
+                rms_norm(self.hidden, norm, self.spec.merger_eps, self.normed);
+                self.gather();
+                merge.forward(self.q, &mut self.normed[..len], arena)?;
+                up.forward(&self.normed[..len], self.projected, arena)?;
+                gelu(Gelu::Exact, self.projected);
+                down.forward(self.projected, self.merged, arena)?;
+            }
+        }
+        let mut first = 0;
+        for count in self.order.consecutive_rows() {
+            let row = self.order.row(first);
+            (self.emit)(part, row, &self.merged[first * out..(first + count) * out]);
+            first += count;
+        }
         Ok(())
+    }
+}
+
+impl Step<'_, '_> {
+    /// To `q`: the mean of the normalised patches that become each row.
+    fn average(&mut self) {
+        let hidden = self.spec.hidden_size;
+        let share = (self.spec.merged() as f32).recip();
+        let rows = merged_patches(self.image.grid, self.spec.input.merge);
+        for (to, patches) in self.q.chunks_exact_mut(hidden).zip(rows) {
+            to.fill(0.0);
+            for patch in patches {
+                let from = &self.normed[patch * hidden..][..hidden];
+                to.iter_mut().zip(from).for_each(|(sum, x)| *sum += x);
+            }
+            to.iter_mut().for_each(|sum| *sum *= share);
+        }
+    }
+
+    /// To `q`: of the normalised patches that become each row all first elements, then all second ones, and so on.
+    fn gather(&mut self) {
+        let (hidden, merged) = (self.spec.hidden_size, self.spec.merged());
+        let rows = merged_patches(self.image.grid, self.spec.input.merge);
+        for (to, patches) in self.q.chunks_exact_mut(merged * hidden).zip(rows) {
+            for (at, patch) in patches.enumerate() {
+                let from = &self.normed[patch * hidden..][..hidden];
+                let places = to.iter_mut().skip(at).step_by(merged);
+                places.zip(from).for_each(|(to, from)| *to = *from);
+            }
+        }
     }
 }
 
@@ -329,8 +455,12 @@ impl CountStep<'_> {
 impl EncoderOperations<LinearShape, ()> for CountStep<'_> {
     type Error = Boundless;
 
-    fn embed(&mut self, patches: &LinearShape, (): &()) -> Result<(), Boundless> {
+    fn embed(&mut self, patches: &LinearShape, _: Option<&()>) -> Result<(), Boundless> {
         self.linear(patches, self.rows)
+    }
+
+    fn normalise(&mut self, _: &EncoderNorm<()>) -> Result<(), Boundless> {
+        Ok(())
     }
 
     fn attend(&mut self, layer: &EncoderLayer<LinearShape, ()>) -> Result<(), Boundless> {
@@ -346,8 +476,21 @@ impl EncoderOperations<LinearShape, ()> for CountStep<'_> {
 
     fn merge(&mut self, merger: &Merger<LinearShape, ()>, _: usize) -> Result<(), Boundless> {
         let rows = self.rows / self.spec.merged();
-        self.linear(&merger.up, rows)?;
-        self.linear(&merger.down, rows)
+        let linears = match merger {
+            Merger::Mlp { norm: _, up, down } => &[up, down][..],
+            Merger::Mean {
+                last_norm: _,
+                norm: _,
+                projection,
+            } => &[projection],
+            Merger::Projected {
+                norm: _,
+                merge,
+                up,
+                down,
+            } => &[merge, up, down],
+        };
+        linears.iter().try_for_each(|linear| self.linear(linear, rows))
     }
 }
 
@@ -396,8 +539,8 @@ impl EncoderState {
         let rows = image.grid.patches() / encoder.spec.merged();
         let place = self.embeddings.images.place(rows);
         let embeddings = &mut self.embeddings;
-        let encoded = encoder.forward(image, &self.arena, &mut |part, rows| {
-            embeddings.write(&place, part, rows);
+        let encoded = encoder.forward(image, &self.arena, &mut |part, first, rows| {
+            embeddings.write(&place, part, first, rows);
         });
         match encoded {
             Ok(()) => Ok(self.embeddings.images.keep(image.hash, place)),

@@ -6,19 +6,32 @@ use crate::batch::{Batch, BatchImage};
 use crate::encoder::{Encoder, EncoderState};
 use crate::positions::positions;
 
-/// Encodes the image of a checked plan, if it has one and its rows are not kept, and tells the batch of it, and of positions.
+/// Encodes the image of a checked plan, if it has one and its rows are not kept, and tells the batch of it, of positions if they
+/// have three dimensions, and of what tokens see.
 pub(crate) fn prepare<'a>(
     state: &'a mut EncoderState,
     encoder: &Encoder,
     plan: &StepPlan,
+    has_axes: bool,
     batch: &mut Batch<'a>,
 ) -> Result<(), Oom> {
     if plan.runs.iter().all(|run| run.images.is_none()) {
         return Ok(());
     }
-    let merge = encoder.spec.input.merge;
-    let of_run = |run: &Run| Some(positions(run.images.as_deref()?, merge, run.start..run.end()));
-    batch.positions = plan.runs.iter().map(of_run).collect();
+    let input = encoder.spec.input;
+    if has_axes {
+        let of_run = |run: &Run| {
+            Some(positions(
+                run.images.as_deref()?,
+                input.merge,
+                run.start..run.end(),
+            ))
+        };
+        batch.positions = plan.runs.iter().map(of_run).collect();
+    }
+    if input.mutual {
+        batch.ends = Some(plan.runs.iter().flat_map(ends_of).collect());
+    }
     if let Some((image, rows)) = rows_of(plan) {
         let encoded = state.encode(encoder, image)?;
         batch.image = Some(BatchImage {
@@ -31,12 +44,22 @@ pub(crate) fn prepare<'a>(
     Ok(())
 }
 
+/// The end of what each token of a run sees: those of an image's span see each other.
+fn ends_of(run: &Run) -> Vec<usize> {
+    let mut ends: Vec<usize> = (run.start + 1..=run.end()).collect();
+    for (span, rows) in run.image_rows() {
+        let own = span.token_of(rows.start) - run.start..span.token_of(rows.end) - run.start;
+        ends[own].fill(span.end());
+    }
+    ends
+}
+
 /// The image of a checked plan, if it has rows of one: each row of the batch that is, and which of the image's.
 pub(crate) fn rows_of(plan: &StepPlan) -> Option<(&Image, Vec<(usize, usize)>)> {
     let (mut rows, mut first_row, mut image) = (Vec::new(), 0, None);
     for run in &plan.runs {
         for (span, of_image) in run.image_rows() {
-            let first = first_row + (span.start + of_image.start - run.start);
+            let first = first_row + (span.token_of(of_image.start) - run.start);
             rows.extend((first..).zip(of_image));
             image = Some(&*span.image);
         }

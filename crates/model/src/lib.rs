@@ -35,7 +35,7 @@ pub use arch::Architecture;
 pub use cancel::Cancel;
 pub use config::{Around, GgufTensors, HfOverrides, ModelConfig};
 pub use embedding::{EmbeddingConfig, ScoringConfig, ServeAs, Task};
-pub use encoder_spec::EncoderSpec;
+pub use encoder_spec::{EncoderFamily, EncoderMlp, EncoderSpec, PatchWindows};
 pub use error::{ModelError, Shape};
 pub use footprint::{ArenaUse, Footprint, StepSize};
 pub use generation::GenerationConfig;

@@ -43,6 +43,7 @@ mod tests {
         ImageSpan {
             start,
             len: height * width / 4,
+            first: 0,
             image: Arc::new(Image {
                 hash: [0; 32],
                 grid: ImageGrid {

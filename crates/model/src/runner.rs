@@ -337,7 +337,7 @@ impl Runner {
         let pages = StepPages::new(plan, bounds.kv);
         let mut batch = Batch::pack(plan, &self.last, &pages, tokens);
         if let (Some(state), Some(encoder)) = (encoder, &self.model.encoder) {
-            images::prepare(state, encoder, plan, &mut batch)?;
+            images::prepare(state, encoder, plan, decoder.has_axes(), &mut batch)?;
         }
         let normed = match plan.is_empty() {
             true => &[],

@@ -25,6 +25,7 @@ fn published_files_mean_what_they_say() {
         e5-mistral-7b-instruct => Mistral, Own: 32 from 0: 32/8 x 128, window 4096, theta 10000
         Qwen2.5-0.5B-Instruct => Qwen2, Tied: 24 from 0: 14/2 x 64, theta 1000000, qkv bias
         Qwen2.5-7B-Instruct => Qwen2, Own: 28 from 0: 28/4 x 128, theta 1000000, qkv bias
+        Qwen2.5-VL-7B-Instruct => Qwen2_5VL, Own: 28 from 0: 28/4 x 128, theta 1000000, qkv bias
         Qwen3-8B => Qwen3, Own: 36 from 0: 32/8 x 128, theta 1000000, qk norm
         Qwen3-Embedding-0.6B => Qwen3, Tied: 28 from 0: 16/8 x 128, theta 1000000, qk norm
         Qwen3-VL-8B-Instruct => Qwen3VL, Own: 36 from 0: 32/8 x 128, theta 5000000, qk norm

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::common::images::{IMAGE_LIMITS, IMAGE_MODELS, ImageCase, chunks, golden_images, image, options};
+use crate::common::images::{
+    IMAGE_LIMITS, IMAGE_MODELS, ImageCase, VALUES, chunks, golden_images, image, options,
+};
 use crate::common::*;
 use plimsoll_core::{Component, EncoderLimits, Executor, Image, ImageSpan, Run, RunInput, StepError};
 use plimsoll_device::Budget;
@@ -15,11 +17,23 @@ fn load_with_images(name: &str) -> Arc<Model> {
     Model::load(&golden_path(name), options, &budget(), &mut |_| ()).unwrap()
 }
 
+fn is_mutual(model: &Model) -> bool {
+    model.config().image_input().unwrap().mutual
+}
+
+/// An image that the model takes, of these patches if it takes any.
+fn image_of(model: &Model, seed: usize, grid: [usize; 3]) -> Image {
+    let input = model.config().image_input().unwrap();
+    let only = input.only.map(|grid| [grid.frames, grid.height, grid.width]);
+    image(seed, only.unwrap_or(grid), input.patch_values)
+}
+
 /// The logits of the last rows of a prompt.
 fn last_logits(runner: &mut Runner, case: &ImageCase, most: usize) -> Vec<f32> {
     let first = case.prompt.len() - case.last_logits.len();
     let mut found = Vec::new();
-    for run in chunks(&case.prompt, &case.spans(), &blocks(0..8), most) {
+    let mutual = is_mutual(runner.model());
+    for run in chunks(&case.prompt, &case.spans(), &blocks(0..8), most, mutual) {
         let rows: Vec<usize> = (run.start.max(first)..run.end())
             .map(|row| row - run.start)
             .collect();
@@ -34,7 +48,7 @@ fn rows_of_images_equal_transformers() {
         let mut runner = runner(&load_with_images(name), 16, 8);
         for case in golden_images(name).cases {
             for golden in &case.images {
-                let found = runner.encode(&golden.span().image).unwrap();
+                let found = runner.encode(&golden.image()).unwrap();
                 let error = relative_error(&found, &golden.all_rows());
                 assert!(
                     error < 1e-5,
@@ -83,7 +97,7 @@ fn greedy_continuations_of_prompts_with_images_equal_transformers() {
             let mut runner = runner(&model, 16, 8);
             let (spans, table) = (case.spans(), blocks(0..8));
             let mut found = Vec::new();
-            let mut runs = chunks(&case.prompt, &spans, &table, 30);
+            let mut runs = chunks(&case.prompt, &spans, &table, 30, is_mutual(&model));
             runs.last_mut().unwrap().sample = Some(greedy_spec(0));
             for run in runs {
                 let output = runner.execute(&plan(vec![run])).unwrap();
@@ -132,7 +146,8 @@ fn images_and_text_share_steps() {
 fn embeddings_are_kept_by_content_and_encoded_again_when_they_are_gone() {
     let mut rng = StdRng::seed_from_u64(3);
     for name in IMAGE_MODELS {
-        let mut runner = runner(&load_with_images(name), 16, 8);
+        let model = load_with_images(name);
+        let mut runner = runner(&model, 16, 8);
         let mut known: Vec<(Image, Vec<f32>)> = Vec::new();
         for seed in 0..60 {
             if rng.random_bool(0.5) && !known.is_empty() {
@@ -142,7 +157,7 @@ fn embeddings_are_kept_by_content_and_encoded_again_when_they_are_gone() {
             }
             let height = 2 * rng.random_range(1..=4);
             let width = 2 * rng.random_range(1..=IMAGE_LIMITS.max_patches / height / 2);
-            let image = image(seed, [1, height, width]);
+            let image = image_of(&model, seed, [1, height, width]);
             let rows = runner.encode(&image).unwrap();
             assert!(rows.iter().all(|x| x.is_finite()));
             assert!(known.iter().all(|(_, other)| *other != rows));
@@ -155,6 +170,9 @@ fn embeddings_are_kept_by_content_and_encoded_again_when_they_are_gone() {
 fn the_encoder_takes_what_the_footprint_says_and_no_more_while_it_serves() {
     for name in IMAGE_MODELS {
         for max_patches in [4, 47, 48, 200, 1000] {
+            if max_patches < 36 && name == "gemma3-vision" {
+                continue;
+            }
             let limits = EncoderLimits {
                 max_patches,
                 ..IMAGE_LIMITS
@@ -177,7 +195,7 @@ fn the_encoder_takes_what_the_footprint_says_and_no_more_while_it_serves() {
                 .into_iter()
                 .enumerate()
             {
-                runner.encode(&image(seed, grid)).unwrap();
+                runner.encode(&image_of(&model, seed, grid)).unwrap();
             }
             let meters = budget.meters();
             assert_eq!(
@@ -231,16 +249,38 @@ fn plans_that_no_scheduler_makes_are_refused() {
     let span = ImageSpan {
         start: 0,
         len: 13,
-        image: Arc::new(image(1, [1, 2, 26])),
+        first: 0,
+        image: Arc::new(image(1, [1, 2, 26], VALUES)),
     };
     large.runs[0].images = Some([span].into());
     refused(&model, large, "for 13 tokens");
 }
 
+/// Tokens that see each other are computed at once, or what the first of them are would depend on how a prompt is cut.
+#[test]
+fn a_run_that_ends_among_tokens_that_see_each_other_is_refused() {
+    let model = load_with_images("gemma3-vision");
+    let case = &golden_images("gemma3-vision").cases[0];
+    let (spans, span) = (case.spans(), case.spans()[0].clone());
+    let cut = |end: usize| {
+        plan(vec![Run {
+            images: Some(Arc::clone(&spans)),
+            ..run(1, 0, &case.prompt[..end], &blocks(0..8))
+        }])
+    };
+    for end in span.start..=span.end() {
+        let found = runner(&model, 16, 8).logits(&cut(end), &[0]);
+        match span.is_cut_at(end) {
+            false => drop(found.unwrap()),
+            true => assert!(found.unwrap_err().to_string().contains("see each other")),
+        }
+    }
+}
+
 #[test]
 fn towers_that_are_not_known_are_refused_where_images_are_asked_for() {
-    let refused = |change: fn(&mut serde_json::Value), said: &str| {
-        let path = golden_path("qwen3-vl").join("config.json");
+    let refused_of = |name: &str, change: fn(&mut serde_json::Value), said: &str| {
+        let path = golden_path(name).join("config.json");
         let mut config: serde_json::Value =
             serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
         change(&mut config);
@@ -252,6 +292,7 @@ fn towers_that_are_not_known_are_refused_where_images_are_asked_for() {
         let error = error.expect_err("refused").to_string();
         assert!(error.contains(said), "{error} does not say {said}");
     };
+    let refused = |change, said| refused_of("qwen3-vl", change, said);
     refused(
         |c| c["vision_config"]["window_size"] = 112.into(),
         "vision_config.window_size",
@@ -278,6 +319,71 @@ fn towers_that_are_not_known_are_refused_where_images_are_asked_for() {
     );
     refused(|c| c["vision_config"]["depth"] = 0.into(), "vision_config.depth");
     refused(|c| c["image_token_id"] = 1000.into(), "image_token_id");
+    let refused = |change, said| refused_of("qwen2_5-vl", change, said);
+    refused(
+        |c| c["vision_config"]["deepstack_visual_indexes"] = vec![0].into(),
+        "vision_config.deepstack_visual_indexes",
+    );
+    refused(
+        |c| c["vision_config"]["window_size"] = 4.into(),
+        "vision_config.window_size",
+    );
+    refused(
+        |c| c["vision_config"]["hidden_act"] = "gelu".into(),
+        "vision_config.hidden_act",
+    );
+    refused(
+        |c| c["vision_config"]["spatial_patch_size"] = 8.into(),
+        "vision_config.spatial_patch_size",
+    );
+    refused(
+        |c| c["vision_config"]["in_chans"] = 1.into(),
+        "vision_config.in_chans",
+    );
+    let refused = |change, said| refused_of("mistral3-vision", change, said);
+    refused(|c| c["vision_feature_layer"] = 1.into(), "vision_feature_layer");
+    refused(
+        |c| c["multimodal_projector_bias"] = true.into(),
+        "multimodal_projector_bias",
+    );
+    refused(
+        |c| c["projector_hidden_act"] = "silu".into(),
+        "projector_hidden_act",
+    );
+    refused(|c| c["spatial_merge_size"] = 0.into(), "spatial_merge_size");
+    refused(
+        |c| c["vision_config"]["head_dim"] = 8.into(),
+        "vision_config.head_dim",
+    );
+    refused(
+        |c| c["vision_config"]["hidden_act"] = "gelu".into(),
+        "vision_config.hidden_act",
+    );
+    let refused = |change, said| refused_of("gemma3-vision", change, said);
+    refused(|c| c["vision_config"]["depth"] = 2.into(), "vision_config.depth");
+    refused(
+        |c| c["vision_config"]["vision_use_head"] = true.into(),
+        "vision_config.vision_use_head",
+    );
+    refused(
+        |c| c["vision_config"]["hidden_act"] = "silu".into(),
+        "vision_config.hidden_act",
+    );
+    refused(
+        |c| c["vision_config"]["num_attention_heads"] = 5.into(),
+        "vision_config.num_attention_heads",
+    );
+    refused(
+        |c| c["vision_config"]["layer_norm_eps"] = 0.into(),
+        "vision_config.layer_norm_eps",
+    );
+    refused(
+        |c| c["vision_config"]["image_size"] = 36.into(),
+        "vision_config.image_size",
+    );
+    refused(|c| c["mm_tokens_per_image"] = 8.into(), "mm_tokens_per_image");
+    refused(|c| c["mm_tokens_per_image"] = 16.into(), "mm_tokens_per_image");
+    refused(|c| c["image_token_index"] = 1000.into(), "image_token_index");
 }
 
 /// Of a file with the fields and numbers of the published one: 27 layers of 1152, of which three give features, and a first projection of 16 x 16 pixels of two frames.
@@ -296,7 +402,7 @@ fn a_published_encoder_means_what_it_says() {
         (encoder.layers, encoder.hidden_size, encoder.head_dim()),
         (27, 1152, 72)
     );
-    assert_eq!((encoder.positions_per_side, encoder.out_size), (48, 4096));
+    assert_eq!((encoder.positions_per_side, encoder.out_size), (Some(48), 4096));
     assert_eq!(encoder.features, [8, 16, 24]);
     let input = footprint.config().image_input().unwrap();
     assert_eq!(
@@ -314,4 +420,69 @@ fn a_published_encoder_means_what_it_says() {
     let text = Footprint::read(directory.path(), options(KvCacheDtype::Auto, none)).unwrap();
     assert_eq!((text.config().image_input(), text.encoder_bytes()), (None, 0));
     assert!(bytes - text.weights_bytes() as f64 > 1.1e9);
+}
+
+/// Of files with the fields and numbers of the published ones.
+#[test]
+fn published_encoders_of_other_families_mean_what_they_say() {
+    let read = |name: &str, max_patches: usize| {
+        let directory = tempfile::tempdir().unwrap();
+        let published = repository().join(format!("crates/model/tests/configs/{name}.json"));
+        std::fs::copy(published, directory.path().join("config.json")).unwrap();
+        let limits = EncoderLimits {
+            max_patches,
+            max_images_per_prompt: 1,
+        };
+        let footprint = Footprint::read(directory.path(), options(KvCacheDtype::Auto, limits)).unwrap();
+        let encoder = footprint.config().encoder.clone().unwrap();
+        (encoder, footprint.weights_bytes() as f64)
+    };
+    let (qwen, bytes) = read("Qwen2.5-VL-7B-Instruct", 1344);
+    assert_eq!(
+        (qwen.family.name, qwen.layers, qwen.head_dim()),
+        ("Qwen2.5-VL", 32, 80)
+    );
+    let windows = qwen.windows.unwrap();
+    assert_eq!(
+        (windows.side, &windows.full_layers[..]),
+        (4, &[7, 15, 23, 31][..])
+    );
+    assert_eq!(
+        (qwen.input.patch_values, qwen.input.merge, qwen.out_size),
+        (1176, 2, 3584)
+    );
+    // 8.29 billion parameters, 16 bits each.
+    assert!((16.5e9..16.7e9).contains(&bytes), "{bytes}");
+    for name in [
+        "Mistral-Small-3.1-24B-Instruct-2503",
+        "Ministral-3-3B-Instruct-2512-BF16",
+    ] {
+        let (pixtral, _) = read(name, 5329);
+        assert_eq!(
+            (pixtral.family.name, pixtral.layers, pixtral.head_dim()),
+            ("Pixtral", 24, 64)
+        );
+        let input = pixtral.input;
+        assert_eq!((input.placeholder, input.patch_values, input.merge), (10, 588, 2));
+    }
+    for name in ["gemma-3-4b-it", "gemma-3-27b-it"] {
+        let (gemma, bytes) = read(name, 4096);
+        assert_eq!(
+            (gemma.family.name, gemma.layers, gemma.head_dim()),
+            ("SigLIP", 27, 72)
+        );
+        let input = gemma.input;
+        assert_eq!(
+            (input.placeholder, input.patch_values, input.merge),
+            (262_144, 588, 4)
+        );
+        assert_eq!(
+            (input.tokens_at_once(), input.only.unwrap().patches()),
+            (256, 4096)
+        );
+        if name == "gemma-3-4b-it" {
+            // 4.30 billion parameters, 16 bits each.
+            assert!((8.59e9..8.62e9).contains(&bytes), "{bytes}");
+        }
+    }
 }

@@ -169,16 +169,16 @@ impl Advisor<'_> {
             max_num_seqs: seqs,
             ..
         } = self.spec.limits;
-        // A step holds one token of each request.
         let tokens = |value: usize| vec![Setting::MaxNumBatchedTokens(value)];
-        let fewer_tokens = self.largest(seqs..batched, &tokens)?;
+        let (least, spec) = (self.spec.least_batched_tokens(seqs), self.spec);
+        let fewer_tokens = self.largest(least..batched, &tokens)?;
         let fewer_seqs = self.largest(1..seqs, &|value| vec![Setting::MaxNumSeqs(value)])?;
         if fewer_tokens.is_none() && fewer_seqs.is_none() {
             let both = |value: usize| {
                 let tokens = (batched as u128 * value as u128 / seqs as u128) as usize;
                 vec![
                     Setting::MaxNumSeqs(value),
-                    Setting::MaxNumBatchedTokens(tokens.max(value)),
+                    Setting::MaxNumBatchedTokens(tokens.max(spec.least_batched_tokens(value))),
                 ]
             };
             let both = self.largest(1..seqs, &both)?;
@@ -483,7 +483,8 @@ impl ProfileSpec {
         let mut spec = self.clone();
         let limits = &mut spec.limits;
         limits.max_num_seqs = (limits.max_num_seqs / divisor).max(1);
-        limits.max_num_batched_tokens = (limits.max_num_batched_tokens / divisor).max(limits.max_num_seqs);
+        let (seqs, batched) = (limits.max_num_seqs, limits.max_num_batched_tokens);
+        spec.limits.max_num_batched_tokens = (batched / divisor).max(spec.least_batched_tokens(seqs));
         spec
     }
 }

@@ -28,6 +28,8 @@ pub struct ProfileSpec {
     pub quantization: Option<String>,
     /// Weights the model has, where that is known; for reports.
     pub num_parameters: Option<u64>,
+    /// Tokens of a prompt that only one step can compute: advice leaves room for them.
+    pub tokens_at_once: usize,
     /// Who decides the size.
     pub size: KvSize,
     /// Part of the room for KV that is used.
@@ -70,6 +72,7 @@ impl ProfileSpec {
             prefix_caching: true,
             quantization: None,
             num_parameters: None,
+            tokens_at_once: 1,
             size: KvSize::Auto,
             mem_fraction: MemFraction::default(),
             useful_tokens: None,
@@ -81,6 +84,11 @@ impl ProfileSpec {
             loading: None,
             disabled: Vec::new(),
         }
+    }
+
+    /// Fewest tokens of a step of up to so many requests: one of each, but of one as many as only one step can compute.
+    pub(crate) fn least_batched_tokens(&self, max_num_seqs: usize) -> usize {
+        max_num_seqs + self.tokens_at_once.saturating_sub(1)
     }
 
     /// Bits of device memory for each weight, to a hundredth, where all of them take `bytes`.

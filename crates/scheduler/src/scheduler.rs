@@ -453,7 +453,7 @@ impl Scheduler {
             let Ok(table) = self.kv.open(&sequence.tokens, sequence.sharing(), headroom) else {
                 return;
             };
-            if room.lacks_image(&sequence.request, table.computed()) {
+            if room.lacks_image(&sequence.request, table.computed(), sequence.tokens.len()) {
                 return self.kv.release(table);
             }
             let (rank, mut sequence) = self.waiting.take(next, self.counters.admissions);

@@ -105,9 +105,14 @@ impl ImageInput {
             };
             for line in 1..=plan.layout.lines {
                 let len = plan.layout.per_line;
-                let start = expanded.len();
+                let (start, first) = (expanded.len(), (line - 1) * len);
                 expanded.resize(start + len, placeholder);
-                spans.extend(image.clone().map(|image| ImageSpan { start, len, image }));
+                spans.extend(image.clone().map(|image| ImageSpan {
+                    start,
+                    len,
+                    first,
+                    image,
+                }));
                 expanded.extend(match line == plan.layout.lines {
                     true => self.last_line_end,
                     false => self.line_end,
@@ -162,8 +167,11 @@ mod tests {
             .unwrap();
         let p = PLACEHOLDER;
         assert_eq!(tokens, [1, p, p, p, 7, p, p, p, 8, 2, p, 8, 3]);
-        let places: Vec<_> = spans.iter().map(|span| (span.start, span.len)).collect();
-        assert_eq!(places, [(1, 3), (5, 3), (10, 1)]);
+        let places: Vec<_> = spans
+            .iter()
+            .map(|span| (span.start, span.len, span.first))
+            .collect();
+        assert_eq!(places, [(1, 3, 0), (5, 3, 3), (10, 1, 0)]);
         let owners = [0, 0, 1].map(|i| images[i].image.clone().unwrap());
         assert!(
             spans

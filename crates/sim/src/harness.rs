@@ -11,7 +11,7 @@ use crate::{
     model::{oracle, pooled_oracle, score_oracle},
     router::Router,
     turns::Turns,
-    workload::{Cancel, Reset, Workload},
+    workload::{Cancel, Reset, Workload, whole_spans},
 };
 
 /// What a workload led to.
@@ -230,7 +230,7 @@ impl<'a> Life<'a> {
         while self.in_flight.len() < self.depth {
             let freed = self.ended - self.scheduler.stats().leaving as u64;
             let before = self.scheduler.stats();
-            let plan = self.scheduler.plan();
+            let plan = whole_spans(self.scheduler.plan(), |id| Some(self.clients.get(&id)?.request))?;
             self.check_turns(&plan, &before)?;
             self.audit()?;
             if plan.is_empty() {

@@ -48,7 +48,7 @@ impl Context {
             .find(|span| (span.start..span.end()).contains(&position));
         let Some(span) = image else { return after };
         let words = span.image.hash.as_chunks::<8>().0.iter();
-        let row = (position - span.start + 1) as u64;
+        let row = (position - span.start + span.first + 1) as u64;
         Self {
             hash: words.fold(mix(after.hash ^ row), |hash, &word| {
                 mix(hash ^ u64::from_le_bytes(word))

@@ -104,7 +104,7 @@ impl Router {
                 .filter(|span| span.start < range.end && span.end() > range.start)
                 .map(|span| BlockImage {
                     hash: span.image.hash,
-                    row: range.start.saturating_sub(span.start),
+                    row: span.first + range.start.saturating_sub(span.start),
                     at: span.start.saturating_sub(range.start),
                     len: span.end().min(range.end) - span.start.max(range.start),
                 })

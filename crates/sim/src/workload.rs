@@ -4,7 +4,7 @@ use std::time::Duration;
 use plimsoll_core::{
     Bans, BlockSize, CacheGroups, CacheKind, CacheLayout, Constraint, EncoderLimits, Image, ImageGrid,
     ImageInput, ImageSpan, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions, SamplingOptions,
-    StepCost, StepCosts, StepLimits, TenantId, TokenId,
+    StepCost, StepCosts, StepLimits, StepPlan, TenantId, TokenId,
 };
 use plimsoll_scheduler::{PromptBudget, SchedulerConfig};
 use rand::{
@@ -199,7 +199,7 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
         max_model_len: config.limits.max_model_len,
         kv_capacity_tokens: config.kv.longest_request(config.limits.max_num_batched_tokens),
         vocab_size: model.vocab_size(),
-        images: Some(IMAGES),
+        images: Some(images(&mut rng.clone(), config)),
     };
     let longest = limits.max_request_tokens();
     let mut pictures = Pictures::new(rng.clone());
@@ -294,11 +294,54 @@ const IMAGES: ImageInput = ImageInput {
     placeholder: 0,
     patch_values: 1,
     merge: 1,
+    only: None,
+    mutual: false,
     limits: EncoderLimits {
         max_patches: 12,
         max_images_per_prompt: usize::MAX,
     },
 };
+
+/// The same, in half of the models whose steps have room for it with tokens that see each other: without states, of which none is
+/// kept inside a span.
+fn images(rng: &mut StdRng, config: &SchedulerConfig) -> ImageInput {
+    let mutual = ImageInput {
+        mutual: true,
+        ..IMAGES
+    };
+    let StepLimits {
+        max_num_batched_tokens,
+        max_num_seqs,
+        ..
+    } = config.limits;
+    let fits = mutual.tokens_at_once() + max_num_seqs <= max_num_batched_tokens + 1;
+    let has_states = config.kv.groups.state_layers() > 0;
+    match fits && !has_states && rng.random_bool(0.5) {
+        true => mutual,
+        false => IMAGES,
+    }
+}
+
+/// A plan in which tokens that see each other are computed at once.
+pub(crate) fn whole_spans<'a>(
+    plan: StepPlan,
+    request: impl Fn(RequestId) -> Option<&'a Request>,
+) -> Result<StepPlan, String> {
+    for run in &plan.runs {
+        let request = request(run.request).filter(|request| request.has_mutual_spans());
+        let spans = request
+            .and_then(Request::images)
+            .map_or(&[][..], |images| &images[..]);
+        if let Some(span) = spans.iter().find(|span| span.is_cut_at(run.end())) {
+            let (id, end, start) = (run.request, run.end(), span.start);
+            return Err(format!(
+                "a run of {id} ends at {end}, in the tokens {start}..{}",
+                span.end()
+            ));
+        }
+    }
+    Ok(plan)
+}
 
 /// A few pictures, which some requests show at the same places of equal prompts.
 struct Pictures {
@@ -342,10 +385,27 @@ impl Pictures {
         for start in (0..prompt.len()).step_by(self.distance) {
             let image = self.all.choose(&mut self.rng).expect("there are pictures");
             let len = image.grid.width;
-            if self.rng.random_bool(self.share) && start + len <= prompt.len() {
-                prompt[start..start + len].fill(IMAGES.placeholder);
-                let image = Arc::clone(image);
-                images.push(ImageSpan { start, len, image });
+            if !self.rng.random_bool(self.share) {
+                continue;
+            }
+            // In one line or in two, between which there is another token.
+            let split = self.rng.random_range(1..=len);
+            let split = if self.rng.random_bool(0.3) { split } else { len };
+            let room = self.distance.min(prompt.len() - start);
+            if len + usize::from(split < len) > room {
+                continue;
+            }
+            for (start, first, len) in [(start, 0, split), (start + split + 1, split, len - split)] {
+                if len > 0 {
+                    prompt[start..start + len].fill(IMAGES.placeholder);
+                    let image = Arc::clone(image);
+                    images.push(ImageSpan {
+                        start,
+                        len,
+                        first,
+                        image,
+                    });
+                }
             }
         }
         images

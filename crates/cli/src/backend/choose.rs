@@ -14,7 +14,7 @@ use super::{
 use crate::args::{DType, DeviceChoice, KvDtype};
 use crate::bytes::Bytes;
 use crate::error::Error;
-use crate::images;
+use crate::images::{self, Encodes};
 use crate::lock::DeviceLock;
 use crate::settings::EngineSettings;
 use crate::source::Source;
@@ -97,7 +97,7 @@ impl Place {
     /// # Errors
     /// Where the files that say how images are taken cannot be read.
     pub fn with(&self, model: &Path, settings: &Arc<EngineSettings>) -> Result<Box<dyn Device>, Error> {
-        let with_images = || images::settings_of(model, settings);
+        let with_images = || images::settings_of(model, settings, Encodes::OnGpu);
         Ok(match self {
             Self::Gpu(gpu) => Box::new(GpuBackend::new(model, &with_images()?, gpu.clone())),
             Self::Assumed(bytes) => Box::new(AssumedGpu::new(model, &with_images()?, *bytes)),
@@ -137,7 +137,7 @@ pub fn open(
         let (ordinal, name, bytes) = (info.ordinal, &info.name, Bytes(gpu.budget().meters().total));
         tracing::info!("device: cuda:{ordinal}, {name}, compute capability {major}.{minor}, {bytes}");
         terminal::phase("device", format_args!("cuda:{ordinal}, {name}, {bytes}"));
-        let settings = images::settings_of(model, settings)?;
+        let settings = images::settings_of(model, settings, Encodes::OnGpu)?;
         return Ok((Arc::new(GpuBackend::new(model, &settings, gpu)), gpu_lock));
     }
     drop(gpu_lock);
@@ -169,7 +169,7 @@ pub fn open(
 
 /// All of a model on the CPU.
 fn cpu(model: &Path, settings: &Arc<EngineSettings>, budget: &Budget) -> Result<CpuBackend, Error> {
-    let settings = images::settings_of(model, settings)?;
+    let settings = images::settings_of(model, settings, Encodes::OnCpu)?;
     Ok(CpuBackend::new(model, &settings, CpuRank::whole(budget.clone())))
 }
 
@@ -179,7 +179,7 @@ fn cpu_ranks(
     settings: &Arc<EngineSettings>,
     budgets: &[Budget],
 ) -> Result<RanksBackend, Error> {
-    let settings = images::settings_of(model, settings)?;
+    let settings = images::settings_of(model, settings, Encodes::OnRanks)?;
     let group = Exchange::group(budgets.len());
     let ranks = budgets.iter().zip(group).map(|(budget, exchange)| {
         let exchange = Arc::new(Mutex::new(exchange));

@@ -72,6 +72,14 @@ pub trait Device: fmt::Debug + Send + Sync {
     /// As [`Self::max_model_len`].
     fn state_layers(&self) -> Result<usize, Error>;
 
+    /// Tokens of a prompt that only one step can compute: those of an image that see each other; 1 where there are none such.
+    ///
+    /// # Errors
+    /// As [`Self::max_model_len`].
+    fn tokens_at_once(&self) -> Result<usize, Error> {
+        Ok(1)
+    }
+
     /// Size of the model's vocabulary, from its configuration alone: weights may be loading at the same time.
     ///
     /// # Errors

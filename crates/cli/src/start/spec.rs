@@ -43,6 +43,14 @@ pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Res
         );
         return Err(Error::configuration("--max-num-batched-tokens", message));
     }
+    let at_once = device.tokens_at_once()?;
+    if max_num_batched_tokens < max_num_seqs + at_once - 1 {
+        let message = format!(
+            "{max_num_batched_tokens} tokens per step cannot hold the {at_once} of an image, which see each other, beside one of each              of {} other requests; raise it, lower --max-num-seqs, or serve text alone: --limit-mm-per-prompt '{{\"image\": 0}}'",
+            max_num_seqs - 1
+        );
+        return Err(Error::configuration("--max-num-batched-tokens", message));
+    }
     let limits = StepLimits {
         max_num_batched_tokens,
         max_num_seqs,
@@ -99,6 +107,7 @@ pub(super) fn profile_spec(
     spec.pooling = facts.pooling();
     spec.quantization.clone_from(&facts.quantization);
     spec.num_parameters = facts.num_parameters_of_rank;
+    spec.tokens_at_once = facts.images.map_or(1, |input| input.tokens_at_once());
     spec.margins = Margins::scaled_to(total);
     spec.mem_fraction = settings.mem_fraction;
     spec.size = settings.kv_size;

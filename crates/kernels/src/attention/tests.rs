@@ -15,7 +15,7 @@ struct Case {
     window: Option<usize>,
     soft_cap: Option<f32>,
     sinks: Option<Vec<f32>>,
-    bidirectional: bool,
+    sees: Seen,
     requests: Vec<Request>,
     blocks: usize,
 }
@@ -24,6 +24,26 @@ struct Request {
     qkv: Vec<f32>,
     len: usize,
     table: Vec<PageId>,
+}
+
+/// What of a request its tokens see.
+#[derive(Clone, Copy)]
+enum Seen {
+    Past,
+    Run,
+    /// Tokens in so many see only what is before them, in as many behind those they see each other, and so on.
+    Spans(usize),
+}
+
+impl Seen {
+    /// The end of what a token sees of `len`.
+    fn end(self, token: usize, len: usize) -> usize {
+        match self {
+            Self::Run => len,
+            Self::Spans(span) if token / span % 2 == 1 => ((token / span + 1) * span).min(len),
+            Self::Past | Self::Spans(_) => token + 1,
+        }
+    }
 }
 
 impl Case {
@@ -61,7 +81,7 @@ impl Case {
             window,
             soft_cap,
             sinks,
-            bidirectional: false,
+            sees: Seen::Past,
             requests,
             blocks,
         }
@@ -88,7 +108,11 @@ impl Case {
             window: self.window,
             soft_cap: self.soft_cap,
             sinks: self.sinks.as_deref(),
-            bidirectional: self.bidirectional,
+            sees: match self.sees {
+                Seen::Run => Sees::Run,
+                // In steps with spans it is said of each row.
+                Seen::Past | Seen::Spans(_) => Sees::Past,
+            },
         }
     }
 
@@ -104,9 +128,10 @@ impl Case {
             .map(|r| vec![f32::NAN; r.len * row])
             .collect();
         for step in steps {
-            let (mut qkv, mut runs, mut first_row) = (vec![], vec![], 0);
+            let (mut qkv, mut runs, mut ends, mut first_row) = (vec![], vec![], vec![], 0);
             for &(r, start, len) in step {
                 let request = &self.requests[r];
+                ends.extend((start..start + len).map(|token| self.sees.end(token, request.len)));
                 qkv.extend_from_slice(&request.qkv[start * self.width()..(start + len) * self.width()]);
                 // Blocks that no later token sees are gone: neither in the table nor in the cache.
                 let first_block = self.options().first_seen(start) / self.layout.block_size.tokens();
@@ -142,7 +167,14 @@ impl Case {
                 &mut q,
             );
             let mut out = vec![f32::NAN; q.len()];
-            attention_at(level, &q, kv.as_ref(), &runs, self.options(), &mut out, &arena()).unwrap();
+            let options = AttentionOptions {
+                sees: match self.sees {
+                    Seen::Spans(_) => Sees::UpTo(&ends),
+                    Seen::Past | Seen::Run => self.options().sees,
+                },
+                ..self.options()
+            };
+            attention_at(level, &q, kv.as_ref(), &runs, options, &mut out, &arena()).unwrap();
             for (run, &(r, start, len)) in runs.iter().zip(step) {
                 let from = &out[run.first_row * row..(run.first_row + len) * row];
                 results[r][start * row..(start + len) * row].copy_from_slice(from);
@@ -168,11 +200,7 @@ impl Case {
                     self.soft_cap
                         .map_or(score, |cap| f64::from(cap) * f64::tanh(score / f64::from(cap)))
                 };
-                let last = if self.bidirectional {
-                    request.len - 1
-                } else {
-                    token
-                };
+                let last = self.sees.end(token, request.len) - 1;
                 let weights: Vec<f64> = (first..=last).map(|t| f64::exp(score(t))).collect();
                 let sink = self
                     .sinks
@@ -305,7 +333,7 @@ fn sinks_of_any_size() {
             window: None,
             soft_cap: None,
             sinks: Some(&sinks),
-            bidirectional: false,
+            sees: Sees::Past,
         };
         let (k, v) = (vec![key; size], vec![3.0; size]);
         let kv = PagedKv {
@@ -331,7 +359,7 @@ fn without_an_order_every_token_sees_its_whole_run() {
         let lengths = [1, rng.random_range(2..80), rng.random_range(500..800)];
         let case = Case {
             window: None,
-            bidirectional: true,
+            sees: Seen::Run,
             ..Case::random(&mut rng, &lengths)
         };
         let step: Vec<_> = lengths.iter().enumerate().map(|(r, &len)| (r, 0, len)).collect();
@@ -341,6 +369,35 @@ fn without_an_order_every_token_sees_its_whole_run() {
             assert_close(&together[r], &case.naive(request, |x| x), 2e-6, &context);
             for level in Level::available() {
                 let alone = &case.run::<f32>(level, &case.whole(r))[r];
+                assert_same_bits(&together[r], alone, &context);
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_of_a_span_see_each_other() {
+    for seed in seeds(4) {
+        let mut rng = rng(seed);
+        let span = [1, 9, 70, 300][rng.random_range(0..4)];
+        let lengths = [1, rng.random_range(2..80), rng.random_range(500..700)];
+        let case = Case {
+            sees: Seen::Spans(span),
+            ..Case::random(&mut rng, &lengths)
+        };
+        let step: Vec<_> = lengths.iter().enumerate().map(|(r, &len)| (r, 0, len)).collect();
+        let together = case.run::<f32>(Level::detect(), &[step]);
+        for (r, request) in case.requests.iter().enumerate() {
+            let context = format!("seed {seed} request {r} spans of {span} {}", case.describe());
+            assert_close(&together[r], &case.naive(request, |x| x), 2e-6, &context);
+            // Cut where spans end.
+            let chunk = span * 100usize.div_ceil(span);
+            let whole: Vec<_> = (0..request.len)
+                .step_by(chunk)
+                .map(|start| vec![(r, start, chunk.min(request.len - start))])
+                .collect();
+            for level in Level::available() {
+                let alone = &case.run::<f32>(level, &whole)[r];
                 assert_same_bits(&together[r], alone, &context);
             }
         }
@@ -372,7 +429,7 @@ fn scratch_does_not_grow_with_the_context() {
             window: None,
             soft_cap: None,
             sinks: None,
-            bidirectional: false,
+            sees: Sees::Past,
         };
         let mut out = vec![f32::NAN; 64];
         let kv = PagedKv {

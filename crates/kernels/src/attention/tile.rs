@@ -197,12 +197,10 @@ impl<'a, E: KvElement> Tile<'a, '_, '_, E> {
     unsafe fn softmax<S: Simd>(&mut self) {
         let Workspace { scores, factors, .. } = &mut *self.workspace;
         let mut rows = scores.chunks_exact_mut(TILE).zip(factors.iter_mut()).enumerate();
-        for position in self.item.start()..self.item.start() + self.item.tokens {
-            let seen = match self.job.options.bidirectional {
-                true => self.keys,
-                false => (position + 1).saturating_sub(self.first).min(self.keys),
-            };
-            let unseen = self.job.options.first_seen(position);
+        for token in 0..self.item.tokens {
+            let end = self.item.end_of(token, &self.job.options);
+            let seen = end.saturating_sub(self.first).min(self.keys);
+            let unseen = self.job.options.first_seen(self.item.start() + token);
             let unseen = unseen.saturating_sub(self.first).min(TILE);
             for (row, (scores, factor)) in rows.by_ref().take(self.job.group) {
                 // SAFETY: the caller's promise.

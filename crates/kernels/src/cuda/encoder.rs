@@ -144,7 +144,7 @@ impl EncoderKernels {
         })
     }
 
-    /// Twin of [`attention`](crate::attention()) with `bidirectional`, each segment a run.
+    /// Twin of [`attention`](crate::attention()) with [`Sees::Run`](crate::Sees::Run), each segment a run.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.

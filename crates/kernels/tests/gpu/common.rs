@@ -5,7 +5,7 @@ use plimsoll_core::{BlockSize, Component};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::GpuAttentionOptions;
-use plimsoll_kernels::{AttentionOptions, KvLayout};
+use plimsoll_kernels::{AttentionOptions, KvLayout, Sees};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -109,7 +109,7 @@ impl Scores {
             window,
             soft_cap: self.soft_cap,
             sinks: self.sinks.as_deref(),
-            bidirectional: false,
+            sees: Sees::Past,
         }
     }
 

@@ -5,7 +5,7 @@ use plimsoll_core::{BlockSize, PageId, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_device::{Arena, Budget};
 use plimsoll_kernels::cuda::{EncoderKernels, GpuLayerNorm, KeptRows, PatchAttention, PatchGrid};
-use plimsoll_kernels::{self as cpu, AttentionOptions, Gelu, KvLayout, PagedKv, RunMeta};
+use plimsoll_kernels::{self as cpu, AttentionOptions, Gelu, KvLayout, PagedKv, RunMeta, Sees};
 use rand::Rng;
 use rand::rngs::StdRng;
 
@@ -149,7 +149,7 @@ impl Attention {
             window: None,
             soft_cap: None,
             sinks: None,
-            bidirectional: true,
+            sees: Sees::Run,
         };
         let kv = PagedKv {
             k: &k,

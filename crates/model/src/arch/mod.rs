@@ -15,6 +15,7 @@ mod mixtral;
 mod moe;
 mod phi3;
 mod qwen2;
+mod qwen2_5_vl;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_5;
@@ -64,6 +65,8 @@ pub enum Architecture {
     Phi3,
     /// Qwen 2 and 2.5.
     Qwen2,
+    /// Qwen2.5-VL.
+    Qwen2_5VL,
     /// Qwen 1.5 and 2 with experts.
     Qwen2Moe,
     /// Qwen 3, dense.
@@ -100,10 +103,11 @@ struct Family {
 
 impl Architecture {
     /// All of them.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
+        Self::Qwen2_5VL,
         Self::Qwen3,
         Self::Qwen3_5,
         Self::Qwen3_5Moe,
@@ -135,6 +139,7 @@ impl Architecture {
             Self::Mixtral => mixtral::FAMILY,
             Self::Phi3 => phi3::FAMILY,
             Self::Qwen2 => qwen2::FAMILY,
+            Self::Qwen2_5VL => qwen2_5_vl::FAMILY,
             Self::Qwen2Moe => qwen2_moe::FAMILY,
             Self::Qwen3 => qwen3::FAMILY,
             Self::Qwen3_5 => qwen3_5::FAMILY,
@@ -168,7 +173,10 @@ impl Architecture {
 
     /// Whether its positions may have three dimensions.
     pub(crate) fn has_mrope(self) -> bool {
-        matches!(self, Self::Qwen3VL | Self::Qwen3_5 | Self::Qwen3_5Moe)
+        matches!(
+            self,
+            Self::Qwen2_5VL | Self::Qwen3VL | Self::Qwen3_5 | Self::Qwen3_5Moe
+        )
     }
 
     /// The family whose network is below a classifier of this name.

@@ -114,6 +114,8 @@ impl<'a> Reader<'a> {
         let raw = self.raw;
         Ok(match raw.kind() {
             None | Some("default") => RopeScaling::None,
+            // What the first files of Qwen2.5-VL called it, of which the sections say all.
+            Some("mrope") if self.config.has_mrope => RopeScaling::None,
             Some("linear") => RopeScaling::Linear {
                 factor: self.positive("factor", raw.factor)?,
             },

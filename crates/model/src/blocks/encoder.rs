@@ -1,6 +1,8 @@
 use super::{Scope, Stack, Vector, Visitor};
 use crate::EncoderSpec;
+use crate::encoder_spec::{MergerNames, families};
 use crate::shard::Shard;
+use crate::spec::NormSpec;
 
 /// An encoder of images, with `L` for each linear layer and `V` for each vector.
 #[derive(Clone, Debug)]
@@ -8,7 +10,9 @@ pub(crate) struct Encoder<L, V> {
     /// The projection of patches.
     patches: L,
     /// The table of positions, row by row.
-    positions: V,
+    positions: Option<V>,
+    /// Before the first layer.
+    first_norm: Option<EncoderNorm<V>>,
     layers: Vec<EncoderLayer<L, V>>,
     merger: Merger<L, V>,
     /// Of the layers whose output becomes rows too.
@@ -18,29 +22,43 @@ pub(crate) struct Encoder<L, V> {
 /// Attention and an MLP, each of a norm.
 #[derive(Clone, Debug)]
 pub(crate) struct EncoderLayer<L, V> {
-    pub(crate) attention_norm: LayerNorm<V>,
-    /// q, k and v, stored as one.
+    /// Patches see those of their window alone.
+    pub(crate) is_windowed: bool,
+    pub(crate) attention_norm: EncoderNorm<V>,
+    /// q, k and v, one after the other.
     pub(crate) qkv: L,
     pub(crate) output: L,
-    pub(crate) mlp_norm: LayerNorm<V>,
+    pub(crate) mlp_norm: EncoderNorm<V>,
+    /// Gate and up, where the MLP is gated.
     pub(crate) up: L,
     pub(crate) down: L,
 }
 
-/// A norm's weight and bias.
+/// A norm's weight, and its bias where it is one around the mean.
 #[derive(Clone, Debug)]
-pub(crate) struct LayerNorm<V> {
+pub(crate) struct EncoderNorm<V> {
     pub(crate) weight: V,
-    pub(crate) bias: V,
+    pub(crate) bias: Option<V>,
 }
 
 /// From patches that lie together to one row.
 #[derive(Clone, Debug)]
-pub(crate) struct Merger<L, V> {
-    /// Of each patch, or as wide as what is merged.
-    pub(crate) norm: LayerNorm<V>,
-    pub(crate) up: L,
-    pub(crate) down: L,
+pub(crate) enum Merger<L, V> {
+    /// As [`MergerNames::Mlp`].
+    Mlp {
+        /// Of each patch, or as wide as what is merged.
+        norm: EncoderNorm<V>,
+        up: L,
+        down: L,
+    },
+    /// As [`MergerNames::Mean`].
+    Mean {
+        last_norm: EncoderNorm<V>,
+        norm: V,
+        projection: L,
+    },
+    /// As [`MergerNames::Projected`].
+    Projected { norm: V, merge: L, up: L, down: L },
 }
 
 /// The operations of an encoder's blocks on the activations of one image, which the implementation holds.
@@ -48,7 +66,10 @@ pub(crate) trait EncoderOperations<L, V> {
     type Error;
 
     /// From patches and their positions to the residual stream.
-    fn embed(&mut self, patches: &L, positions: &V) -> Result<(), Self::Error>;
+    fn embed(&mut self, patches: &L, positions: Option<&V>) -> Result<(), Self::Error>;
+
+    /// Puts the norm of the residual stream in its place.
+    fn normalise(&mut self, norm: &EncoderNorm<V>) -> Result<(), Self::Error>;
 
     /// Adds the attention of the norm of the residual stream to it.
     fn attend(&mut self, layer: &EncoderLayer<L, V>) -> Result<(), Self::Error>;
@@ -68,49 +89,60 @@ impl<L, V> Encoder<L, V> {
     {
         // Towers are stored in floats, whatever the decoder is stored in.
         let floats = crate::Quantization::default();
-        let scope = Scope::new("visual.", &floats, Shard::WHOLE);
-        let hidden = spec.hidden_size;
-        let embed = scope.part("patch_embed");
-        let positions = [spec.positions_per_side.pow(2), hidden];
+        let (family, hidden) = (spec.family, spec.hidden_size);
+        let scope = Scope::new(family.scope, &floats, Shard::WHOLE);
+        let behind = Scope::new(families::BEHIND, &floats, Shard::WHOLE);
+        let (patches, patch_bias) = family.patches;
+        let patches = Stack {
+            bias: patch_bias,
+            ..Stack::new(vec![scope.kernel(patches, hidden, spec.patch_shape.clone())])
+        };
         Ok(Self {
-            patches: visitor.linear(&biased(embed.kernel("proj", hidden, spec.patch_shape)))?,
-            positions: visitor.vector(&Vector::table(scope.name("pos_embed.weight"), positions))?,
+            patches: visitor.linear(&patches)?,
+            positions: match family.positions.zip(spec.positions_per_side) {
+                None => None,
+                Some((name, side)) => {
+                    Some(visitor.vector(&Vector::table(scope.name(name), [side.pow(2), hidden]))?)
+                }
+            },
+            first_norm: match family.first_norm {
+                None => None,
+                Some(name) => Some(EncoderNorm::visit(spec, hidden, &scope.part(name), visitor)?),
+            },
             layers: (0..spec.layers)
-                .map(|index| EncoderLayer::visit(spec, &scope.part(&format!("blocks.{index}")), visitor))
-                .collect::<Result<_, _>>()?,
-            merger: Merger::visit(spec, false, &scope.part("merger"), visitor)?,
-            features: (0..spec.features.len())
                 .map(|index| {
-                    let scope = scope.part(&format!("deepstack_merger_list.{index}"));
-                    Merger::visit(spec, true, &scope, visitor)
+                    let scope = scope.part(&format!("{}.{index}", family.layers));
+                    EncoderLayer::visit(spec, index, &scope, visitor)
                 })
+                .collect::<Result<_, _>>()?,
+            merger: Merger::visit(spec, None, &scope, &behind, visitor)?,
+            features: (0..spec.features.len())
+                .map(|index| Merger::visit(spec, Some(index), &scope, &behind, visitor))
                 .collect::<Result<_, _>>()?,
         })
     }
 
     /// The same with something else for each linear layer, and nothing for vectors.
     pub(crate) fn map_linear<M>(&self, of: &impl Fn(&L) -> M) -> Encoder<M, ()> {
-        let norm = |_: &LayerNorm<V>| LayerNorm { weight: (), bias: () };
-        let merger = |merger: &Merger<L, V>| Merger {
-            norm: norm(&merger.norm),
-            up: of(&merger.up),
-            down: of(&merger.down),
-        };
         Encoder {
             patches: of(&self.patches),
-            positions: (),
+            positions: self.positions.as_ref().map(|_| ()),
+            first_norm: self.first_norm.as_ref().map(EncoderNorm::without_vectors),
             layers: (self.layers.iter())
                 .map(|layer| EncoderLayer {
-                    attention_norm: norm(&layer.attention_norm),
+                    is_windowed: layer.is_windowed,
+                    attention_norm: layer.attention_norm.without_vectors(),
                     qkv: of(&layer.qkv),
                     output: of(&layer.output),
-                    mlp_norm: norm(&layer.mlp_norm),
+                    mlp_norm: layer.mlp_norm.without_vectors(),
                     up: of(&layer.up),
                     down: of(&layer.down),
                 })
                 .collect(),
-            merger: merger(&self.merger),
-            features: self.features.iter().map(merger).collect(),
+            merger: self.merger.map_linear(of),
+            features: (self.features.iter())
+                .map(|merger| merger.map_linear(of))
+                .collect(),
         }
     }
 
@@ -120,7 +152,10 @@ impl<L, V> Encoder<L, V> {
         spec: &EncoderSpec,
         step: &mut O,
     ) -> Result<(), O::Error> {
-        step.embed(&self.patches, &self.positions)?;
+        step.embed(&self.patches, self.positions.as_ref())?;
+        if let Some(norm) = &self.first_norm {
+            step.normalise(norm)?;
+        }
         for (index, layer) in self.layers.iter().enumerate() {
             step.attend(layer)?;
             step.mlp(layer)?;
@@ -133,72 +168,170 @@ impl<L, V> Encoder<L, V> {
 }
 
 impl<L, V> EncoderLayer<L, V> {
-    fn visit<T>(spec: &EncoderSpec, scope: &Scope<'_>, visitor: &mut T) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L, Vector = V>,
-    {
-        let (hidden, inner) = (spec.hidden_size, spec.intermediate_size);
-        let mut linear =
-            |name: &str, outputs, inputs| visitor.linear(&biased(scope.matrix(name, outputs, inputs)));
-        let (qkv, output) = (
-            linear("attn.qkv", 3 * hidden, hidden)?,
-            linear("attn.proj", hidden, hidden)?,
-        );
-        let (up, down) = (
-            linear("mlp.linear_fc1", inner, hidden)?,
-            linear("mlp.linear_fc2", hidden, inner)?,
-        );
-        Ok(Self {
-            attention_norm: LayerNorm::visit(spec, hidden, &scope.part("norm1"), visitor)?,
-            qkv,
-            output,
-            mlp_norm: LayerNorm::visit(spec, hidden, &scope.part("norm2"), visitor)?,
-            up,
-            down,
-        })
-    }
-}
-
-impl<V> LayerNorm<V> {
-    fn visit<T>(spec: &EncoderSpec, len: usize, scope: &Scope<'_>, visitor: &mut T) -> Result<Self, T::Error>
-    where
-        T: Visitor<Vector = V>,
-    {
-        Ok(Self {
-            weight: visitor.vector(&Vector::norm(scope.name("weight"), len, spec.norm()))?,
-            bias: visitor.vector(&Vector::plain(scope.name("bias"), len))?,
-        })
-    }
-}
-
-impl<L, V> Merger<L, V> {
     fn visit<T>(
         spec: &EncoderSpec,
-        norm_is_of_merged: bool,
+        index: usize,
         scope: &Scope<'_>,
         visitor: &mut T,
     ) -> Result<Self, T::Error>
     where
         T: Visitor<Linear = L, Vector = V>,
     {
-        let merged = spec.hidden_size * spec.merged();
-        let normed = if norm_is_of_merged {
-            merged
-        } else {
-            spec.hidden_size
+        let (family, hidden, inner) = (spec.family, spec.hidden_size, spec.intermediate_size);
+        let [attention_norm, mlp_norm] = family.norms;
+        // Of all outputs together, divided among as many tensors as there are names.
+        let mut linear = |names: &[&str], outputs: usize, inputs| {
+            let part = |name: &&str| scope.matrix(name, outputs / names.len(), inputs);
+            visitor.linear(&Stack {
+                bias: family.has_biases,
+                ..Stack::new(names.iter().map(part).collect())
+            })
         };
+        let (qkv, output) = (
+            linear(family.qkv, 3 * hidden, hidden)?,
+            linear(&[family.output], hidden, hidden)?,
+        );
+        let (up, down) = (
+            linear(family.up, family.up.len() * inner, hidden)?,
+            linear(&[family.down], hidden, inner)?,
+        );
         Ok(Self {
-            norm: LayerNorm::visit(spec, normed, &scope.part("norm"), visitor)?,
-            up: visitor.linear(&biased(scope.matrix("linear_fc1", merged, merged)))?,
-            down: visitor.linear(&biased(scope.matrix("linear_fc2", spec.out_size, merged)))?,
+            is_windowed: spec.is_windowed(index),
+            attention_norm: EncoderNorm::visit(spec, hidden, &scope.part(attention_norm), visitor)?,
+            qkv,
+            output,
+            mlp_norm: EncoderNorm::visit(spec, hidden, &scope.part(mlp_norm), visitor)?,
+            up,
+            down,
         })
     }
 }
 
-/// One matrix and its bias.
-fn biased(matrix: super::Matrix) -> Stack {
-    Stack {
-        bias: true,
-        ..Stack::new(vec![matrix])
+impl<V> EncoderNorm<V> {
+    fn visit<T>(spec: &EncoderSpec, len: usize, scope: &Scope<'_>, visitor: &mut T) -> Result<Self, T::Error>
+    where
+        T: Visitor<Vector = V>,
+    {
+        Ok(Self {
+            weight: visitor.vector(&Vector::norm(scope.name("weight"), len, spec.norm()))?,
+            bias: match spec.family.norms_are_centred {
+                false => None,
+                true => Some(visitor.vector(&Vector::plain(scope.name("bias"), len))?),
+            },
+        })
+    }
+
+    fn without_vectors(&self) -> EncoderNorm<()> {
+        EncoderNorm {
+            weight: (),
+            bias: self.bias.as_ref().map(|_| ()),
+        }
+    }
+}
+
+impl<L, V> Merger<L, V> {
+    /// Of the last layer, or of one whose output becomes rows too.
+    fn visit<T>(
+        spec: &EncoderSpec,
+        feature: Option<usize>,
+        scope: &Scope<'_>,
+        behind: &Scope<'_>,
+        visitor: &mut T,
+    ) -> Result<Self, T::Error>
+    where
+        T: Visitor<Linear = L, Vector = V>,
+    {
+        let (hidden, out) = (spec.hidden_size, spec.out_size);
+        let merged = hidden * spec.merged();
+        let plain = NormSpec {
+            eps: spec.merger_eps,
+            unit_offset: false,
+        };
+        Ok(match &spec.family.merger {
+            MergerNames::Mlp {
+                scope: last,
+                norm,
+                up,
+                down,
+                features,
+            } => {
+                let scope = match feature {
+                    None => scope.part(last),
+                    Some(index) => scope.part(&format!("{}.{index}", features.unwrap_or(last))),
+                };
+                // Of features the norm is of what is merged.
+                let normed = if feature.is_some() { merged } else { hidden };
+                let biased = |matrix| Stack {
+                    bias: true,
+                    ..Stack::new(vec![matrix])
+                };
+                Self::Mlp {
+                    norm: EncoderNorm::visit(spec, normed, &scope.part(norm), visitor)?,
+                    up: visitor.linear(&biased(scope.matrix(up, merged, merged)))?,
+                    down: visitor.linear(&biased(scope.matrix(down, out, merged)))?,
+                }
+            }
+            MergerNames::Mean {
+                last_norm,
+                norm,
+                projection,
+            } => {
+                // Stored less 1, as all norms of the decoder are.
+                let offset = NormSpec {
+                    unit_offset: true,
+                    ..plain
+                };
+                Self::Mean {
+                    last_norm: EncoderNorm::visit(spec, hidden, &scope.part(last_norm), visitor)?,
+                    norm: visitor.vector(&Vector::norm(behind.name(norm), hidden, offset))?,
+                    projection: visitor
+                        .linear(&Stack::new(vec![behind.parameter(projection, out, hidden)]))?,
+                }
+            }
+            MergerNames::Projected {
+                norm,
+                merge,
+                up,
+                down,
+            } => {
+                let matrix = |name, outputs, inputs| Stack::new(vec![behind.matrix(name, outputs, inputs)]);
+                Self::Projected {
+                    norm: visitor.vector(&Vector::norm(behind.name(norm), hidden, plain))?,
+                    merge: visitor.linear(&matrix(merge, hidden, merged))?,
+                    up: visitor.linear(&matrix(up, out, hidden))?,
+                    down: visitor.linear(&matrix(down, out, out))?,
+                }
+            }
+        })
+    }
+
+    fn map_linear<M>(&self, of: &impl Fn(&L) -> M) -> Merger<M, ()> {
+        match self {
+            Self::Mlp { norm, up, down } => Merger::Mlp {
+                norm: norm.without_vectors(),
+                up: of(up),
+                down: of(down),
+            },
+            Self::Mean {
+                last_norm,
+                norm: _,
+                projection,
+            } => Merger::Mean {
+                last_norm: last_norm.without_vectors(),
+                norm: (),
+                projection: of(projection),
+            },
+            Self::Projected {
+                norm: _,
+                merge,
+                up,
+                down,
+            } => Merger::Projected {
+                norm: (),
+                merge: of(merge),
+                up: of(up),
+                down: of(down),
+            },
+        }
     }
 }

@@ -18,13 +18,13 @@ use std::sync::Arc;
 pub(crate) use attention::Attention;
 pub(crate) use delta_net::{DeltaNet, DeltaRule};
 pub(crate) use dense_mlp::DenseMlp;
-pub(crate) use encoder::{Encoder, EncoderLayer, EncoderOperations, LayerNorm, Merger};
+pub(crate) use encoder::{Encoder, EncoderLayer, EncoderNorm, EncoderOperations, Merger};
 pub(crate) use formats::check_formats;
 pub(crate) use mlp::Mlp;
 pub(crate) use moe::{Beside, Moe};
 pub(crate) use per_layer::{LayerInput, PerLayer};
 pub(crate) use row_order::{Among, RowOrder};
-pub(crate) use tensors::{InExperts, Matrix, Scope, Stack, Vector};
+pub(crate) use tensors::{InExperts, Matrix, Scope, Stack, StoredAs, Vector};
 
 use crate::quantization::{EMBEDDING, FP8_BLOCK, Fp8Scales};
 use crate::rope::{RopeScaling, RopeSpec};

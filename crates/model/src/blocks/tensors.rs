@@ -87,8 +87,8 @@ pub(crate) struct Matrix {
     pub(crate) order: RowOrder,
     /// Of an expert.
     pub(crate) expert: Option<InExperts>,
-    /// Stored as the kernel of a convolution that does not overlap: `[outputs, ..these]`, which are the inputs.
-    pub(crate) kernel: Option<[usize; 4]>,
+    /// How its tensor lies, in a checkpoint of floats.
+    pub(crate) stored_as: StoredAs,
     /// Which of the stored rows or columns, where they are not all.
     pub(crate) share: Option<Share>,
 }
@@ -107,10 +107,24 @@ pub(crate) struct InExperts {
     pub(crate) transposed: bool,
 }
 
+/// How checkpoints store a matrix that is whole.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum StoredAs {
+    /// As the weight of its module: `[outputs, inputs]`.
+    Weight,
+    /// As the kernel of a convolution that does not overlap: `[outputs, ..these]`, which are the inputs.
+    Kernel(Vec<usize>),
+    /// As a parameter by itself: `[inputs, outputs]`.
+    Parameter,
+}
+
 impl Matrix {
     /// The name of its elements.
     pub(crate) fn name(&self) -> String {
-        format!("{}.weight", self.module)
+        match self.stored_as {
+            StoredAs::Weight | StoredAs::Kernel(_) => format!("{}.weight", self.module),
+            StoredAs::Parameter => self.module.clone(),
+        }
     }
 
     pub(crate) fn shape(&self) -> [usize; 2] {
@@ -242,16 +256,25 @@ impl<'a> Scope<'a> {
             inputs,
             order: RowOrder::Plain,
             expert: None,
-            kernel: None,
+            stored_as: StoredAs::Weight,
             share: None,
         }
     }
 
     /// A matrix that is stored as the kernel of a convolution.
-    pub(crate) fn kernel(&self, name: &str, outputs: usize, kernel: [usize; 4]) -> Matrix {
+    pub(crate) fn kernel(&self, name: &str, outputs: usize, kernel: Vec<usize>) -> Matrix {
+        let matrix = self.matrix(name, outputs, kernel.iter().product());
         Matrix {
-            kernel: Some(kernel),
-            ..self.matrix(name, outputs, kernel.iter().product())
+            stored_as: StoredAs::Kernel(kernel),
+            ..matrix
+        }
+    }
+
+    /// A matrix that is stored as a parameter by itself.
+    pub(crate) fn parameter(&self, name: &str, outputs: usize, inputs: usize) -> Matrix {
+        Matrix {
+            stored_as: StoredAs::Parameter,
+            ..self.matrix(name, outputs, inputs)
         }
     }
 

@@ -8,10 +8,3 @@ pub struct Around {
     /// Fields beside `text_config`.
     pub(super) fields: Map<String, Value>,
 }
-
-impl Around {
-    /// Whether images of this model can be served, where they are asked for.
-    pub fn has_encoder(&self) -> bool {
-        self.name.starts_with("Qwen3VL") || self.name.starts_with("Qwen3_5")
-    }
-}

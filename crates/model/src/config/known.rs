@@ -158,6 +158,9 @@ const AROUND_GEMMA4: &[&str] = &[
     "vision_soft_tokens_per_image",
 ];
 
+/// Published files have the fields of its text part beside those of the encoder.
+const QWEN2_5_VL: &str = "Qwen2_5_VLForConditionalGeneration";
+
 /// Models of images and text whose text part is served: the name in `architectures`, the `model_type` of a text part that
 /// does not say, and the fields around it, which are read where images are served.
 const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
@@ -201,6 +204,18 @@ const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
         ],
     ),
     (
+        QWEN2_5_VL,
+        "qwen2_5_vl_text",
+        &[
+            "image_token_id",
+            "video_token_id",
+            "vision_config",
+            "vision_end_token_id",
+            "vision_start_token_id",
+            "vision_token_id",
+        ],
+    ),
+    (
         "Qwen3VLForConditionalGeneration",
         "qwen3_vl_text",
         &[
@@ -237,8 +252,17 @@ pub(super) fn unwrap_text(
     let Some((name, text_type, around)) = AROUND_TEXT.iter().find(|(known, ..)| Some(*known) == name) else {
         return Ok(None);
     };
-    let Some(Value::Object(mut text)) = fields.remove("text_config") else {
-        return Err(ModelError::config(path, "`text_config` is missing"));
+    const OF_ALL: [&str; 2] = ["architectures", "model_type"];
+    let mut text = match fields.remove("text_config") {
+        Some(Value::Object(text)) => text,
+        None if *name == QWEN2_5_VL => {
+            let is_of_text = |field: &str| !around.contains(&field) && !OF_ALL.contains(&field);
+            let all = std::mem::take(fields);
+            let (text, others) = all.into_iter().partition(|(field, _)| is_of_text(field));
+            *fields = others;
+            text
+        }
+        _ => return Err(ModelError::config(path, "`text_config` is missing")),
     };
     const SHARED: [&str; 6] = [
         "compression_config",
@@ -254,7 +278,7 @@ pub(super) fn unwrap_text(
             text.entry(field).or_insert(value);
         } else if around.contains(&field.as_str()) {
             around_text.insert(field, value);
-        } else if !["architectures", "model_type"].contains(&field.as_str()) {
+        } else if !OF_ALL.contains(&field.as_str()) {
             check_other(name, &field, &value)?;
         }
     }

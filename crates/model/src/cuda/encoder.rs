@@ -16,9 +16,10 @@ use plimsoll_kernels::cuda::{
 
 use super::staging::{Layout, STEPS_IN_FLIGHT, Section};
 use super::weights::{GpuEncoderWeights, GpuVector};
-use crate::blocks::{EncoderLayer, EncoderOperations, LayerNorm, Merger};
+use crate::blocks::{EncoderLayer, EncoderNorm, EncoderOperations, Merger};
 use crate::encoder::{EncodedImage, KeptImages, PAGE, largest_image, place};
-use crate::{EncoderSpec, ModelError};
+use crate::encoder_spec::families;
+use crate::{EncoderMlp, EncoderSpec, ModelError};
 
 /// Alignment of everything, in bytes.
 const ALIGN: usize = 256;
@@ -44,6 +45,10 @@ pub(super) fn check(spec: &EncoderSpec) -> Result<(), ModelError> {
             supported,
         ))
     };
+    if Form::of(spec).is_none() {
+        let supported = format!("encoders such as {}'s are", families::QWEN3.name);
+        return unsupported("model_type", spec.family.name.to_owned(), supported);
+    }
     for (field, width) in widths {
         if !width.is_multiple_of(8) {
             let value = match field {
@@ -62,6 +67,31 @@ pub(super) fn check(spec: &EncoderSpec) -> Result<(), ModelError> {
         return unsupported("hidden_size", merged.to_string(), supported);
     }
     Ok(())
+}
+
+/// What the kernels compute, of the family whose encoders they know.
+#[derive(Clone, Copy, Debug)]
+struct Form {
+    positions_per_side: usize,
+    theta: f64,
+    activation: Gelu,
+}
+
+impl Form {
+    fn of(spec: &EncoderSpec) -> Option<Self> {
+        match (spec.positions_per_side, spec.theta, spec.mlp) {
+            (Some(positions_per_side), Some(theta), EncoderMlp::Plain(activation))
+                if *spec.family == families::QWEN3 && spec.windows.is_none() =>
+            {
+                Some(Self {
+                    positions_per_side,
+                    theta,
+                    activation,
+                })
+            }
+            _ => None,
+        }
+    }
 }
 
 /// A model's encoder, but for its weights.
@@ -270,8 +300,10 @@ impl EncoderState {
             self.gpu.upload_async(&input.patches, 0, taken.cast())?;
             self.gpu.upload_async(&input.pages, 0, pages.cast())?;
         }
+        let form = Form::of(spec).expect(CHECKED);
         let mut step = Step {
             spec,
+            form,
             kernels: &self.kernels,
             linears: products.linears,
             grid,
@@ -287,15 +319,19 @@ impl EncoderState {
             kept: self.kept(0),
         };
         self.kernels
-            .patch_angles(step.patch_grid(), spec.theta, step.angles)?;
+            .patch_angles(step.patch_grid(), form.theta, step.angles)?;
         products.weights.forward(spec, &mut step)?;
         Ok(())
     }
 }
 
+/// Of what [`check`] refuses.
+const CHECKED: &str = "a model whose encoder has another form is not loaded";
+
 /// The activations of one image.
 struct Step<'a> {
     spec: &'a EncoderSpec,
+    form: Form,
     kernels: &'a EncoderKernels,
     linears: &'a Linears,
     grid: ImageGrid,
@@ -329,11 +365,11 @@ impl<'a> Step<'a> {
     }
 
     /// The norm of the residual stream, to which what is left is added first.
-    fn norm(&mut self, norm: &LayerNorm<GpuVector>) -> Result<(), GpuError> {
+    fn norm(&mut self, norm: &EncoderNorm<GpuVector>) -> Result<(), GpuError> {
         let delta = (!std::mem::replace(&mut self.is_added, true)).then_some(self.delta);
         let norm = GpuLayerNorm {
             weight: norm.weight.slice(),
-            bias: norm.bias.slice(),
+            bias: norm.bias.as_ref().expect(CHECKED).slice(),
             eps: self.spec.eps,
         };
         self.kernels.layer_norm(self.hidden, delta, norm, self.normed)
@@ -343,12 +379,16 @@ impl<'a> Step<'a> {
 impl EncoderOperations<GpuLinear, GpuVector> for Step<'_> {
     type Error = GpuError;
 
-    fn embed(&mut self, patches: &GpuLinear, positions: &GpuVector) -> Result<(), GpuError> {
+    fn embed(&mut self, patches: &GpuLinear, positions: Option<&GpuVector>) -> Result<(), GpuError> {
         let values = self.wide(self.spec.input.patch_values);
         self.linears.forward(values, patches, self.hidden)?;
-        let side = self.spec.positions_per_side;
+        let (positions, side) = (positions.expect(CHECKED), self.form.positions_per_side);
         self.kernels
             .add_positions(self.hidden, positions.slice(), side, self.patch_grid())
+    }
+
+    fn normalise(&mut self, _: &EncoderNorm<GpuVector>) -> Result<(), GpuError> {
+        unreachable!("{CHECKED}: there is no norm before the first layer")
     }
 
     fn attend(&mut self, layer: &EncoderLayer<GpuLinear, GpuVector>) -> Result<(), GpuError> {
@@ -375,17 +415,20 @@ impl EncoderOperations<GpuLinear, GpuVector> for Step<'_> {
         self.norm(&layer.mlp_norm)?;
         let inner = self.wide(self.spec.intermediate_size);
         self.linears.forward(self.normed, &layer.up, inner)?;
-        self.kernels.gelu(self.spec.activation, inner)?;
+        self.kernels.gelu(self.form.activation, inner)?;
         self.is_added = false;
         self.linears.forward(inner, &layer.down, self.delta)
     }
 
     fn merge(&mut self, merger: &Merger<GpuLinear, GpuVector>, part: usize) -> Result<(), GpuError> {
+        let Merger::Mlp { norm, up, down } = merger else {
+            unreachable!("{CHECKED}: rows are made by an MLP");
+        };
         // Merged patches are neighbours in memory: a norm of them is one of wider rows.
-        self.norm(&merger.norm)?;
-        self.linears.forward(self.normed, &merger.up, self.delta)?;
+        self.norm(norm)?;
+        self.linears.forward(self.normed, up, self.delta)?;
         self.kernels.gelu(Gelu::Exact, self.delta)?;
-        self.linears.forward(self.delta, &merger.down, self.merged)?;
+        self.linears.forward(self.delta, down, self.merged)?;
         let kept = KeptRows {
             column: part * self.spec.out_size,
             ..self.kept

@@ -71,7 +71,7 @@ impl Visitor for Products {
                 order: _,
                 expert,
                 // Of an encoder, which is stored in floats.
-                kernel: _,
+                stored_as: _,
                 // A GPU has all of a model.
                 share: _,
             } = part;
@@ -114,7 +114,7 @@ mod tests {
     use plimsoll_kernels::WeightType;
 
     use super::*;
-    use crate::blocks::RowOrder;
+    use crate::blocks::{RowOrder, StoredAs};
 
     #[test]
     fn parts_of_odd_sizes_in_different_types_are_named() {
@@ -125,7 +125,7 @@ mod tests {
             format: MatrixFormat::Gguf(dtype),
             order: RowOrder::Plain,
             expert: None,
-            kernel: None,
+            stored_as: StoredAs::Weight,
             share: None,
         };
         let [wide, odd] = [("a.q_proj", 64), ("a.k_proj", 12)];

@@ -102,12 +102,12 @@ impl Embeddings {
         elements.checked_mul(size_of::<f32>())
     }
 
-    /// Writes one part of all rows.
-    pub(crate) fn write(&mut self, pages: &EncodedImage, part: usize, rows: &[f32]) {
+    /// Writes one part of consecutive rows from `first` on.
+    pub(crate) fn write(&mut self, pages: &EncodedImage, part: usize, first: usize, rows: &[f32]) {
         let (row, len) = (self.row, self.part);
         let slab = self.slab.as_mut_slice::<f32>();
         for (index, values) in rows.chunks_exact(len).enumerate() {
-            let at = place(pages, index) * row + part * len;
+            let at = place(pages, first + index) * row + part * len;
             slab[at..at + len].copy_from_slice(values);
         }
     }

@@ -9,8 +9,8 @@ use plimsoll_kernels::WeightType;
 
 use super::share::in_units;
 use super::{Beside, RowOrder, Scales, Source, StoredMatrix, Tensor};
-use crate::blocks::{InExperts, Matrix, Vector};
-use crate::names::{CLASSIFIER, TOWER};
+use crate::blocks::{Among, InExperts, Matrix, StoredAs, Vector};
+use crate::names::{CLASSIFIER, TOWERS};
 use crate::quantization::{FP8_BLOCK, Fp8Scales, MXFP4_BLOCK, MatrixFormat};
 use crate::shard::{Axis, Share};
 use crate::{ModelError, Shape};
@@ -63,13 +63,26 @@ impl<'a> Checked<'a> {
                 share = share.filter(|share| share.axis != is_found);
                 self.of_experts(&matrix.name(), expert, &[matrix.outputs, stored[1]])?
             }
-            _ => match matrix.kernel {
-                None => self.take(&[matrix.name()], &[&matrix.stored_shape()])?,
-                Some(kernel) => {
+            _ => match &matrix.stored_as {
+                StoredAs::Weight => self.take(&[matrix.name()], &[&matrix.stored_shape()])?,
+                StoredAs::Kernel(kernel) => {
                     let stored = [&[matrix.outputs], &kernel[..]].concat();
                     let tensor = self.take(&[matrix.name()], &[&stored])?;
                     let shape = Shape(matrix.shape().to_vec());
                     Tensor { shape, ..tensor }
+                }
+                StoredAs::Parameter => {
+                    let tensor = self.take(&[matrix.name()], &[&[matrix.inputs, matrix.outputs]])?;
+                    let all = Among {
+                        all: matrix.outputs,
+                        first: 0,
+                        step: 1,
+                    };
+                    Tensor {
+                        shape: Shape(matrix.shape().to_vec()),
+                        order: RowOrder::Columns(all),
+                        ..tensor
+                    }
                 }
             },
         };
@@ -327,7 +340,8 @@ impl<'a> Checked<'a> {
 
     /// Whether a tensor is one of an encoder of which others were taken.
     fn is_of_tower(&self, name: &str) -> bool {
-        let Some(end) = name.find(TOWER).map(|start| start + TOWER.len()) else {
+        let end = |tower: &&str| Some(name.find(*tower)? + tower.len());
+        let Some(end) = TOWERS.iter().find_map(end) else {
             return false;
         };
         self.modules.iter().any(|module| module.starts_with(&name[..end]))

@@ -124,7 +124,12 @@ impl TensorFile {
 
 impl Source for Checkpoint {
     fn stored_name(&self, name: &str) -> String {
-        names::stored(name, self.prefixes)
+        let stored = names::stored(name, self.prefixes);
+        let newer = names::newer(&stored).filter(|newer| self.places.contains_key(newer));
+        match newer {
+            Some(newer) if !self.places.contains_key(&stored) => newer,
+            _ => stored,
+        }
     }
 
     fn has(&self, name: &str) -> bool {

@@ -9,7 +9,16 @@ use serde::Deserialize;
 use super::{golden_path, run};
 
 /// Those of which images are served.
-pub const IMAGE_MODELS: [&str; 2] = ["qwen3-vl", "qwen3_5-vision"];
+pub const IMAGE_MODELS: [&str; 5] = [
+    "gemma3-vision",
+    "mistral3-vision",
+    "qwen2_5-vl",
+    "qwen3-vl",
+    "qwen3_5-vision",
+];
+
+/// Values of a patch of those of Qwen.
+pub const VALUES: usize = 3 * 2 * 4 * 4;
 
 pub const IMAGE_LIMITS: EncoderLimits = EncoderLimits {
     max_patches: 48,
@@ -39,6 +48,12 @@ pub struct GoldenImage {
     pub grid: [usize; 3],
     pub start: usize,
     pub rows: usize,
+    /// Of a patch.
+    #[serde(default = "values")]
+    pub values: usize,
+    /// Lines of as many rows each, with a token between them.
+    #[serde(default = "one")]
+    pub lines: usize,
     /// Of each part, its rows.
     pub features: Vec<Vec<Vec<f32>>>,
     /// Of transformers' own rows in bf16.
@@ -53,31 +68,44 @@ impl GoldenImage {
         (0..self.rows).flat_map(of_row).collect()
     }
 
-    pub fn span(&self) -> ImageSpan {
-        ImageSpan {
-            start: self.start,
-            len: self.rows,
-            image: Arc::new(image(self.seed, self.grid)),
-        }
+    pub fn image(&self) -> Arc<Image> {
+        Arc::new(image(self.seed, self.grid, self.values))
+    }
+
+    pub fn spans(&self) -> impl Iterator<Item = ImageSpan> {
+        let (image, len) = (self.image(), self.rows / self.lines);
+        (0..self.lines).map(move |line| ImageSpan {
+            start: self.start + line * (len + 1),
+            len,
+            first: line * len,
+            image: Arc::clone(&image),
+        })
     }
 }
 
 impl ImageCase {
     pub fn spans(&self) -> Arc<[ImageSpan]> {
-        self.images.iter().map(GoldenImage::span).collect()
+        self.images.iter().flat_map(GoldenImage::spans).collect()
     }
 }
 
-/// As `scripts/golden_images.py` makes it.
-pub fn image(seed: usize, [frames, height, width]: [usize; 3]) -> Image {
-    const VALUES: usize = 3 * 2 * 4 * 4;
+fn values() -> usize {
+    VALUES
+}
+
+fn one() -> usize {
+    1
+}
+
+/// As `scripts/golden_images.py` makes it, so many values for each patch.
+pub fn image(seed: usize, [frames, height, width]: [usize; 3], values: usize) -> Image {
     let grid = ImageGrid {
         frames,
         height,
         width,
     };
     let value = |index: usize| {
-        let draw = index * 7919 + seed * 104_729 + (index / VALUES) * (index % VALUES) * 31;
+        let draw = index * 7919 + seed * 104_729 + (index / values) * (index % values) * 31;
         (draw % 2001) as f32 / 1000.0 - 1.0
     };
     let mut hash = [0; 32];
@@ -87,7 +115,7 @@ pub fn image(seed: usize, [frames, height, width]: [usize; 3]) -> Image {
     Image {
         hash,
         grid,
-        patches: (0..grid.patches() * VALUES).map(value).collect(),
+        patches: (0..grid.patches() * values).map(value).collect(),
     }
 }
 
@@ -107,8 +135,15 @@ pub fn options(kv_cache_dtype: KvCacheDtype, images: EncoderLimits) -> LoadOptio
     }
 }
 
-/// The tokens of a prompt as runs of at most `most` tokens, each with rows of one image at most.
-pub fn chunks(prompt: &[TokenId], images: &Arc<[ImageSpan]>, table: &[PageId], most: usize) -> Vec<Run> {
+/// The tokens of a prompt as runs of at most `most` tokens, each with rows of one image at most; where spans are `mutual`, none ends
+/// inside one, however long that is.
+pub fn chunks(
+    prompt: &[TokenId],
+    images: &Arc<[ImageSpan]>,
+    table: &[PageId],
+    most: usize,
+    mutual: bool,
+) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     let mut start = 0;
     while start < prompt.len() {
@@ -116,8 +151,13 @@ pub fn chunks(prompt: &[TokenId], images: &Arc<[ImageSpan]>, table: &[PageId], m
         let mut touched = images
             .iter()
             .filter(|span| !span.rows_in(&(start..end)).is_empty());
-        if let (Some(_), Some(second)) = (touched.next(), touched.next()) {
+        if let Some(first) = touched.next()
+            && let Some(second) = touched.find(|span| span.image.hash != first.image.hash)
+        {
             end = second.start;
+        }
+        if let Some(span) = images.iter().find(|span| mutual && span.is_cut_at(end)) {
+            end = span.end();
         }
         runs.push(Run {
             images: Some(Arc::clone(images)),

@@ -27,7 +27,7 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 44] = [
+pub const MODELS: [&str; 46] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
@@ -47,6 +47,7 @@ pub const MODELS: [&str; 44] = [
     "ministral3",
     "ministral3-fp8",
     "mistral-window",
+    "mistral3-vision",
     "mixtral",
     "phi3-fp8-tensor",
     "phi3-int4-channel",
@@ -58,6 +59,7 @@ pub const MODELS: [&str; 44] = [
     "qwen2-int4-group-32",
     "qwen2-moe",
     "qwen2-window",
+    "qwen2_5-vl",
     "qwen3-awq",
     "qwen3-f16",
     "qwen3-fp8-block",

@@ -13,7 +13,7 @@ use plimsoll_model::{KvCacheDtype, LoadFormat, LoadOptions};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::common::images::{IMAGE_LIMITS, ImageCase, chunks, golden_images, image, options};
+use crate::common::images::{IMAGE_LIMITS, ImageCase, VALUES, chunks, golden_images, image, options};
 use crate::common::*;
 use crate::reference::root_mean_square;
 use crate::setup::{LIMITS, Setup, gpu, report};
@@ -50,7 +50,7 @@ fn images_become_rows_as_close_to_transformers_as_bf16_allows() {
         let mut runner = setup().build(&load(&gpu, name));
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for golden in golden_images(name).cases.iter().flat_map(|case| &case.images) {
-            let found = runner.encode(&golden.span().image).unwrap();
+            let found = runner.encode(&golden.image()).unwrap();
             ours.push(relative_error(&found, &golden.all_rows()));
             theirs.push(golden.bf16_error);
             let parts: Vec<f64> = (golden.features.iter().enumerate())
@@ -76,7 +76,7 @@ fn last_logits(runner: &mut GpuRunner, setup: &Setup, case: &ImageCase, most: us
     let first = case.prompt.len() - case.last_logits.len();
     let table = blocks(0..setup.num_blocks() as u32);
     let mut found = Vec::new();
-    for run in chunks(&case.prompt, &case.spans(), &table, most) {
+    for run in chunks(&case.prompt, &case.spans(), &table, most, false) {
         let rows = (run.start.max(first)..run.end()).map(|row| row - run.start);
         let rows: Vec<usize> = rows.collect();
         found.extend(runner.logits(&plan(vec![run]), &rows).unwrap());
@@ -137,7 +137,7 @@ fn images_are_followed_by_the_greedy_tokens_that_lead() {
             for case in &cases {
                 let mut runner = setup.build(&model);
                 let (spans, table) = (case.spans(), blocks(0..setup.num_blocks() as u32));
-                let mut runs = chunks(&case.prompt, &spans, &table, 30);
+                let mut runs = chunks(&case.prompt, &spans, &table, 30, false);
                 runs.last_mut().unwrap().sample = Some(greedy_spec(0));
                 let mut last = None;
                 for run in runs {
@@ -252,7 +252,7 @@ fn images_are_kept_by_content_and_encoded_again_when_they_are_gone() {
             }
             let height = 2 * rng.random_range(1..=4);
             let width = 2 * rng.random_range(1..=IMAGE_LIMITS.max_patches / height / 2);
-            let image = image(seed, [1, height, width]);
+            let image = image(seed, [1, height, width], VALUES);
             let rows = runner.encode(&image).unwrap();
             assert!(rows.iter().all(|x| x.is_finite()));
             assert!(known.iter().all(|(_, other)| *other != rows));
@@ -293,7 +293,7 @@ fn images_take_what_the_footprint_says_and_nothing_more_while_they_are_served() 
                 .into_iter()
                 .enumerate()
             {
-                runner.encode(&image(seed, grid)).unwrap();
+                runner.encode(&image(seed, grid, VALUES)).unwrap();
             }
             assert_eq!(
                 (gpu.allocations(), gpu.budget().meters().reserved),
@@ -332,11 +332,12 @@ fn images_that_no_scheduler_plans_are_refused() {
     let model = load(&gpu, "qwen3-vl");
     refused(&model, both(), "rows of two images");
     refused(&crate::setup::load(&gpu, "qwen3-vl"), both(), "without images");
-    let large = Arc::new(image(1, [1, 2, 26]));
+    let large = Arc::new(image(1, [1, 2, 26], VALUES));
     let mut too_large = both();
     let span = ImageSpan {
         start: 0,
         len: 13,
+        first: 0,
         image: Arc::clone(&large),
     };
     too_large.runs[0].images = Some([span].into());
@@ -382,6 +383,7 @@ fn images_of_a_published_size_are_encoded() {
         let span = ImageSpan {
             start: 0,
             len: 1024,
+            first: 0,
             image: Arc::new(image),
         };
         let placeholder = model.config().image_input().unwrap().placeholder;

@@ -25,8 +25,7 @@ impl Room {
             true => ready.min(self.tokens),
             false => {
                 let start = running.planned;
-                let most = ready.min(self.for_prompts());
-                let end = self.before_other_images(&running.sequence.request, start, start + most);
+                let end = self.end_of(&running.sequence.request, start, start + ready);
                 match end > start {
                     true => kv.cut(&running.table, start, end) - start,
                     false => 0,
@@ -40,7 +39,7 @@ impl Room {
             here.next().map(|span| span.image.hash)
         });
         self.tokens -= len;
-        self.prompts -= if generates { 0 } else { len };
+        self.prompts = self.prompts.saturating_sub(if generates { 0 } else { len });
         len
     }
 
@@ -58,9 +57,26 @@ impl Room {
         end
     }
 
-    /// Whether a request cannot go on behind `start` before a later step, because of its image.
-    pub(super) fn lacks_image(&self, request: &Request, start: usize) -> bool {
-        self.before_other_images(request, start, start + 1) == start
+    /// Where a run of a prompt from `start` on ends that could end at `ready`; at `start` if it must wait for a later step.
+    ///
+    /// Where tokens of a span see each other, it is computed at once: before what is left of it that does not fit the step. The
+    /// prompts' share of a step may be smaller than a span, and then gives way to the first of them, lest it never be computed.
+    fn end_of(&self, request: &Request, start: usize, ready: usize) -> usize {
+        let most = ready.min(start + self.for_prompts());
+        let end = self.before_other_images(request, start, most);
+        let spans = request.images().filter(|_| request.has_mutual_spans());
+        let cut = spans.and_then(|spans| spans.iter().find(|span| span.is_cut_at(end)));
+        match cut {
+            None => end,
+            Some(span) if span.start > start => span.start,
+            Some(span) if end > start && span.end() <= start + self.tokens => span.end(),
+            Some(_) => start,
+        }
+    }
+
+    /// Whether a request of so many tokens cannot go on behind `start` before a later step, because of its image.
+    pub(super) fn lacks_image(&self, request: &Request, start: usize, tokens: usize) -> bool {
+        self.end_of(request, start, tokens) == start
     }
 
     /// Tokens of prompts that still fit.

@@ -406,6 +406,8 @@ impl Rig {
                     placeholder: processor.markers().placeholder,
                     patch_values: processor.patch_values(),
                     merge: 2,
+                    only: None,
+                    mutual: false,
                     limits: plimsoll_core::EncoderLimits {
                         max_patches: processor.worst_image().plan.grid.patches(),
                         max_images_per_prompt: setup.options.media.max_images,

@@ -7,7 +7,7 @@ const PREFIX: &str = "kv/prefix.rs";
 const ROOM: &str = "scheduler/scheduler/room.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const IMAGE_MUTATIONS: [Mutation; 5] = [
+pub(crate) const IMAGE_MUTATIONS: [Mutation; 6] = [
     bug(
         "different images share KV",
         &[
@@ -38,6 +38,10 @@ pub(crate) const IMAGE_MUTATIONS: [Mutation; 5] = [
             "if «*image.get_or_insert(span.image.hash) != span.image.hash» {",
             "{ let _ = &mut image; false }",
         )],
+    ),
+    bug(
+        "a run ends among tokens that see each other",
+        &[edit(ROOM, "«request.has_mutual_spans()»", "false")],
     ),
     bug(
         "a router takes the images of a block for those of another",

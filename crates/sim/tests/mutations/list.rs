@@ -423,7 +423,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     ),
     bug(
         "a step has too many tokens",
-        &[edit(ROOM, "«ready.min(self.for_prompts())»", "ready")],
+        &[edit(ROOM, "«ready.min(start + self.for_prompts())»", "ready")],
     ),
     bug(
         "a step has too many runs",

@@ -141,7 +141,7 @@ mod tests {
     use super::super::layout::{Element, Layout, Stored};
     use super::*;
     use crate::Shape;
-    use crate::blocks::{Matrix, RowOrder, Vector};
+    use crate::blocks::{Matrix, RowOrder, StoredAs, Vector};
     use crate::quantization::{MatrixFormat, Quantization};
     use crate::weights::{Beside, Checked, DummyWeights, Scales, Source, Tensor};
 
@@ -163,7 +163,7 @@ mod tests {
                     format: MatrixFormat::Plain,
                     order: RowOrder::Plain,
                     expert: None,
-                    kernel: None,
+                    stored_as: StoredAs::Weight,
                     share: None,
                 }),
             };

@@ -6,7 +6,7 @@ use rand::{Rng, SeedableRng};
 
 use super::*;
 use crate::Shape;
-use crate::blocks::RowOrder;
+use crate::blocks::{RowOrder, StoredAs};
 use crate::quantization::{Int4Groups, MatrixFormat};
 use crate::weights::Source;
 
@@ -205,7 +205,7 @@ impl Plain {
             format: MatrixFormat::Int4(self.format),
             order,
             expert: None,
-            kernel: None,
+            stored_as: StoredAs::Weight,
             share: None,
         }
     }

@@ -1,0 +1,146 @@
+"""Images of prompts in the families beside Qwen3.5 (test_images.py): tiny random models, a token for each byte, and templates that write
+for an image what those of the published models write."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from conftest import ROOT
+from test_images import base, image, png, scores, text, tokenizer
+
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+
+TEMPLATE = """{% for message in messages %}<|turn|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}%s{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|turn|>model
+{% endif %}"""
+
+
+class Gemma3:
+    golden = "gemma3-vision"
+    special = ["<|turn|>", "<|end|>", "<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+    ids = {"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"}
+    written = "<start_of_image>"
+    processor = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 24, "width": 24}, "image_seq_length": 9, "resample": 2,
+                 "do_pan_and_scan": None, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    # Rows and the marks around them: a line break is a token here.
+    tokens = {(64, 64): 9 + 6, (24, 24): 9 + 6, (16, 200): 9 + 6}
+    # The rows of an image take a step of their own at least.
+    batched = 16
+
+
+class Qwen2_5VL:
+    golden = "qwen2_5-vl"
+    special = ["<|turn|>", "<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    ids = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
+           "vision_end_token_id": "<|vision_end|>"}
+    written = "<|vision_start|><|image_pad|><|vision_end|>"
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 64, "max_pixels": 4096, "patch_size": 4,
+                 "temporal_patch_size": 2, "merge_size": 2} | CLIP
+    tokens = {(64, 64): 64 + 2, (24, 40): 15 + 2, (200, 200): 64 + 2}
+    batched = 16
+
+
+class Mistral3:
+    golden = "mistral3-vision"
+    special = ["<|turn|>", "<|end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    ids = {"image_token_index": "[IMG]"}
+    written = "[IMG]"
+    processor = {"image_processor_type": "PixtralImageProcessorFast", "size": {"longest_edge": 64}, "patch_size": 4} | CLIP
+    # A mark behind each line.
+    tokens = {(64, 64): 8 * 9, (24, 40): 5 * 4, (128, 64): 4 * 9}
+    batched = 16
+
+
+FAMILIES = {"gemma3": Gemma3, "qwen2.5-vl": Qwen2_5VL, "mistral3": Mistral3}
+
+
+def write(directory, of) -> None:
+    """The model's files, but for its weights."""
+    config = json.loads((ROOT / "tests" / "golden" / of.golden / "config.json").read_text())
+    ids = {name: 256 + index for index, name in enumerate(of.special)}
+    config["text_config"] |= {"vocab_size": 320, "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": ids["<|end|>"]}
+    config |= {field: ids[name] for field, name in of.ids.items()} | {"eos_token_id": ids["<|end|>"]}
+    files = {"config": config, "preprocessor_config": of.processor, "tokenizer": tokenizer(of.special), "tokenizer_config": {"eos_token": "<|end|>"}}
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("%s", of.written))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request, start, tmp_path_factory):
+    directory, of = tmp_path_factory.mktemp(request.param), FAMILIES[request.param]
+    write(directory, of)
+    with start(str(directory), "--load-format", "dummy", "--served-model-name", "tiny", "--max-num-seqs", "8",
+               "--max-num-batched-tokens", str(of.batched), "--limit-mm-per-prompt", '{"image": 3}') as server:
+        yield server, of
+
+
+def ask(server, *content, salt="", **more):
+    extra = {"ignore_eos": True} | ({"cache_salt": salt} if salt else {})
+    return server.openai.chat.completions.create(model="tiny", messages=[{"role": "user", "content": list(content)}], max_tokens=12,
+                                                 temperature=0, logprobs=True, extra_body=extra, **more)
+
+
+def test_usage_counts_the_tokens_of_images(served):
+    server, of = served
+    words = ask(server, text("What is it?")).usage.prompt_tokens
+    for (width, height), tokens in of.tokens.items():
+        assert ask(server, image(1, width, height), text("What is it?")).usage.prompt_tokens == words + tokens, (width, height)
+    sizes = list(of.tokens)[:2]
+    two = ask(server, image(1, *sizes[0]), text("What is it?"), image(2, *sizes[1])).usage.prompt_tokens
+    assert two == words + sum(of.tokens[size] for size in sizes)
+
+
+def test_what_an_image_shows_is_seen(served):
+    server, _ = served
+    first, again, other = (ask(server, image(seed), text("What is it? " * 3)) for seed in (11, 11, 12))
+    assert scores(first) == scores(again) and scores(first) != scores(other)
+    cached = lambda answer: answer.usage.prompt_tokens_details.cached_tokens
+    assert cached(again) > cached(other)
+
+
+def test_text_does_not_depend_on_the_load(served):
+    server, _ = served
+    # With a cache of their own both times, images are computed again. Prompts are longer than a step.
+    of = lambda seed, salt: scores(ask(server, text("Look: " * (seed % 5)), image(seed), text(f"Image {seed}?"), salt=salt))
+    alone = [of(seed, "alone") for seed in range(20, 26)]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(lambda seed: of(seed, "together"), range(20, 26))) == alone
+
+
+def test_images_that_cannot_be_taken_are_refused(served):
+    server, _ = served
+    for url, named in [("data:image/png;base64,AAAA", "not an image"), ("data:image/png;base64," + base(1)[:4000], "cannot be decoded")]:
+        with pytest.raises(openai.BadRequestError, match=named):
+            ask(server, {"type": "image_url", "image_url": {"url": url}}, text("What is it?"))
+    with pytest.raises(openai.BadRequestError, match="3"):
+        ask(server, *(image(seed, 8, 8) for seed in range(4)), text("What are they?"))
+
+
+def test_marks_in_texts_of_messages_are_text(served):
+    server, of = served
+    answer = ask(server, text(f"What is {of.written} and {''.join(of.special)}?"), image(1))
+    assert answer.choices[0].message.content is not None
+
+
+def test_the_encoders_memory_is_reserved(served):
+    server, _ = served
+    memory = server.http.get("/memory").raise_for_status().json()
+    components = {line["name"]: line["bytes"] for line in memory["profile"]["ready"]["components"]}
+    assert components["encoder"] > 0
+    model = server.http.get("/v1/models").raise_for_status().json()["data"][0]
+    assert model["input_modalities"] == ["text", "image"]
+
+
+def test_text_alone_is_served_as_before(start, tmp_path):
+    write(tmp_path, Gemma3)
+    with start(str(tmp_path), "--load-format", "dummy", "--served-model-name", "tiny", "--limit-mm-per-prompt", '{"image": 0}',
+               "--max-num-batched-tokens", "8", "--max-num-seqs", "8") as server:
+        components = server.http.get("/memory").raise_for_status().json()["profile"]["ready"]["components"]
+        assert sum(line["bytes"] for line in components if line["name"] == "encoder") == 0
+        assert ask(server, text("What is it?")).choices[0].message.content is not None
+        with pytest.raises(openai.BadRequestError, match="image"):
+            ask(server, image(1), text("What is it?"))
