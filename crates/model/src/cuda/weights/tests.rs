@@ -15,6 +15,7 @@ use super::layout::{Element, KeptScales, Layout, LinearSpan, Part, Places, Span,
 use crate::blocks::{Decoder, Layer, RowOrder};
 use crate::model::Description;
 use crate::quantization::{Fp8Scales, GgufTypes, Quantization};
+use crate::spec::LayerSpec;
 use crate::weights::int4_tests::{self, Plain};
 use crate::weights::{Checked, Scales, Source, Tensor};
 use crate::{DecoderSpec, LoadFormat, ModelError, ServeAs, Shape};
@@ -96,6 +97,25 @@ fn experts_arrive_as_a_cpu_reads_them() {
         }
         assert!(experts >= 18, "{name}: {experts} matrices of experts");
     }
+}
+
+/// Projections of layers that share keys and values, which published checkpoints have and nobody reads.
+#[test]
+fn what_nothing_reads_may_be_stored() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/gemma4-shared");
+    let description = Description::read(&path, &ServeAs::default()).unwrap();
+    let spec = description.about.spec();
+    let layout = Layout::new(spec, None).unwrap();
+    let shares = |layer: &Arc<LayerSpec>| layer.attention().is_some_and(|own| own.shares_kv.is_some());
+    let layers = spec.layers.iter().enumerate().filter(|(_, layer)| shares(layer));
+    let names: Vec<_> = layers
+        .flat_map(|(index, _)| {
+            ["k_proj", "v_proj", "k_norm", "v_norm"]
+                .map(|part| format!("model.layers.{index}.self_attn.{part}.weight"))
+        })
+        .collect();
+    assert!(!names.is_empty());
+    assert_eq!(layout.idle, names);
 }
 
 /// Every layout becomes the kernels' own, to the bit, in pieces of any rows, and in the order of groups.
