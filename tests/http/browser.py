@@ -13,8 +13,9 @@ from playwright.sync_api import Locator, Page, expect, sync_playwright
 ROOT = Path(__file__).resolve().parents[2]
 CHAT = "**/v1/chat/completions"
 WIDE, PHONE = {"width": 1280, "height": 820}, {"width": 390, "height": 780}
-# A busy machine takes its time.
+# A busy machine takes its time. What is awaited of a page is looked at until it is so, or this has passed.
 PATIENCE_MS = 60_000
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def send(page: Page, text: str) -> None:
 
 def answered(page: Page, answers: int) -> None:
     """Waits until so many answers are whole."""
-    expect(page.locator(".assistant .after")).to_have_count(answers, timeout=PATIENCE_MS)
+    expect(page.locator(".assistant .after")).to_have_count(answers)
 
 
 def says(page: Page, *deltas: dict) -> None:

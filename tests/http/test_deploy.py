@@ -37,6 +37,7 @@ VALUES = {
             "strategy": {"type": "Recreate"}},
     "tls": {**EVERYTHING, "tlsSecret": "certificate"},
     "alone": {**EVERYTHING, "replicas": 1},
+    "ranks": {"gpus": 2, "tensorParallelSize": 2, "sharedMemory": "1Gi"},
 }
 
 
@@ -117,6 +118,21 @@ def test_pods_are_told_what_the_values_say():
     assert "nvidia.com/gpu" not in str(cpu["resources"])
 
 
+def test_a_pod_has_as_many_gpus_as_ranks():
+    pod = pod_of(VALUES["ranks"])
+    [container] = pod["containers"]
+    assert "--tensor-parallel-size=2" in container["args"] and container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    [volume] = [volume for volume in pod["volumes"] if volume["name"] == "shm"]
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    on_cpu = pod_of({"gpus": 0, "tensorParallelSize": 4})["containers"][0]
+    assert {"--device=cpu", "--tensor-parallel-size=4"} <= set(on_cpu["args"])
+    assert not [arg for arg in pod_of({})["containers"][0]["args"] if "tensor-parallel" in arg]
+    for wrong in [{"gpus": 2}, {"tensorParallelSize": 2}, {"gpus": 4, "tensorParallelSize": 2}]:
+        with pytest.raises(HelmError, match="as many GPUs as it has ranks"):
+            render(wrong)
+
+
 def test_a_gpu_that_is_missing_ends_the_start():
     # By itself the server would fall back to the CPU, where it is too slow to be of use, and say so in its log alone.
     assert device_of({}) == "cuda" and device_of(VALUES["cpu"]) == "cpu"
@@ -171,13 +187,13 @@ def test_helm_test_is_there_where_it_can_tell(values, there):
     assert ("helm test" in notes(values)) == there
 
 
-@pytest.mark.parametrize("args", [["--port", "9000"], ["--drain_timeout=300"], ["--shutdown-timeout=300"], ["--ssl-certfile", "/x"], ["--device=cpu"]])
+@pytest.mark.parametrize("args", [["--port", "9000"], ["--drain_timeout=300"], ["--shutdown-timeout=300"], ["--ssl-certfile", "/x"], ["--device=cpu"], ["-tp", "2"], ["-tp=2"], ["--tp-size=2"]])
 def test_flags_that_values_set_are_refused(args):
     with pytest.raises(HelmError, match="is set by the value"):
         render({"args": args})
 
 
-@pytest.mark.parametrize("name", ["PLIMSOLL_PORT", "PLIMSOLL_DRAIN_TIMEOUT", "PLIMSOLL_SHUTDOWN_TIMEOUT", "PLIMSOLL_SSL_CERTFILE", "PLIMSOLL_API_KEY_FILE"])
+@pytest.mark.parametrize("name", ["PLIMSOLL_PORT", "PLIMSOLL_DRAIN_TIMEOUT", "PLIMSOLL_SHUTDOWN_TIMEOUT", "PLIMSOLL_SSL_CERTFILE", "PLIMSOLL_API_KEY_FILE", "PLIMSOLL_TENSOR_PARALLEL_SIZE"])
 def test_variables_that_values_set_are_refused(name):
     with pytest.raises(HelmError, match=f"{name} is set by the value"):
         render({"env": [{"name": name, "value": "1"}], "apiKeySecret": "keys"})
@@ -285,8 +301,11 @@ def test_compose():
     # A GPU that the container does not get ends the start; by itself the server would fall back to the CPU.
     words = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in plimsoll["command"]]
     done = subprocess.run([BINARY, "config", *words, "--json"], capture_output=True, text=True, timeout=PATIENCE, check=True)
-    assert json.loads(done.stdout)["settings"]["device"]["value"] == "cuda"
-    assert plimsoll["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    settings = {name: setting["value"] for name, setting in json.loads(done.stdout)["settings"].items()}
+    assert settings["device"] == "cuda"
+    [devices] = plimsoll["deploy"]["resources"]["reservations"]["devices"]
+    assert plimsoll["command"][plimsoll["command"].index("--tensor-parallel-size") + 1] == devices["count"] == "${RANKS:-1}"
+    assert devices["capabilities"] == ["gpu"]
 
 
 def test_health_check_waits_as_long_as_the_chart():

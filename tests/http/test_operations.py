@@ -18,6 +18,8 @@ ALERTS = ROOT / "config/prometheus/alerts.yml"
 DASHBOARD = ROOT / "config/grafana/plimsoll.json"
 # Where there is no GPU, these are not on the page.
 OF_A_GPU = {"plimsoll_gpu_busy_seconds_total", "plimsoll_gpu_idle_seconds_total"}
+# And where the model has no experts, these.
+OF_EXPERTS = {"plimsoll_expert_imbalance_ratio", "plimsoll_expert_hottest_token_ratio"}
 # And where nobody is told of the KV cache, these.
 OF_KV_EVENTS = {"plimsoll_kv_event_batches_published_total", "plimsoll_kv_event_batches_dropped_total"}
 # And once a server is ready, this.
@@ -35,7 +37,7 @@ def exported(sim) -> set[str]:
     """Names of the series on the page of a server that has served."""
     sim.openai.completions.create(model="sim", prompt="a", max_tokens=2)
     page = sim.http.get("/metrics").raise_for_status().text
-    return {re.match(r"[a-z0-9_:]+", line)[0] for line in page.splitlines() if line and not line.startswith("#")} | OF_A_GPU | OF_KV_EVENTS | OF_A_START
+    return {re.match(r"[a-z0-9_:]+", line)[0] for line in page.splitlines() if line and not line.startswith("#")} | OF_A_GPU | OF_EXPERTS | OF_KV_EVENTS | OF_A_START
 
 
 def rules() -> list[dict]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 
+import moe_model
 import pytest
 from conftest import BINARY, PATIENCE, SMOLLM2
 
@@ -17,22 +18,47 @@ def selftest(server, seconds: int) -> tuple[int, dict, str]:
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+def assert_holds(server, full: float) -> None:
+    """The limits hold with this part of the KV cache in use. As often as a debug build on a busy machine needs to be seen so full, with the
+    time that the verdict itself says is enough."""
+    seconds = 15
+    for _ in range(4):
+        code, verdict, table = selftest(server, seconds)
+        reached = {goal["limit"]: goal["reached"] for goal in verdict["goals"]}
+        if code != INCONCLUSIVE and reached["KV cache in use"] >= full:
+            break
+        seconds = verdict.get("suggested_duration", seconds)
+    assert code == 0, table + server.tail()
+    assert verdict["selftest"] == "passed" and verdict["findings"] == []
+    assert verdict["device_allocs_after_ready"] == 0 and verdict["kv_blocks_at_end"] == 0
+    assert reached["rows at once"] == 4 and reached["KV cache in use"] >= full and reached["full length"] >= 1
+
+
+LIMITS = ["--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-total-token-num", "384"]
+
+
 @pytest.mark.parametrize(("model", "full"), [(str(SMOLLM2), 0.95), ("sim:0.005,window=40", 0.8)])
 def test_the_limits_that_were_proved_hold(start, model, full):
-    """With windows of less than a few blocks, four rows are not sure to hold all of the cache at once. As often as a debug build on a busy machine needs to be seen full, with the time that the verdict itself says is enough."""
-    limits = ["--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
-    with start(model, "--served-model-name", "model", *limits, "--max-total-token-num", "384") as server:
-        seconds = 15
-        for _ in range(4):
-            code, verdict, table = selftest(server, seconds)
-            reached = {goal["limit"]: goal["reached"] for goal in verdict["goals"]}
-            if code != INCONCLUSIVE and reached["KV cache in use"] >= full:
-                break
-            seconds = verdict.get("suggested_duration", seconds)
-        assert code == 0, table + server.tail()
-        assert verdict["selftest"] == "passed" and verdict["findings"] == []
-        assert verdict["device_allocs_after_ready"] == 0 and verdict["kv_blocks_at_end"] == 0
-        assert reached["rows at once"] == 4 and reached["KV cache in use"] >= full and reached["full length"] >= 1
+    """With windows of less than a few blocks, four rows are not sure to hold all of the cache at once."""
+    with start(model, "--served-model-name", "model", *LIMITS) as server:
+        assert_holds(server, full)
+
+
+def test_memory_does_not_depend_on_where_tokens_go(start, tmp_path):
+    """The same model with routers that spread tokens evenly, and with routers that send all of them to the same experts."""
+    proved = []
+    for spread in [True, False]:
+        directory = tmp_path / str(spread)
+        directory.mkdir()
+        moe_model.write(directory, spread)
+        with start(str(directory), "--served-model-name", "model", "--device-memory", "256MiB", *LIMITS) as server:
+            assert_holds(server, 0.95)
+            hottest = [server.metric("plimsoll_expert_hottest_token_ratio", layer=str(layer)) for layer in range(moe_model.LAYERS)]
+            assert all(part < 0.5 for part in hottest) if spread else hottest == [1] * moe_model.LAYERS
+            memory = server.http.get("/memory").raise_for_status().json()
+            assert memory["high_water_above_proof"] == 0 and memory["now"]["reserved_high"] <= memory["now"]["proved_peak"]
+            proved.append((memory["now"]["proved_peak"], memory["now"]["components"]))
+    assert proved[0] == proved[1]
 
 
 def test_a_server_with_keys_is_told_one(start, tmp_path):

@@ -38,15 +38,16 @@ pub struct Locks {
 #[derive(Debug)]
 #[must_use = "a dropped lock is free at once"]
 pub struct DeviceLock {
-    file: Option<File>,
+    /// Of each device that is locked.
+    files: Vec<File>,
     waited: Duration,
     relock: Relock,
 }
 
-/// Takes a device's lock once more in the same process, for a state that is built again. The default is for a device that
-/// nobody else can use.
+/// Takes the lock of a device, or of several, once more in the same process, for a state that is built again. The default is for
+/// a device that nobody else can use.
 #[derive(Clone, Debug, Default)]
-pub struct Relock(Option<(Locks, String)>);
+pub struct Relock(Option<(Locks, Vec<String>)>);
 
 impl Relock {
     /// Takes the lock if it is free. Where there can be no lock, a warning says so.
@@ -55,7 +56,7 @@ impl Relock {
     /// [`Error::DeviceBusy`] if anybody else holds it.
     pub fn try_take(&self) -> Result<DeviceLock, Error> {
         match &self.0 {
-            Some((locks, device)) => locks.take(device),
+            Some((locks, devices)) => locks.take_all(devices),
             None => Ok(DeviceLock::none()),
         }
     }
@@ -65,9 +66,21 @@ impl DeviceLock {
     /// For a device that nobody else can use, or whose starts cannot be kept apart.
     pub fn none() -> Self {
         Self {
-            file: None,
+            files: Vec::new(),
             waited: Duration::ZERO,
             relock: Relock::default(),
+        }
+    }
+
+    /// Holds what another holds too.
+    fn add(&mut self, mut other: Self) {
+        self.files.append(&mut other.files);
+        self.waited += other.waited;
+        let others = std::mem::take(&mut other.relock).0;
+        match (&mut self.relock.0, others) {
+            (Some((_, devices)), Some((_, others))) => devices.extend(others),
+            (own @ None, others) => *own = others,
+            (Some(_), None) => {}
         }
     }
 
@@ -78,7 +91,7 @@ impl DeviceLock {
 
     /// Whether there is a lock.
     pub fn is_held(&self) -> bool {
-        self.file.is_some()
+        !self.files.is_empty()
     }
 
     /// How long others had it first.
@@ -89,7 +102,7 @@ impl DeviceLock {
 
 impl Drop for DeviceLock {
     fn drop(&mut self) {
-        if let Some(file) = &self.file {
+        for file in &self.files {
             // For people alone; the kernel frees the lock with the file.
             let _ = file.set_len(0);
         }
@@ -138,10 +151,25 @@ impl Locks {
             ..self.clone()
         };
         Ok(DeviceLock {
-            file: Some(file),
+            files: vec![file],
             waited,
-            relock: Relock(Some((at_once, device.to_owned()))),
+            relock: Relock(Some((at_once, vec![device.to_owned()]))),
         })
+    }
+
+    /// The locks of several devices, as [`Self::take`]: in one order in all starts, so that no two wait for each other.
+    ///
+    /// # Errors
+    /// As [`Self::take`], for the first that is held.
+    pub fn take_all(&self, devices: &[String]) -> Result<DeviceLock, Error> {
+        let mut devices: Vec<_> = devices.iter().collect();
+        devices.sort_unstable();
+        devices.dedup();
+        let mut all = DeviceLock::none();
+        for device in devices {
+            all.add(self.take(device)?);
+        }
+        Ok(all)
     }
 
     /// Waits for the file's lock; `Ok(Err)`: it cannot be locked at all.
@@ -283,6 +311,30 @@ mod tests {
         drop(held);
         assert!(locks.take("cpu").unwrap().is_held());
         assert!(!DeviceLock::none().relock().try_take().unwrap().is_held());
+    }
+
+    #[test]
+    fn several_devices_are_locked_together() {
+        let dir = tempfile::tempdir().unwrap();
+        let locks = locks(dir.path(), Duration::ZERO);
+        let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
+        let held = locks.take_all(&names(&["GPU-2", "GPU-1", "GPU-2"])).unwrap();
+        assert!(held.is_held());
+        for device in ["GPU-1", "GPU-2"] {
+            assert!(matches!(locks.take(device), Err(Error::DeviceBusy { .. })));
+        }
+        let again = held.relock();
+        drop(held);
+        let one = locks.take("GPU-2").unwrap();
+        assert!(matches!(again.try_take(), Err(Error::DeviceBusy { .. })));
+        assert!(
+            locks.take("GPU-1").unwrap().is_held(),
+            "what was taken is given back"
+        );
+        drop(one);
+        let held = again.try_take().unwrap();
+        assert!(held.is_held() && locks.take("GPU-1").is_err() && locks.take("GPU-2").is_err());
+        assert!(!locks.take_all(&[]).unwrap().is_held());
     }
 
     #[test]

@@ -135,7 +135,7 @@ fn start(
 fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Result<AppState, Error> {
     let embedding = loaded.embedding().cloned();
     let [num_parameters, num_active_parameters] = loaded.num_parameters();
-    let slowest_encode = loaded.slowest_encode();
+    let (slowest_encode, expert_loads) = (loaded.slowest_encode(), loaded.expert_loads());
     let Started {
         engine,
         report,
@@ -171,6 +171,7 @@ fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Resu
         bits_per_weight: report.bits_per_weight,
         num_parameters,
         num_active_parameters,
+        expert_loads,
     };
     let options = settings.options(Some(report.slowest_step() + slowest_encode));
     Ok(AppState::new(engine, model, memory, options))

@@ -112,7 +112,7 @@ impl EngineSettings {
                 .mm_processor_kwargs
                 .and_then(|args| args.max_pixels)
                 .map(usize::from),
-            device: device.device,
+            device: device.device.clone(),
             tensor_parallel_size: device.tensor_parallel_size,
             dtype: device.dtype,
             kv_cache_dtype: limits.kv_cache_dtype,

@@ -20,7 +20,9 @@ use crate::blocks::check_formats;
 use crate::embedding::{self, EmbeddingConfig, ScoringConfig, ServeAs};
 use crate::generation::check_token_ids;
 use crate::quantization::{OnlineQuantization, Quantization};
-use crate::spec::{AttentionSpec, DeltaNetSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, shared};
+use crate::spec::{
+    AttentionSpec, DeltaNetSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, Projections, shared,
+};
 use crate::{DecoderSpec, EncoderSpec, ModelError};
 pub use around::Around;
 use gguf::GgufFields;
@@ -159,8 +161,12 @@ impl ModelConfig {
         config.spec.layers = shared(config.spec.layers.iter().map(|layer| {
             let mut layer = LayerSpec::clone(layer);
             if let Mixer::DeltaNet(delta_net) = &mut layer.mixer {
-                // The converter orders heads of v so that those of q and k take turns.
-                delta_net.layout.adjacent = 1;
+                match architecture {
+                    // The converter takes z from q, k and v, and puts the heads of each in order.
+                    Architecture::Qwen3Next => delta_net.projections = Projections::Separate,
+                    // It orders heads of v so that those of q and k take turns.
+                    _ => delta_net.layout.adjacent = 1,
+                }
             }
             layer
         }));

@@ -7,7 +7,7 @@ mod vocabulary;
 use std::sync::Arc;
 
 use half::f16;
-use plimsoll_core::{KvConfig, StepError};
+use plimsoll_core::{ExpertLoads, KvConfig, StepError};
 use plimsoll_device::Arena;
 use plimsoll_kernels::{
     AttentionOptions, CachedValues, DeltaGates, Embedding, Exchange, ExpertBuffers, ExpertWeights, KvElement,
@@ -33,6 +33,8 @@ pub(crate) struct Decoder {
     spec: DecoderSpec,
     weights: blocks::Decoder<Embedding, Arc<Linear>, Vec<f32>>,
     ropes: Vec<Rope>,
+    /// Where tokens go, if the model has experts.
+    pub(crate) expert_loads: Option<Arc<ExpertLoads>>,
 }
 
 /// Rotary positions of some layers.
@@ -54,6 +56,7 @@ impl Decoder {
         };
         Ok(Self {
             ropes: spec.ropes().into_iter().map(rope).collect(),
+            expert_loads: spec.expert_loads().map(Arc::new),
             spec: spec.clone(),
             weights,
         })
@@ -118,6 +121,7 @@ impl Decoder {
             kv: kv.slab.as_mut_slice::<E>(),
             kv_config: kv.config,
             kv_column: spec.kv_column(),
+            expert_loads: self.expert_loads.as_deref(),
             arena,
             exchange,
             rows: n,
@@ -222,6 +226,7 @@ struct Step<'a, 'b, E> {
     kv_config: KvConfig,
     /// As [`DecoderSpec::kv_column`].
     kv_column: usize,
+    expert_loads: Option<&'b ExpertLoads>,
     arena: &'a Arena,
     /// Where it meets the other ranks, if there are any.
     exchange: Option<&'b mut Exchange>,
@@ -518,6 +523,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         moe.router.forward(normed, logits, arena)?;
         let routes = &mut self.routes[..rows * spec.top_k];
         route(logits, spec.experts, Router::plain(spec.softmax), routes);
+        count_routes(self.expert_loads, self.layer, routes);
         let weights = ExpertWeights {
             gate_up: &moe.gate_up,
             down: &moe.down,
@@ -585,6 +591,14 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
     fn finish(&mut self, norms: &Norms<'_, Vec<f32>>) -> Result<(), StepError> {
         self.add_norm(norms);
         Ok(())
+    }
+}
+
+/// Counts where the tokens of a layer go.
+fn count_routes(loads: Option<&ExpertLoads>, layer: usize, routes: &[Route]) {
+    if let Some(loads) = loads {
+        let groups = routes.chunk_by(|a, b| a.expert == b.expert);
+        loads.count(layer, groups.map(|group| (group[0].expert as usize, group.len())));
     }
 }
 

@@ -8,6 +8,9 @@ use crate::shard::{MAX_RANKS, Shard};
 use crate::spec::{DeltaNetSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, shared};
 use crate::{DecoderSpec, ModelError};
 
+/// GPUs exchange so many logits of a row at a time.
+const VOCABULARY_UNIT: usize = 4;
+
 /// The flag.
 const FLAG: &str = "--tensor-parallel-size";
 
@@ -35,7 +38,7 @@ impl DecoderSpec {
         }
         let mut own = self.clone();
         own.shard = shard;
-        if self.vocab_size.is_multiple_of(ranks) {
+        if self.vocab_size.is_multiple_of(ranks * VOCABULARY_UNIT) {
             own.vocab_shard = shard;
         }
         own.layers = shared(self.layers.iter().map(|layer| part_of(layer, shard)));

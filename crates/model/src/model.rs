@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use plimsoll_core::{KvConfig, TokenId};
+use plimsoll_core::{ExpertLoads, KvConfig, TokenId};
 use plimsoll_device::{Budget, Charge};
 use plimsoll_kernels::{Exchange, WeightType};
 
@@ -132,6 +132,11 @@ impl Model {
     /// Bytes of the states of fixed size that a request has beside its KV; 0 where no layer has one.
     pub fn state_bytes(&self) -> u64 {
         StateCache::slot_bytes(self.spec())
+    }
+
+    /// Where tokens go since the state that serves was proved, if the model has experts.
+    pub fn expert_loads(&self) -> Option<&Arc<ExpertLoads>> {
+        self.decoder.expert_loads.as_ref()
     }
 
     /// `f32` or `f16`: the element of the KV cache.

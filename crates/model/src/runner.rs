@@ -106,9 +106,13 @@ impl Runner {
         })
     }
 
-    /// Gives the canary's memory back.
+    /// Gives the canary's memory back: the last thing before serving.
     pub fn release_canary(&mut self) {
         self.canary = None;
+        // All tokens of the proof are alike.
+        if let Some(loads) = self.model.expert_loads() {
+            loads.clear();
+        }
     }
 
     /// The model that runs.

@@ -3,7 +3,9 @@
 
 use std::sync::Arc;
 
-use plimsoll_core::{BlockSize, CacheGroups, CacheKind, CacheLayer, CacheLayout, CacheLayoutError, KvConfig};
+use plimsoll_core::{
+    BlockSize, CacheGroups, CacheKind, CacheLayer, CacheLayout, CacheLayoutError, ExpertLoads, KvConfig,
+};
 use plimsoll_kernels::{Activation, DeltaLayout, ExpertActivation, RouterSoftmax};
 
 use crate::quantization::Quantization;
@@ -93,6 +95,8 @@ pub struct DeltaNetSpec {
     pub layout: DeltaLayout,
     /// How the projections are stored.
     pub projections: Projections,
+    /// How those to the gates of states are.
+    pub gates: Projections,
 }
 
 /// [Grouped-query attention](https://arxiv.org/abs/2305.13245).
@@ -254,10 +258,14 @@ impl DecoderSpec {
 
     /// The mixtures of experts of all layers that have any, in order.
     pub fn mixtures(&self) -> impl Iterator<Item = &MoeSpec> {
-        self.layers.iter().filter_map(|layer| match &layer.mlp {
-            Mlp::Moe(moe) | Mlp::Both(_, moe) => Some(moe),
-            Mlp::Dense(_) => None,
-        })
+        self.layers.iter().filter_map(|layer| layer.mixture())
+    }
+
+    /// Counts of where tokens go, if a layer has experts.
+    pub(crate) fn expert_loads(&self) -> Option<ExpertLoads> {
+        let sizes = |moe: &MoeSpec| [moe.experts, moe.top_k];
+        let layers = self.layers.iter().map(|layer| layer.mixture().map(sizes));
+        self.mixtures().next().map(|_| ExpertLoads::new(layers))
     }
 
     /// The layers that keep a state of fixed size, in order.
@@ -380,6 +388,14 @@ impl LayerSpec {
         match &mut self.mixer {
             Mixer::Attention(attention) => attention,
             Mixer::DeltaNet(_) => panic!("the layer has no attention"),
+        }
+    }
+
+    /// Its mixture of experts, if it has one.
+    pub fn mixture(&self) -> Option<&MoeSpec> {
+        match &self.mlp {
+            Mlp::Moe(moe) | Mlp::Both(_, moe) => Some(moe),
+            Mlp::Dense(_) => None,
         }
     }
 

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use crate::common::convert::*;
+use crate::common::experts::config_json;
 use crate::common::*;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -123,6 +124,44 @@ fn heads_of_states_are_found_in_the_converters_order() {
         let error = load_gguf(&path).unwrap_err().to_string();
         assert!(error.contains("`blk.0.ssm_a`"), "{error}");
     }
+}
+
+/// GGUF files of Qwen3-Next have experts in every layer, which the golden model has not: it is cut behind the second.
+#[test]
+fn qwen3_next_is_read_as_the_converter_takes_it_apart() {
+    let name = "qwen3-next-moe";
+    let mut config = config_json(name);
+    for (field, value) in [
+        ("num_hidden_layers", json!(2)),
+        ("layer_types", json!(["linear_attention", "full_attention"])),
+        ("mlp_only_layers", json!([])),
+    ] {
+        config[field] = value;
+    }
+    let directory = TempDir::new().unwrap();
+    std::fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
+    let mut tensors = golden_tensors(name);
+    tensors.retain(|name, _| !name.starts_with("model.layers.2."));
+    let all: HashMap<String, Tensor> = tensors.clone().into_iter().collect();
+    candle_core::safetensors::save(&all, directory.path().join("model.safetensors")).unwrap();
+    let whole = load_gguf(directory.path()).unwrap();
+    let prompt: Vec<u32> = (0..40).map(|i| i * 7 % 160).collect();
+    let step = plan(vec![run(1, 0, &prompt, &blocks(0..3))]);
+    let expected = runner(&whole, 16, 8).logits(&step, &[0, 20, 39]).unwrap();
+    let path = directory.path().join("model.gguf");
+    let tensors = converted(whole.spec(), "qwen3next", &tensors, GgmlDType::F32);
+    let mut fields = metadata("qwen3next", whole.spec());
+    write(&path, &fields, &tensors);
+    let model = load_gguf(&path).unwrap();
+    assert_eq!(model.config().architecture, Architecture::Qwen3Next);
+    let found = runner(&model, 16, 8).logits(&step, &[0, 20, 39]).unwrap();
+    let error = relative_error(&found, &expected);
+    assert!(error < 1e-5, "relative error {error:e}");
+    // Early files do not say which layers attend to all tokens: every fourth, as llama.cpp takes it. Here that is none.
+    fields.retain(|(key, _)| key != "qwen3next.full_attention_interval");
+    write(&path, &fields, &tensors);
+    let error = load_gguf(&path).unwrap_err().to_string();
+    assert!(error.contains("linear_attention in all layers"), "{error}");
 }
 
 /// Each type against the same file dequantised to f32; what remains is the rounding of the activations to 15 bits.

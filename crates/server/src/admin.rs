@@ -134,8 +134,11 @@ fn report(good: bool, status: &str, health: &Health) -> Response {
 )]
 pub(crate) async fn metrics(State(state): State<AppState>) -> Result<Response, ApiError> {
     let meters = state.meters().await;
-    let page = blocking(move || Ok(state.metrics().render(state.engine(), state.memory(), &meters))).await?;
-    Ok(metrics_page(page))
+    let page = move || {
+        let metrics = state.metrics();
+        Ok(metrics.render(state.engine(), state.model(), state.memory(), &meters))
+    };
+    Ok(metrics_page(blocking(page).await?))
 }
 
 /// A page in Prometheus' format.
@@ -156,18 +159,29 @@ pub(crate) async fn memory(State(state): State<AppState>) -> Result<Response, Ap
     blocking(move || Ok(Json(memory_now(&state, &meters)).into_response())).await
 }
 
-fn memory_now(state: &AppState, meters: &Meters) -> MemoryReport {
+fn memory_now(state: &AppState, meters: &[Meters]) -> MemoryReport {
     let memory = state.memory();
+    let peaks = memory.proved_peaks();
+    let ranks = meters.iter().zip(&peaks).enumerate();
+    let ranks = ranks.map(|(rank, (meters, &peak))| RankNow {
+        rank,
+        now: live(meters, peak),
+    });
+    let first = &meters[0];
     let (stats, kv) = (state.engine().stats(), state.engine().kv());
     MemoryReport {
         profile: memory.report(),
-        now: live(meters, memory.proved_peak()),
-        ranks: memory.ranks().iter().enumerate().map(rank_now).collect(),
+        now: live(first, peaks[0]),
+        ranks: if meters.len() > 1 {
+            ranks.collect()
+        } else {
+            Vec::new()
+        },
         kv: KvNow {
             pages: stats.scheduler.pages_total,
             pages_used: stats.scheduler.pages_used,
-            groups: kv_groups(&kv, &stats.scheduler, meters),
-            states: states(&kv, &stats.scheduler, meters),
+            groups: kv_groups(&kv, &stats.scheduler, first),
+            states: states(&kv, &stats.scheduler, first),
         },
         device_allocs_after_ready: memory.allocations_after_ready(),
         high_water_above_proof: stats.high_water_above_proof,
@@ -197,27 +211,6 @@ fn last_oom(outage: &OutOfMemory) -> LastOom {
         peers: meters.peers(),
         peers_at_ready: outage.peers_at_ready,
         peers_delta: outage.peers_delta() as i64,
-    }
-}
-
-fn rank_now((rank, meters): (usize, &Meters)) -> RankNow {
-    let MemoryNow {
-        total,
-        free,
-        reserved,
-        reserved_high,
-        peers,
-        components,
-        ..
-    } = live(meters, 0);
-    RankNow {
-        rank,
-        total,
-        free,
-        reserved,
-        reserved_high,
-        peers,
-        components,
     }
 }
 

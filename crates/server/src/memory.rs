@@ -11,19 +11,15 @@ pub trait Memory: Send + Sync + 'static {
     /// The report of the profile.
     fn report(&self) -> Value;
 
-    /// Reads the device's meters. Calls the driver or the operating system, which may hang.
-    fn meters(&self) -> Meters;
+    /// Reads the meters of the device: of each rank in order, at least one. Calls the driver or the operating system, which may
+    /// hang.
+    fn meters(&self) -> Vec<Meters>;
 
     /// Device allocations since the server became ready, without those of rebuilding the engine's state.
     fn allocations_after_ready(&self) -> u64;
 
-    /// Peak bytes held while the worst-case steps ran, as counted by the process, without the canary.
-    fn proved_peak(&self) -> u64;
-
-    /// The meters of each rank, where several serve the model together; [`Self::meters`] are those of the first.
-    fn ranks(&self) -> Vec<Meters> {
-        Vec::new()
-    }
+    /// Peak bytes that each rank held while the worst-case steps ran, as counted by the process, without the canary.
+    fn proved_peaks(&self) -> Vec<u64>;
 
     /// Numbers of the start and of the profile of the state in use.
     fn start(&self) -> StartNumbers;

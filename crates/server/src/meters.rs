@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub(crate) struct MeterReader {
     /// One reader at a time: a driver that hangs blocks only one thread.
     turn: Arc<Mutex<()>>,
-    last: Arc<parking_lot::Mutex<Meters>>,
+    last: Arc<parking_lot::Mutex<Vec<Meters>>>,
 }
 
 impl MeterReader {
@@ -31,8 +31,8 @@ impl MeterReader {
         }
     }
 
-    /// The meters; the last known ones where the device does not answer in time.
-    pub(crate) async fn read(&self, memory: &Arc<dyn Memory>) -> Meters {
+    /// The meters of each rank; the last known ones where the device does not answer in time.
+    pub(crate) async fn read(&self, memory: &Arc<dyn Memory>) -> Vec<Meters> {
         let asked = async {
             let turn = Arc::clone(&self.turn).lock_owned().await;
             let (memory, last) = (Arc::clone(memory), Arc::clone(&self.last));
@@ -55,6 +55,6 @@ impl MeterReader {
                 tracing::warn!("the device does not report its memory in time: showing the last known values")
             }
         }
-        *self.last.lock()
+        self.last.lock().clone()
     }
 }

@@ -2,6 +2,7 @@
 //! dashboards, autoscalers and the Gateway API inference extension use.
 
 mod catalog;
+mod experts;
 mod http;
 pub mod names;
 mod process;
@@ -20,6 +21,7 @@ use plimsoll_engine::{EngineHandle, EngineStats, Health, Histogram, Phase};
 use strum::IntoEnumIterator;
 
 use crate::memory::{Memory, StartNumbers, kv_groups};
+use crate::model::ModelInfo;
 use crate::status::Status;
 use crate::time::unix_seconds;
 
@@ -142,6 +144,16 @@ impl Maker<'_> {
         })
     }
 
+    /// The same with the label of a rank, where several serve the model together.
+    fn of_rank<T>(&self, rank: Option<usize>, make: impl FnOnce(&Maker<'_>) -> T) -> T {
+        let rank = rank.map(|rank| Label::new("rank", rank.to_string()));
+        let labels: Vec<Label> = self.labels.iter().cloned().chain(rank).collect();
+        make(&Maker {
+            recorder: self.recorder,
+            labels: &labels,
+        })
+    }
+
     fn set(&self, name: &Name, value: f64) {
         self.gauge(name, &[]).each(|gauge| gauge.set(value));
     }
@@ -248,16 +260,27 @@ impl Metrics {
         self.handle.run_upkeep();
     }
 
-    /// Renders the page. `meters` are those of `memory`, read separately because the device may be slow to answer.
-    pub(crate) fn render(&self, engine: &EngineHandle, memory: &dyn Memory, meters: &Meters) -> String {
+    /// Renders the page. `meters` are those of `memory`, of each rank, read separately because the device may be slow to answer.
+    pub(crate) fn render(
+        &self,
+        engine: &EngineHandle,
+        model: &ModelInfo,
+        memory: &dyn Memory,
+        meters: &[Meters],
+    ) -> String {
         let (stats, health, kv) = (&engine.stats(), &engine.health(), engine.kv());
         let maker = self.maker();
         let now = Status::of(health, self.stall_timeout);
         let statuses = Status::iter().map(|status| (status.name(), f64::from(u8::from(status == now))));
         maker.set_each(&STATUS, "status", statuses);
         set_engine(&maker, stats, health);
-        set_kv(&maker, &kv, stats, meters);
-        set_memory(&maker, memory, meters);
+        set_kv(&maker, &kv, stats, &meters[0]);
+        let peaks = memory.proved_peaks();
+        for (rank, (meters, &peak)) in meters.iter().zip(&peaks).enumerate() {
+            let rank = (peaks.len() > 1).then_some(rank);
+            maker.of_rank(rank, |maker| set_meters(maker, meters, peak));
+        }
+        set_start(&maker, memory);
         maker.count(&ABOVE_PROOF, stats.high_water_above_proof);
         maker.count(&ABOVE_TARGET_ITL, stats.steps_above_target_itl);
         let mut page = self.handle.render();
@@ -268,6 +291,9 @@ impl Metrics {
         self.write_histogram(&mut page, &STEP_PROMPT_TOKENS, &stats.step_prompt_tokens);
         self.write_histogram(&mut page, &STEP_REQUESTS, &stats.step_requests);
         self.write_no_adapters(&mut page);
+        if let Some(loads) = &model.expert_loads {
+            experts::write(&mut page, &self.label_text(), loads);
+        }
         if let Some(time) = stats.device_time {
             self.write_seconds(&mut page, &GPU_BUSY, time.busy_seconds);
             self.write_seconds(&mut page, &GPU_IDLE, time.idle_seconds);
@@ -276,7 +302,7 @@ impl Metrics {
         page
     }
 
-    /// SseEvent by hand: the recorder would keep the labels of every past cache configuration.
+    /// Written by hand: the recorder would keep the labels of every past cache configuration.
     fn write_cache_config(&self, page: &mut String, kv: KvConfig) {
         let Name(ours, other, help) = CACHE_CONFIG;
         let labels = self.label_text();
@@ -301,7 +327,7 @@ impl Metrics {
         );
     }
 
-    /// SseEvent by hand: the recorder's counters are integers.
+    /// Written by hand: the recorder's counters are integers.
     fn write_seconds(&self, page: &mut String, name: &Name, seconds: f64) {
         let Name(text, _, help) = name;
         page.push_str(&head(text, "counter", help));
@@ -313,7 +339,7 @@ impl Metrics {
         labels.collect::<Vec<_>>().join(",")
     }
 
-    /// SseEvent by hand: the engine keeps its own histogram buckets.
+    /// Written by hand: the engine keeps its own histogram buckets.
     fn write_histogram(&self, page: &mut String, name: &Name, histogram: &Histogram) {
         let labels = self.label_text();
         for text in [Some(name.0), name.1].into_iter().flatten() {
@@ -426,7 +452,7 @@ fn set_kv(maker: &Maker<'_>, kv: &KvConfig, stats: &EngineStats, meters: &Meters
     maker.set_each(&STATE_SLOTS, "state", slots);
 }
 
-fn set_memory(maker: &Maker<'_>, memory: &dyn Memory, meters: &Meters) {
+fn set_meters(maker: &Maker<'_>, meters: &Meters, proved_peak: u64) {
     let components = meters.by_component.iter();
     let components = components.map(|(component, bytes)| (component.name(), bytes as f64));
     maker.set_each(&MEMORY, "component", components);
@@ -436,13 +462,16 @@ fn set_memory(maker: &Maker<'_>, memory: &dyn Memory, meters: &Meters) {
         (&MEMORY_PEERS, meters.peers()),
         (&MEMORY_HIGH, meters.reserved_high),
         (&MEMORY_USED_HIGH, meters.used_high),
-        (&PROVED_PEAK, memory.proved_peak()),
+        (&PROVED_PEAK, proved_peak),
         (&FRAGMENTATION, meters.fragmentation()),
         (&HEADROOM, meters.headroom()),
     ];
     for (name, bytes) in gauges {
         maker.set(name, bytes as f64);
     }
+}
+
+fn set_start(maker: &Maker<'_>, memory: &dyn Memory) {
     maker.count(&ALLOCATIONS, memory.allocations_after_ready());
     let StartNumbers { stages, tried } = memory.start();
     maker.set_each(&START_STAGE, "stage", stages);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_core::{Matryoshka, Pooling, TokenId};
+use plimsoll_core::{ExpertLoads, Matryoshka, Pooling, TokenId};
 use plimsoll_text::{ChatTemplate, ReasoningFormat, Renderer, Tokenizer, ToolFormat};
 use serde_json::{Map, Value};
 
@@ -42,6 +42,8 @@ pub struct ModelInfo {
     pub num_parameters: Option<u64>,
     /// Those that are read for one token: without the experts to which it does not go.
     pub num_active_parameters: Option<u64>,
+    /// Where tokens go, if it has experts and its device counts that.
+    pub expert_loads: Option<Arc<ExpertLoads>>,
 }
 
 /// How a model's answers are parsed into reasoning, content and tool calls.

@@ -128,7 +128,8 @@ impl Server {
     /// Logs the state, fails requests in flight, and gives clients a moment to receive the error.
     async fn give_up(self, state: &AppState, stall: &Stall) -> ServeError {
         let meters = state.meters().await;
-        tracing::error!("watchdog: {stall} {}: {NEXT}", account(&meters));
+        let ranks: Vec<_> = meters.iter().map(account).collect();
+        tracing::error!("watchdog: {stall} {}: {NEXT}", ranks.join("; "));
         let why = format!(
             "the watchdog ended the server: no step had ended for {:.1} s ({stall})",
             stall.waited.as_secs_f64()
@@ -155,7 +156,7 @@ const ERROR_DELIVERY: Duration = Duration::from_secs(1);
 const NEXT: &str = "the engine's thread hangs and the process ends, so that a supervisor starts another; look for the device \
                     in the kernel's log (NVIDIA: dmesg | grep Xid), and where steps are only slow raise --watchdog-timeout";
 
-/// The device's memory in bytes, for the log.
+/// The memory of a rank's device in bytes, for the log.
 fn account(meters: &Meters) -> String {
     format!(
         "total={} free={} reserved={} used={} reserved_high={}",

@@ -136,8 +136,8 @@ impl AppState {
         self.0.memory.as_ref()
     }
 
-    /// The device's meters; the last known ones where the device does not answer in time.
-    pub(crate) async fn meters(&self) -> Meters {
+    /// The device's meters, of each rank; the last known ones where the device does not answer in time.
+    pub(crate) async fn meters(&self) -> Vec<Meters> {
         self.0.meters.read(&self.0.memory).await
     }
 

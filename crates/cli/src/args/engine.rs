@@ -146,8 +146,9 @@ pub struct DeviceArgs {
     )]
     pub dtype: DType,
     /// Ranks that serve the model together, each with a part of every layer: 1 to 8, as many as heads and widths of the model can
-    /// be divided among. On a CPU they are threads, each with an equal part of the memory, or with --device-memory; a GPU serves with 1
-    #[arg(long, alias = "tp-size", value_name = "N", default_value = "1", value_parser = ranks)]
+    /// be divided among. On a CPU they are threads, each with an equal part of the memory, or with --device-memory; a GPU serves with 1.
+    /// Also -tp N, as in vLLM
+    #[arg(long, aliases = ["tp-size", "tp"], value_name = "N", default_value = "1", value_parser = ranks)]
     pub tensor_parallel_size: usize,
     /// Directory of lock files, by which servers that start on the same device wait for each other. Containers that share a
     /// device must share this directory [default: /tmp/plimsoll]
@@ -330,15 +331,17 @@ fn kv_dtype(text: &str) -> Result<KvDtype, String> {
 }
 
 /// `--device`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The first GPU; the CPU where there is none, no driver, or no GPU code in this binary.
+    /// As [`Self::Cuda`]; the CPU where there is no GPU, no driver, or no GPU code in this binary.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
-    /// The GPU of this number among those that the driver shows.
-    Cuda(usize),
+    /// The first GPUs that the driver shows, one for each rank.
+    Cuda,
+    /// The GPUs of these numbers among those that the driver shows, in the order of ranks: at least one.
+    Gpus(Vec<usize>),
 }
 
 impl FromStr for DeviceChoice {
@@ -348,21 +351,38 @@ impl FromStr for DeviceChoice {
         match text.split_once(':') {
             None if text == "auto" => Some(Self::Auto),
             None if text == "cpu" => Some(Self::Cpu),
-            None if text == "cuda" => Some(Self::Cuda(0)),
-            Some(("cuda", number)) => number.parse().map(Self::Cuda).ok(),
+            None if text == "cuda" => Some(Self::Cuda),
+            Some(("cuda", numbers)) => {
+                let numbers = numbers.split(',').map(|number| number.parse().ok());
+                numbers.collect::<Option<Vec<usize>>>().map(Self::Gpus)
+            }
             _ => None,
         }
-        .ok_or_else(|| "auto, cpu, cuda or cuda:N is expected".to_owned())
+        .filter(|choice| match choice {
+            Self::Gpus(numbers) => (1..numbers.len()).all(|at| !numbers[..at].contains(&numbers[at])),
+            Self::Auto | Self::Cpu | Self::Cuda => true,
+        })
+        .ok_or_else(|| "auto, cpu, cuda, cuda:N, or different GPUs as in cuda:0,1 are expected".to_owned())
     }
 }
 
 impl DeviceChoice {
-    /// Number of the GPU to look for, if one is.
-    pub(crate) fn ordinal(self) -> Option<usize> {
+    /// Numbers of the GPUs to look for, one for each of so many ranks; none on a CPU.
+    ///
+    /// # Errors
+    /// What is wrong where it names another number of GPUs.
+    pub(crate) fn gpus(&self, ranks: usize) -> Result<Vec<usize>, String> {
         match self {
-            Self::Auto => Some(0),
-            Self::Cpu => None,
-            Self::Cuda(number) => Some(number),
+            Self::Cpu => Ok(Vec::new()),
+            Self::Auto | Self::Cuda => Ok((0..ranks).collect()),
+            Self::Gpus(numbers) if numbers.len() == ranks => Ok(numbers.clone()),
+            Self::Gpus(numbers) => Err(format!(
+                "{self} names {} of --tensor-parallel-size {ranks}: give as many GPUs as ranks, or cuda for the first ones",
+                match numbers.len() {
+                    1 => "one GPU".to_owned(),
+                    gpus => format!("{gpus} GPUs"),
+                }
+            )),
         }
     }
 }
@@ -372,7 +392,11 @@ impl fmt::Display for DeviceChoice {
         match self {
             Self::Auto => f.write_str("auto"),
             Self::Cpu => f.write_str("cpu"),
-            Self::Cuda(number) => write!(f, "cuda:{number}"),
+            Self::Cuda => f.write_str("cuda"),
+            Self::Gpus(numbers) => {
+                let numbers: Vec<_> = numbers.iter().map(usize::to_string).collect();
+                write!(f, "cuda:{}", numbers.join(","))
+            }
         }
     }
 }
@@ -410,15 +434,31 @@ mod tests {
         for (text, choice) in [
             ("auto", DeviceChoice::Auto),
             ("cpu", DeviceChoice::Cpu),
-            ("cuda:0", DeviceChoice::Cuda(0)),
-            ("cuda:11", DeviceChoice::Cuda(11)),
+            ("cuda", DeviceChoice::Cuda),
+            ("cuda:11", DeviceChoice::Gpus(vec![11])),
+            ("cuda:2,0", DeviceChoice::Gpus(vec![2, 0])),
         ] {
-            assert_eq!(text.parse(), Ok(choice));
             assert_eq!(choice.to_string(), text);
+            assert_eq!(text.parse(), Ok(choice));
         }
-        assert_eq!("cuda".parse(), Ok(DeviceChoice::Cuda(0)));
-        for wrong in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "auto:1"] {
+        let wrong = [
+            "", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:0,", "cuda:1,1", "cpu:0", "auto:1",
+        ];
+        for wrong in wrong {
             assert!(wrong.parse::<DeviceChoice>().is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn each_rank_has_a_gpu() {
+        let gpus = |choice: &str, ranks| choice.parse::<DeviceChoice>().unwrap().gpus(ranks);
+        assert_eq!(gpus("cpu", 2), Ok(vec![]));
+        assert_eq!(gpus("auto", 1), Ok(vec![0]));
+        assert_eq!(gpus("cuda", 2), Ok(vec![0, 1]));
+        assert_eq!(gpus("cuda:3", 1), Ok(vec![3]));
+        assert_eq!(gpus("cuda:2,0", 2), Ok(vec![2, 0]));
+        let error = gpus("cuda:2,0", 1).unwrap_err();
+        assert!(error.contains("2 GPUs of --tensor-parallel-size 1"), "{error}");
+        assert!(gpus("cuda:0", 2).unwrap_err().contains("one GPU"));
     }
 }

@@ -53,7 +53,12 @@ impl Place {
     /// As [`open`].
     pub fn look(settings: &EngineSettings) -> Result<Self, Error> {
         match (
-            choose(settings.device, |ordinal| open_gpu(ordinal, settings), holders),
+            choose(
+                &settings.device,
+                &numbers(settings)?,
+                |ordinal| open_gpu(ordinal, settings),
+                holders,
+            ),
             settings.device_memory,
         ) {
             (Ok(Chosen { gpu: Some(gpu), .. }), _) => {
@@ -123,13 +128,19 @@ pub fn open(
         terminal::phase("device", "simulated");
         return Ok((Arc::new(simulated(settings)?), DeviceLock::none()));
     };
-    let choice = settings.device;
-    let gpu_lock = match choice.ordinal().map(cuda::uuid).transpose() {
-        Ok(Some(uuid)) => settings.locks.take(&uuid)?,
-        // What keeps a GPU from having a name keeps it from being opened too, which says so.
-        Ok(None) | Err(_) => DeviceLock::none(),
+    let numbers = numbers(settings)?;
+    // What keeps a GPU from having a name keeps it from being opened too, which says so.
+    let uuids = numbers.iter().map(|&ordinal| cuda::uuid(ordinal));
+    let gpu_lock = match uuids.collect::<Result<Vec<_>, _>>() {
+        Ok(uuids) => settings.locks.take_all(&uuids)?,
+        Err(_) => DeviceLock::none(),
     };
-    let Chosen { gpu, why } = choose(choice, |ordinal| open_gpu(ordinal, settings), holders)?;
+    let Chosen { gpu, why } = choose(
+        &settings.device,
+        &numbers,
+        |ordinal| open_gpu(ordinal, settings),
+        holders,
+    )?;
     if let Some(gpu) = gpu {
         check_gpu(settings)?;
         let info = gpu.info();
@@ -192,7 +203,7 @@ fn cpu_ranks(
 
 /// The simulated device is nobody else's.
 fn simulated(settings: &Arc<EngineSettings>) -> Result<SimBackend, Error> {
-    if let DeviceChoice::Cuda(_) = settings.device {
+    if let DeviceChoice::Cuda | DeviceChoice::Gpus(_) = settings.device {
         return Err(Error::configuration(
             "--device",
             "the simulated model runs on the CPU",
@@ -207,6 +218,15 @@ fn simulated(settings: &Arc<EngineSettings>) -> Result<SimBackend, Error> {
     check_cpu(settings)?;
     let bytes = settings.device_memory.unwrap_or(SIM_BYTES);
     Ok(SimBackend::new(settings, Budget::new(bytes)))
+}
+
+/// Numbers of the GPUs to look for.
+///
+/// # Errors
+/// Where they are not as many as ranks.
+fn numbers(settings: &EngineSettings) -> Result<Vec<usize>, Error> {
+    let numbers = settings.device.gpus(settings.tensor_parallel_size);
+    numbers.map_err(|why| Error::configuration("--device", why))
 }
 
 fn open_gpu(ordinal: usize, settings: &EngineSettings) -> Result<Gpu, GpuError> {
@@ -232,13 +252,15 @@ struct Chosen<G> {
     why: Option<GpuError>,
 }
 
-/// Follows `choice`; `open` gives the GPU of a number ready for use.
+/// Follows `choice`, of GPUs of these numbers; `open` gives the GPU of a number ready for use.
 fn choose<G>(
-    choice: DeviceChoice,
+    choice: &DeviceChoice,
+    numbers: &[usize],
     open: impl FnOnce(usize) -> Result<G, GpuError>,
     holders: impl FnOnce(usize) -> Vec<Holder>,
 ) -> Result<Chosen<G>, Error> {
-    let Some(ordinal) = choice.ordinal() else {
+    // One serves.
+    let Some(&ordinal) = numbers.first() else {
         return Ok(Chosen { gpu: None, why: None });
     };
     match open(ordinal) {
@@ -246,7 +268,7 @@ fn choose<G>(
             gpu: Some(gpu),
             why: None,
         }),
-        Err(why) if choice == DeviceChoice::Auto && is_absent(&why) => Ok(Chosen {
+        Err(why) if *choice == DeviceChoice::Auto && is_absent(&why) => Ok(Chosen {
             gpu: None,
             why: Some(why),
         }),
@@ -369,7 +391,7 @@ mod tests {
 
     #[test]
     fn auto_takes_the_first_gpu_that_can_be_used() {
-        let chosen = choose(DeviceChoice::Auto, Ok, nobody).unwrap();
+        let chosen = choose(&DeviceChoice::Auto, &[0], Ok, nobody).unwrap();
         assert_eq!((chosen.gpu, chosen.why), (Some(0), None));
         let reasons = [
             GpuError::NoDriver,
@@ -377,7 +399,7 @@ mod tests {
             GpuError::NoKernels,
         ];
         for why in reasons {
-            let chosen = choose::<()>(DeviceChoice::Auto, |_| Err(why.clone()), nobody).unwrap();
+            let chosen = choose::<()>(&DeviceChoice::Auto, &[0], |_| Err(why.clone()), nobody).unwrap();
             assert_eq!((chosen.gpu, chosen.why), (None, Some(why)));
         }
         // One that is there and cannot be used is no reason to be a hundred times slower.
@@ -387,7 +409,7 @@ mod tests {
             message: String::new(),
         };
         for why in [old(), broken] {
-            let error = choose::<()>(DeviceChoice::Auto, |_| Err(why.clone()), nobody).unwrap_err();
+            let error = choose::<()>(&DeviceChoice::Auto, &[0], |_| Err(why.clone()), nobody).unwrap_err();
             assert_eq!((error.exit_code(), error.to_string()), (7, why.to_string()));
         }
     }
@@ -405,9 +427,9 @@ mod tests {
             name: Some("plimsoll".into()),
             bytes: Some(139 << 30),
         };
-        for choice in [DeviceChoice::Auto, DeviceChoice::Cuda(0)] {
+        for choice in [DeviceChoice::Auto, DeviceChoice::Cuda] {
             let open = |_| Err::<(), _>(full.clone());
-            let error = choose(choice, open, |_| vec![holder.clone()]).unwrap_err();
+            let error = choose(&choice, &[0], open, |_| vec![holder.clone()]).unwrap_err();
             assert_eq!(error.exit_code(), 4);
             let text = error.to_string();
             let parts = [
@@ -419,19 +441,25 @@ mod tests {
             for part in parts {
                 assert!(text.contains(part), "{part} is missing: {text}");
             }
-            let error = choose(choice, open, nobody).unwrap_err();
+            let error = choose(&choice, &[0], open, nobody).unwrap_err();
             assert!(error.to_string().contains("nvidia-smi"), "{error}");
         }
     }
 
     #[test]
     fn a_gpu_that_was_asked_for_is_that_gpu_or_an_error() {
-        assert_eq!(choose(DeviceChoice::Cuda(3), Ok, nobody).unwrap().gpu, Some(3));
-        let error = choose::<()>(DeviceChoice::Cuda(0), |_| Err(old()), nobody).unwrap_err();
+        let third = DeviceChoice::Gpus(vec![3]);
+        assert_eq!(choose(&third, &[3], Ok, nobody).unwrap().gpu, Some(3));
+        let error = choose::<()>(&DeviceChoice::Cuda, &[0], |_| Err(old()), nobody).unwrap_err();
         assert!(error.to_string().contains("7.5"), "{error}");
         assert_eq!(error.exit_code(), 7);
         let never = |_| -> Result<(), _> { panic!("the CPU needs no GPU") };
-        assert!(choose(DeviceChoice::Cpu, never, nobody).unwrap().gpu.is_none());
+        assert!(
+            choose(&DeviceChoice::Cpu, &[], never, nobody)
+                .unwrap()
+                .gpu
+                .is_none()
+        );
     }
 
     #[test]

@@ -148,7 +148,8 @@ impl Backend for CpuBackend {
             ),
             generation: model.generation().clone(),
             eos_token_ids: model.eos_token_ids(),
-            disabled: disabled(instruction_set(), self.settings.device),
+            expert_loads: model.expert_loads().cloned(),
+            disabled: disabled(instruction_set(), &self.settings.device),
             weights: vec![Arc::new(CpuWeights {
                 model,
                 budget: self.device.budget.clone(),
@@ -224,7 +225,7 @@ impl EngineState for Runner {
     }
 }
 
-fn disabled(instruction_set: &str, choice: DeviceChoice) -> Vec<Disabled> {
+fn disabled(instruction_set: &str, choice: &DeviceChoice) -> Vec<Disabled> {
     let mut disabled = Vec::new();
     if instruction_set != "avx512-vnni" {
         disabled.push(Disabled {
@@ -236,7 +237,7 @@ fn disabled(instruction_set: &str, choice: DeviceChoice) -> Vec<Disabled> {
         path: "step overlap",
         reason: "a CPU computes one step at a time".to_owned(),
     });
-    if choice == DeviceChoice::Auto {
+    if *choice == DeviceChoice::Auto {
         disabled.push(Disabled {
             path: "GPU",
             reason: "not in use, see the log line about the device".to_owned(),
@@ -317,13 +318,13 @@ mod tests {
 
     #[test]
     fn what_a_cpu_does_without_is_named() {
-        let paths = |set, choice| {
+        let paths = |set, choice: &DeviceChoice| {
             let disabled = disabled(set, choice);
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()
         };
-        assert_eq!(paths("avx512-vnni", DeviceChoice::Cpu), ["step overlap"]);
+        assert_eq!(paths("avx512-vnni", &DeviceChoice::Cpu), ["step overlap"]);
         assert_eq!(
-            paths("scalar", DeviceChoice::Auto),
+            paths("scalar", &DeviceChoice::Auto),
             ["AVX-512 VNNI kernels", "step overlap", "GPU"]
         );
     }

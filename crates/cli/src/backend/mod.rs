@@ -13,8 +13,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use plimsoll_core::{
-    BuildError, CacheGroups, Component, Executor, ImageInput, Meters, Pooling, StateConfig, StepLimits,
-    TokenId,
+    BuildError, CacheGroups, Component, Executor, ExpertLoads, ImageInput, Meters, Pooling, StateConfig,
+    StepLimits, TokenId,
 };
 use plimsoll_device::Budget;
 use plimsoll_model::{Cancel, GenerationConfig, ModelConfig, Progress};
@@ -310,6 +310,8 @@ pub struct LoadedModel {
     pub generation: GenerationConfig,
     /// Tokens that end a text.
     pub eos_token_ids: Vec<TokenId>,
+    /// Where tokens go, if it has experts and the device counts that.
+    pub expert_loads: Option<Arc<ExpertLoads>>,
     /// What the device or its kernels do without for this model.
     pub disabled: Vec<Disabled>,
     /// Builds what serves it: of each rank, in order.

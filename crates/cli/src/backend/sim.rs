@@ -130,6 +130,7 @@ impl Backend for SimBackend {
             facts: self.facts()?,
             generation: GenerationConfig::default(),
             eos_token_ids: Vec::new(),
+            expert_loads: None,
             disabled: Vec::new(),
             weights: vec![Arc::new(SimWeights {
                 budget: self.budget.clone(),

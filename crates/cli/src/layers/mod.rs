@@ -126,7 +126,8 @@ fn innermost(matches: &ArgMatches) -> (Vec<&str>, &ArgMatches) {
     (path, at)
 }
 
-/// The same words with flags as clap knows them: vLLM takes `--max_model_len` for `--max-model-len` too.
+/// The same words with flags as clap knows them: vLLM takes `--max_model_len` for `--max-model-len` too, and `-tp 2` and `-tp=2`
+/// (Python's argparse has names of several letters behind one dash, clap has none).
 fn with_dashes(argv: Vec<OsString>) -> Vec<OsString> {
     let end = argv.iter().position(|word| word == "--").unwrap_or(argv.len());
     let dashed = |(place, word): (usize, OsString)| match word.to_str() {
@@ -134,6 +135,7 @@ fn with_dashes(argv: Vec<OsString>) -> Vec<OsString> {
             let name = text.split('=').next().unwrap_or(text);
             (name.replace('_', "-") + &text[name.len()..]).into()
         }
+        Some(text) if place < end && text.split('=').next() == Some("-tp") => format!("-{text}").into(),
         _ => word,
     };
     argv.into_iter().enumerate().map(dashed).collect()

@@ -232,6 +232,24 @@ fn flags_are_taken_with_underscores() {
     assert_eq!(args.engine.limits.max_model_len, Some(64));
     assert_eq!(args.engine.limits.max_num_seqs, Some(3));
     assert!(!args.engine.limits.prefix_caching());
+    for ranks in [
+        "-tp 2",
+        "-tp=2",
+        "--tp 2",
+        "--tp-size 2",
+        "--tensor_parallel_size=2",
+    ] {
+        let args = serve(&format!("plimsoll serve {ranks}"), &[]).unwrap();
+        assert_eq!(args.engine.device.tensor_parallel_size, 2, "{ranks}");
+    }
+    assert!(refused("plimsoll serve -tp 9", &[]).contains("at most 8"));
+    // Python's argparse takes no value that follows at once.
+    for unknown in ["-tp2", "-t 2"] {
+        assert!(
+            serve(&format!("plimsoll serve {unknown}"), &[]).is_err(),
+            "{unknown}"
+        );
+    }
     // Values keep theirs.
     let argv = "plimsoll serve --revision=a_b --served-model-name c_d -- e_f";
     let args = serve(argv, &[]).unwrap();
@@ -245,9 +263,9 @@ fn flags_of_other_servers_are_told_what_to_do_instead() {
     let variable = [("PLIMSOLL_CONTEXT_LENGTH", "8")];
     for (argv, environment, parts) in [
         (
-            "plimsoll serve -tp 2 sim",
+            "plimsoll serve -dp 2 sim",
             &[][..],
-            ["-tp: a flag of vLLM", "use --tensor-parallel-size"],
+            ["-dp: a flag of vLLM", "one device"],
         ),
         (
             "plimsoll serve sim --pipeline_parallel_size=2",

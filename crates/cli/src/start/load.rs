@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use plimsoll_core::StepLimits;
+use plimsoll_core::{ExpertLoads, StepLimits};
 use plimsoll_images::Processor;
 use plimsoll_model::Cancel;
 use plimsoll_profiler::{Disabled, Loading, ProfileSpec};
@@ -124,6 +124,11 @@ impl Loaded {
     pub(crate) fn num_parameters(&self) -> [Option<u64>; 2] {
         let facts = &self.model.facts;
         [facts.num_parameters, facts.num_active_parameters]
+    }
+
+    /// Where tokens go, if the model has experts and its device counts that.
+    pub(crate) fn expert_loads(&self) -> Option<Arc<ExpertLoads>> {
+        self.model.expert_loads.clone()
     }
 
     /// What is asked of the auto-profile.

@@ -64,6 +64,11 @@ impl StateMemory {
         }
     }
 
+    /// The device's meters, of the first rank where there are several.
+    pub(crate) fn first_rank(&self) -> Meters {
+        self.device.meters()
+    }
+
     /// Highest bytes that all ranks held since the server is ready, by the process's own account.
     pub(crate) fn high_water(&self) -> u64 {
         let accounts = self.device.accounts().into_iter();
@@ -96,8 +101,11 @@ impl Memory for StateMemory {
         report_json(&self.proof().report, &self.times)
     }
 
-    fn meters(&self) -> Meters {
-        self.device.meters()
+    fn meters(&self) -> Vec<Meters> {
+        match self.device.parts() {
+            [] => vec![self.device.meters()],
+            ranks => ranks.iter().map(|(backend, _)| backend.meters()).collect(),
+        }
     }
 
     fn allocations_after_ready(&self) -> u64 {
@@ -108,13 +116,8 @@ impl Memory for StateMemory {
         now.saturating_sub(proof.allocations)
     }
 
-    fn proved_peak(&self) -> u64 {
-        self.proof().peaks.first().copied().unwrap_or(0)
-    }
-
-    fn ranks(&self) -> Vec<Meters> {
-        let parts = self.device.parts().iter();
-        parts.map(|(backend, _)| backend.meters()).collect()
+    fn proved_peaks(&self) -> Vec<u64> {
+        self.proof().peaks.clone()
     }
 
     fn start(&self) -> StartNumbers {

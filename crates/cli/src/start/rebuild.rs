@@ -7,7 +7,6 @@ use plimsoll_engine::{RebuildError, StateSource};
 use plimsoll_profiler::{
     BuildProgress, KvSize, Observer, PhaseRecord, ProfileError, ProfileSpec, Proved, ScenarioProgress,
 };
-use plimsoll_server::Memory;
 
 use super::StateMemory;
 use crate::backend::Targets;
@@ -35,7 +34,7 @@ impl StateSource<Box<dyn Executor>> for Rebuilder {
     }
 
     fn meters(&self) -> Meters {
-        self.memory.meters()
+        self.memory.first_rank()
     }
 
     fn trim(&mut self) {

@@ -88,7 +88,7 @@ async fn ranks_say_what_one_says() {
             };
             assert_eq!((ready.report.rank, ready.report.ranks), (0, ranks));
             assert_eq!(answers(&ready.engine).await, expected, "{ranks} ranks");
-            assert_eq!(ready.memory.ranks().len(), ranks);
+            assert_eq!(ready.memory.meters().len(), ranks);
             assert_eq!(ready.memory.allocations_after_ready(), 0);
             group.stop(ready).await;
         }
@@ -271,9 +271,30 @@ async fn the_binary_serves_with_ranks_and_says_so() {
     );
     let ranks = memory["ranks"].as_array().unwrap();
     assert_eq!(ranks.len(), 2);
+    let page = reqwest::get(format!("{url}/metrics"))
+        .await
+        .unwrap()
+        .text()
+        .await
+        .unwrap();
     for (rank, now) in ranks.iter().enumerate() {
         assert_eq!((&now["rank"], &now["total"]), (&json!(rank), &json!(24 << 20)));
         assert!(now["components"]["kv"].as_u64().unwrap() > 0 && now["reserved"].as_u64() > Some(1 << 20));
+        assert!(
+            now["proved_peak"].as_u64() >= now["reserved_high"].as_u64(),
+            "{now}"
+        );
+        for (metric, value) in [
+            ("device_memory_proved_peak_bytes", &now["proved_peak"]),
+            ("device_memory_total_bytes", &now["total"]),
+        ] {
+            let line = format!("plimsoll_{metric}{{");
+            let ends = format!(",rank=\"{rank}\"}} {value}");
+            let of_rank = page
+                .lines()
+                .filter(|text| text.starts_with(&line) && text.ends_with(&ends));
+            assert_eq!(of_rank.count(), 1, "{metric} of rank {rank} in {page}");
+        }
     }
     assert_eq!(memory["device_allocs_after_ready"], 0);
 }

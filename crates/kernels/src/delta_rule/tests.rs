@@ -28,6 +28,10 @@ impl Case {
             value_dim: rng.random_range(1..40),
             taps: rng.random_range(2..=DeltaLayout::MAX_TAPS),
         };
+        Self::of(rng, layout, rows)
+    }
+
+    fn of(rng: &mut StdRng, layout: DeltaLayout, rows: usize) -> Self {
         let heads = layout.value_heads;
         Self {
             layout,
@@ -196,6 +200,35 @@ fn matches_the_definition_on_every_instruction_set() {
             );
         }
     }
+}
+
+/// A context of 32k and more, in steps as a server cuts it. Decay makes heads forget within a token or remember everything: there
+/// rounding adds up for longest.
+#[test]
+fn long_contexts_match_the_definition() {
+    const STEP: usize = 512;
+    const ROWS: usize = (32 << 10) + 1000;
+    let layout = DeltaLayout {
+        key_heads: 2,
+        value_heads: 4,
+        adjacent: 2,
+        key_dim: 16,
+        value_dim: 16,
+        taps: 4,
+    };
+    let mut case = Case::of(&mut rng(7), layout, ROWS);
+    case.a_log = vec![-20.0, -9.0, -4.0, 1.0];
+    let mut states = States::of_others(&layout, 1);
+    let mut out = Vec::new();
+    for start in (0..ROWS).step_by(STEP) {
+        let rows = start..ROWS.min(start + STEP);
+        let run = one(0..rows.len(), 0, start == 0);
+        out.extend(case.forward(Level::detect(), &[run], rows, &mut states));
+    }
+    let want = case.exact(0..ROWS);
+    let late = (ROWS - STEP) * layout.values();
+    assert_close(&out, &want, 2e-5, "all tokens");
+    assert_close(&out[late..], &want[late..], 2e-5, "the last tokens");
 }
 
 #[test]

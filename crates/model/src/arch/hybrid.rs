@@ -63,6 +63,7 @@ pub(super) fn hybrid(
             taps: config.linear_conv_kernel_dim.unwrap_or(4),
         },
         projections,
+        gates: projections,
     };
     let mut spec = decoder(config, |index, layer| {
         layer.norm.unit_offset = true;

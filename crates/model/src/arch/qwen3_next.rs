@@ -8,7 +8,7 @@ pub(super) const FAMILY: Family = Family {
     hf_name: "Qwen3NextForCausalLM",
     headless_name: "Qwen3NextModel",
     model_type: "qwen3_next",
-    gguf_name: None,
+    gguf_name: Some("qwen3next"),
     fields: || {
         let mut fields = expert_fields(fields());
         for (field, default) in [("num_experts", 512), ("num_experts_per_tok", 10)] {

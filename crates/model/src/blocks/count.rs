@@ -1,7 +1,7 @@
 use std::convert::Infallible;
 
 use super::{Decoder, Matrix, Stack, Vector, Visitor};
-use crate::{DecoderSpec, spec};
+use crate::DecoderSpec;
 
 impl DecoderSpec {
     /// Elements of all weights, all ranks' together: not the scales of those in eight bits or four, and an embedding that is the head too only once.
@@ -22,15 +22,12 @@ impl DecoderSpec {
 
     /// Those that are read for one token: all but the experts to which it does not go.
     pub fn num_active_parameters(&self) -> u64 {
-        let idle = self.layers.iter().map(|layer| match &layer.mlp {
-            spec::Mlp::Dense(_) => 0,
-            spec::Mlp::Moe(moe) | spec::Mlp::Both(_, moe) => {
-                let inner = (moe.intermediate_size * self.shard.ranks) as u64;
-                let hidden = self.hidden_size as u64;
-                let biases = if moe.bias { 2 * inner + hidden } else { 0 };
-                let expert = (3 * inner).saturating_mul(hidden).saturating_add(biases);
-                expert.saturating_mul((moe.experts - moe.top_k) as u64)
-            }
+        let idle = self.mixtures().map(|moe| {
+            let inner = (moe.intermediate_size * self.shard.ranks) as u64;
+            let hidden = self.hidden_size as u64;
+            let biases = if moe.bias { 2 * inner + hidden } else { 0 };
+            let expert = (3 * inner).saturating_mul(hidden).saturating_add(biases);
+            expert.saturating_mul((moe.experts - moe.top_k) as u64)
         });
         self.num_parameters()
             .saturating_sub(idle.fold(0, u64::saturating_add))

@@ -43,35 +43,29 @@ impl<L, V> DeltaNet<L, V> {
         let shard = scope.shard;
         // q, k and v lie one after the other.
         let channels = [layout.keys(), layout.keys(), layout.values()];
-        let (qkvz, ba) = match spec.projections {
-            Projections::Separate => (
-                vec![
-                    own.matrix("in_proj_qkv", layout.channels(), hidden)
-                        .outputs_of_parts(&channels.map(|len| (len, shard))),
-                    own.matrix("in_proj_z", layout.values(), hidden).outputs_of(shard),
-                ],
-                vec![
-                    own.matrix("in_proj_b", heads, hidden).outputs_of(shard),
-                    own.matrix("in_proj_a", heads, hidden).outputs_of(shard),
-                ],
-            ),
+        let qkvz = match spec.projections {
+            Projections::Separate => vec![
+                own.matrix("in_proj_qkv", layout.channels(), hidden)
+                    .outputs_of_parts(&channels.map(|len| (len, shard))),
+                own.matrix("in_proj_z", layout.values(), hidden).outputs_of(shard),
+            ],
             Projections::Fused => {
                 let (keys, values) = (layout.key_dim, layout.values() / groups);
-                (
-                    vec![
-                        own.grouped("in_proj_qkvz", groups, [keys, keys, values, values], hidden)
-                            .outputs_of(shard),
-                    ],
-                    vec![
-                        own.grouped(
-                            "in_proj_ba",
-                            groups,
-                            [heads / groups, heads / groups, 0, 0],
-                            hidden,
-                        )
+                let parts = [keys, keys, values, values];
+                vec![
+                    own.grouped("in_proj_qkvz", groups, parts, hidden)
                         .outputs_of(shard),
-                    ],
-                )
+                ]
+            }
+        };
+        let ba = match spec.gates {
+            Projections::Separate => vec![
+                own.matrix("in_proj_b", heads, hidden).outputs_of(shard),
+                own.matrix("in_proj_a", heads, hidden).outputs_of(shard),
+            ],
+            Projections::Fused => {
+                let parts = [heads / groups, heads / groups, 0, 0];
+                vec![own.grouped("in_proj_ba", groups, parts, hidden).outputs_of(shard)]
             }
         };
         let vector = |name: &str, len| Vector::plain(own.name(name), len);

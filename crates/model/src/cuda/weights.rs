@@ -117,6 +117,7 @@ impl GpuWeights {
         });
         let kv_scales = kv_scales.collect::<Result<_, ModelError>>()?;
         tensors.kv_scales(&layout.kv_scales)?;
+        layout.idle.iter().for_each(|name| tensors.idle(name));
         tensors.finish()?;
         log_narrowed(&jobs);
 

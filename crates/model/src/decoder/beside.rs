@@ -8,7 +8,7 @@ use plimsoll_kernels::{
     ExpertBuffers, ExpertWeights, KvElement, Linear, Router, add_normed, experts, glu, rms_norm, route,
 };
 
-use super::Step;
+use super::{Step, count_routes};
 use crate::blocks::{Beside, LayerInput};
 use crate::spec::{MoeSpec, PerLayerSpec};
 
@@ -83,6 +83,7 @@ impl<E: KvElement> Step<'_, '_, E> {
         };
         let routes = &mut self.routes[..rows * spec.top_k];
         route(logits, spec.experts, router, routes);
+        count_routes(self.expert_loads, self.layer, routes);
         rms_norm(hidden, &beside.norm, eps, normed);
         let weights = ExpertWeights {
             gate_up: &moe.gate_up,

@@ -2,6 +2,7 @@ mod int4;
 
 use std::borrow::Cow;
 use std::collections::HashSet;
+use std::ops::Range;
 
 use plimsoll_core::untrusted::quotable;
 
@@ -50,9 +51,22 @@ impl<'a> Checked<'a> {
 
     /// A matrix, with its scales where it has any.
     pub(crate) fn matrix(&mut self, matrix: &Matrix) -> Result<StoredMatrix<'a>, ModelError> {
+        let (mut stored, columns) = self.with_whole_rows(matrix)?;
+        if let (Some(_), Some(share)) = (columns, &matrix.share) {
+            stored.tensor = stored.tensor.of_rank(share)?;
+        }
+        Ok(stored)
+    }
+
+    /// The same, and where a rank has part of the inputs, which: then rows of elements are whole as far as that avoids a copy, and
+    /// scales are the rank's.
+    pub(crate) fn with_whole_rows(
+        &mut self,
+        matrix: &Matrix,
+    ) -> Result<(StoredMatrix<'a>, Option<Range<usize>>), ModelError> {
         match matrix.format {
-            MatrixFormat::Mxfp4 => return self.mxfp4(matrix),
-            MatrixFormat::Int4(format) => return self.int4(matrix, format),
+            MatrixFormat::Mxfp4 => return Ok((self.mxfp4(matrix)?, None)),
+            MatrixFormat::Int4(format) => return Ok((self.int4(matrix, format)?, None)),
             MatrixFormat::Plain | MatrixFormat::Gguf(_) | MatrixFormat::Fp8 { .. } | MatrixFormat::ToFp8 => {}
         }
         let mut share = matrix.share.as_ref();
@@ -86,17 +100,25 @@ impl<'a> Checked<'a> {
                 }
             },
         };
+        let mut columns = None;
         if let Some(share) = share {
-            tensor = tensor.of_rank(share)?;
+            match &share.own[..] {
+                [own] if share.axis == Axis::Inputs && !matches!(tensor.order, RowOrder::Columns(_)) => {
+                    in_units(share, tensor.dtype.block_len(), &tensor.name)?;
+                    columns = Some(own.clone());
+                }
+                _ => tensor = tensor.of_rank(share)?,
+            }
         }
         if matrix.order != RowOrder::Plain {
             tensor.order = matrix.order;
         }
         let MatrixFormat::Fp8 { scales, input_scale } = matrix.format else {
-            return Ok(StoredMatrix {
+            let stored = StoredMatrix {
                 tensor: in_floats(tensor)?,
                 beside: Beside::Nothing,
-            });
+            };
+            return Ok((stored, columns));
         };
         if tensor.dtype != WeightType::F8E4M3 {
             return Err(ModelError::TensorType {
@@ -121,10 +143,8 @@ impl<'a> Checked<'a> {
         if input_scale {
             self.scales(&of_module(["input_scale", "activation_scale"]), &SCALAR)?;
         }
-        Ok(StoredMatrix {
-            tensor,
-            beside: Beside::Scales(Scales::new(values, scales, matrix)),
-        })
+        let beside = Beside::Scales(Scales::new(values, scales, matrix));
+        Ok((StoredMatrix { tensor, beside }, columns))
     }
 
     /// An expert's matrix in MXFP4: elements `[outputs, inputs / 32, 16]`, two in a byte, and exponents `[outputs, inputs / 32]`.

@@ -9,7 +9,6 @@ use super::{RowOrder, Source, Tensor};
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
 use crate::gguf::{GgufFile, ROPE_DIVISORS, ROPE_FACTORS};
 use crate::quantization::GgufTypes;
-use crate::spec::Mlp;
 use crate::{Architecture, DecoderSpec, ModelError, Shape};
 
 /// A GGUF file as a source of weights.
@@ -51,12 +50,8 @@ impl<'a> GgufWeights<'a> {
         // So llama.cpp calls the norm before the MLP in these.
         let is_named_so = matches!(
             architecture,
-            Architecture::GptOss | Architecture::Qwen3_5 | Architecture::Qwen3_5Moe
+            Architecture::GptOss | Architecture::Qwen3_5 | Architecture::Qwen3_5Moe | Architecture::Qwen3Next
         );
-        let experts = spec.layers.iter().map(|layer| match &layer.mlp {
-            Mlp::Dense(_) => 0,
-            Mlp::Moe(moe) | Mlp::Both(_, moe) => moe.experts,
-        });
         Self {
             file,
             interleaved,
@@ -65,7 +60,7 @@ impl<'a> GgufWeights<'a> {
             } else {
                 "ffn_norm"
             },
-            experts: experts.max().unwrap_or(0),
+            experts: spec.mixtures().map(|moe| moe.experts).max().unwrap_or(0),
             has_divisors_in_config: architecture == Architecture::Gemma4,
         }
     }
@@ -225,7 +220,7 @@ impl Visitor for Types<'_> {
 
 /// GGUF's name of a tensor, where `post_attention_layernorm` is called so; a name without a counterpart stays as it is.
 fn gguf_name(name: &str, post_attention: &str) -> String {
-    const PARTS: [(&str, &str); 44] = [
+    const PARTS: [(&str, &str); 45] = [
         ("input_layernorm", "attn_norm"),
         ("self_attn.q_proj", "attn_q"),
         ("self_attn.k_proj", "attn_k"),
@@ -238,6 +233,7 @@ fn gguf_name(name: &str, post_attention: &str) -> String {
         ("linear_attn.in_proj_z", "attn_gate"),
         ("linear_attn.in_proj_b", "ssm_beta"),
         ("linear_attn.in_proj_a", "ssm_alpha"),
+        ("linear_attn.in_proj_ba", "ssm_ba"),
         ("linear_attn.conv1d", "ssm_conv1d"),
         ("linear_attn.norm", "ssm_norm"),
         ("linear_attn.out_proj", "ssm_out"),

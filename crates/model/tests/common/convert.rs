@@ -13,6 +13,10 @@ use plimsoll_model::{DecoderSpec, KvCacheDtype, Mlp, Model};
 
 use super::{golden_path, load};
 
+mod states;
+
+use states::{of_states, unfused};
+
 pub type Tensors = BTreeMap<String, Tensor>;
 
 /// What convert_hf_to_gguf.py writes for this model.
@@ -226,11 +230,12 @@ pub fn gguf_name(architecture: &str, name: &str) -> String {
         ("post_attention_layernorm", "post_attention_norm"),
         ("self_attn.sinks", "attn_sinks.weight"),
     ];
-    const QWEN35: [(&str, &str); 9] = [
+    const QWEN35: [(&str, &str); 10] = [
         ("post_attention_layernorm", "post_attention_norm"),
         ("linear_attn.in_proj_qkv", "attn_qkv"),
         ("linear_attn.in_proj_z", "attn_gate"),
         ("linear_attn.in_proj_a", "ssm_alpha"),
+        ("linear_attn.in_proj_ba", "ssm_ba"),
         ("linear_attn.in_proj_b", "ssm_beta"),
         ("linear_attn.A_log", "ssm_a"),
         ("linear_attn.dt_bias", "ssm_dt.bias"),
@@ -273,7 +278,7 @@ pub fn gguf_name(architecture: &str, name: &str) -> String {
         "gemma2" | "gemma3" => &GEMMA,
         "gemma4" => &GEMMA4,
         "gpt-oss" => &GPT_OSS,
-        "qwen35" | "qwen35moe" => &QWEN35,
+        "qwen35" | "qwen35moe" | "qwen3next" => &QWEN35,
         _ => &[],
     };
     let parts = own.iter().chain(&ALL);
@@ -313,7 +318,7 @@ pub fn converted(
             "llama" | "mistral3" | "smollm3" if rotated => permute(&tensor, heads),
             // `norm_shift`: Gemma's norms are stored less 1.
             "gemma2" | "gemma3" if name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
-            "qwen35" | "qwen35moe" => of_states(spec, name, tensor),
+            "qwen35" | "qwen35moe" | "qwen3next" => of_states(spec, architecture, name, tensor),
             _ => tensor,
         };
         // `shared_expert_gate`.
@@ -342,6 +347,7 @@ pub fn converted(
     };
     let tensors = match architecture {
         "gpt-oss" => parted(tensors),
+        "qwen3next" => unfused(spec, &merged(tensors)),
         _ => merged(tensors),
     };
     tensors.iter().map(convert).collect()
@@ -368,39 +374,6 @@ fn merged(tensors: &Tensors) -> Tensors {
         }
     }
     out
-}
-
-/// `Qwen3NextModel.modify_tensors`, and heads of v so that those of q and k take turns (`_LinearAttentionVReorderBase`).
-fn of_states(spec: &DecoderSpec, name: &str, tensor: Tensor) -> Tensor {
-    let layout = spec.delta_nets().next().unwrap().layout;
-    let (groups, heads) = (layout.key_heads, layout.value_heads);
-    // The elements of heads of v, from `first` on, along a dimension.
-    let tiled = |tensor: Tensor, dim: usize, first: usize, of_head: usize| {
-        let order: Vec<u32> = (0..tensor.dims()[dim])
-            .map(|at| {
-                let Some(at_v) = at.checked_sub(first) else {
-                    return at as u32;
-                };
-                let (head, within) = (at_v / of_head, at_v % of_head);
-                let stored = head % groups * (heads / groups) + head / groups;
-                (first + stored * of_head + within) as u32
-            })
-            .collect();
-        let order = Tensor::new(order, &Device::Cpu).unwrap();
-        tensor.contiguous().unwrap().index_select(&order, dim).unwrap()
-    };
-    let part = name.rsplit_once("linear_attn.").map(|(_, part)| part);
-    match part {
-        Some("in_proj_qkv.weight") => tiled(tensor, 0, 2 * layout.keys(), layout.value_dim),
-        Some("conv1d.weight") => tiled(tensor.squeeze(1).unwrap(), 0, 2 * layout.keys(), layout.value_dim),
-        Some("in_proj_z.weight") => tiled(tensor, 0, 0, layout.value_dim),
-        Some("in_proj_a.weight" | "in_proj_b.weight" | "dt_bias") => tiled(tensor, 0, 0, 1),
-        Some("A_log") => tiled(tensor.exp().unwrap().neg().unwrap(), 0, 0, 1),
-        Some("out_proj.weight") => tiled(tensor, 1, 0, layout.value_dim),
-        Some(_) => tensor,
-        None if name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
-        None => tensor,
-    }
 }
 
 /// gpt-oss's experts, whose gate and up take turns, each by itself and outputs first (`GptOssModel.modify_tensors`). MXFP4, which

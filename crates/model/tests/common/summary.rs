@@ -21,7 +21,12 @@ pub fn summary(spec: &DecoderSpec) -> String {
 }
 
 fn delta_net_summary(delta_net: &DeltaNetSpec) -> String {
-    let DeltaNetSpec { layout, projections } = delta_net;
+    let DeltaNetSpec {
+        layout,
+        projections,
+        gates,
+    } = delta_net;
+    assert_eq!(gates, projections);
     let DeltaLayout {
         key_heads,
         value_heads,

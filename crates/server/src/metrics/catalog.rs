@@ -68,6 +68,10 @@ catalog! {
     GPU_BUSY: "plimsoll_gpu_busy_seconds_total": "Time the GPU spent in steps, by GPU timestamps.";
     GPU_IDLE: "plimsoll_gpu_idle_seconds_total":
         "Time the GPU was idle between steps although there was work, by GPU timestamps.";
+    EXPERT_IMBALANCE: "plimsoll_expert_imbalance_ratio":
+        "Tokens of a layer's most used expert, as a multiple of the mean of all its experts; 1 if all have as many.";
+    EXPERT_HOTTEST: "plimsoll_expert_hottest_token_ratio":
+        "Fraction of the tokens of a layer that its most used expert computes, 0 to 1.";
     REBUILDS: "plimsoll_engine_rebuilds_total":
         "Rebuilds of the engine's state in the running server, by reason: out of device memory, or wake-up from sleep.";
     HEALTHY: "plimsoll_engine_healthy", "vllm:engine_healthy": "1 while the engine is alive.";

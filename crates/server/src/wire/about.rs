@@ -150,21 +150,12 @@ pub(crate) struct MemoryNow {
     pub(crate) components: Map<String, Value>,
 }
 
-/// The memory of one rank, in bytes.
+/// The memory of one rank: that of its device, or of its part of one.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct RankNow {
     pub(crate) rank: usize,
-    /// Capacity of its device, or of its part of one.
-    pub(crate) total: u64,
-    pub(crate) free: u64,
-    /// Memory held by this rank.
-    pub(crate) reserved: u64,
-    pub(crate) reserved_high: u64,
-    /// Memory of other processes.
-    pub(crate) peers: u64,
-    /// Memory held by this rank, by component.
-    #[schema(value_type = std::collections::BTreeMap<String, u64>)]
-    pub(crate) components: Map<String, Value>,
+    #[serde(flatten)]
+    pub(crate) now: MemoryNow,
 }
 
 /// The KV cache.

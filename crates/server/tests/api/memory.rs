@@ -335,3 +335,41 @@ async fn a_model_with_windows_survives_preemption_cancellation_loss_and_sleep() 
     assert_eq!(blocks(&rig).await, [(0, 0), (0, 0)]);
     assert_eq!(content(&rig.post(CHAT, body(3)).await.json()), expected(3));
 }
+
+/// Where several ranks serve the model together, what is said of memory is said of each.
+#[tokio::test]
+async fn ranks_have_memory_and_metrics_of_their_own() {
+    let rig = Rig::new(Setup::default());
+    let alone = rig.get("/memory").await.json();
+    assert_eq!(alone["ranks"], json!(null));
+    let page = rig.get("/metrics").await.text;
+    assert!(!page.contains("rank="), "{page}");
+
+    let rig = Rig::new(Setup::default());
+    rig.script.more_ranks.store(2, Ordering::SeqCst);
+    let memory = rig.get("/memory").await.json();
+    let ranks = memory["ranks"].as_array().unwrap();
+    assert_eq!(ranks.len(), 3);
+    let page = rig.get("/metrics").await.text;
+    for (rank, of) in ranks.iter().enumerate() {
+        assert_eq!(of["rank"], rank);
+        let metrics = [
+            ("device_memory_total_bytes", "", &of["total"]),
+            ("device_memory_proved_peak_bytes", "", &of["proved_peak"]),
+            (
+                "device_memory_bytes",
+                ",component=\"kv\"",
+                &of["components"]["kv"],
+            ),
+            ("headroom_bytes", "", &of["headroom"]),
+        ];
+        for (name, label, value) in metrics {
+            let line =
+                format!("plimsoll_{name}{{model_name=\"sim\",engine=\"0\",rank=\"{rank}\"{label}}} {value}");
+            assert!(page.contains(&line), "{line} is not in {page}");
+        }
+    }
+    let mut first = ranks[0].clone();
+    first.as_object_mut().unwrap().remove("rank");
+    assert_eq!(memory["now"], first);
+}

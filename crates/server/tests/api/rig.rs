@@ -45,6 +45,8 @@ pub struct Script {
     /// The process's own memory counters.
     pub high_water: AtomicU64,
     proved_peak: AtomicU64,
+    /// Ranks beside the first.
+    pub more_ranks: AtomicU64,
     /// `/memory` panics.
     pub meters_panic: AtomicBool,
     /// The driver does not answer.
@@ -197,16 +199,22 @@ impl Memory for Reader {
         json!({ "phase": "validate" })
     }
 
-    fn meters(&self) -> Meters {
-        self.0.meters()
+    fn meters(&self) -> Vec<Meters> {
+        let rank = |rank| Meters {
+            total: TOTAL + rank,
+            ..self.0.meters()
+        };
+        (0..=self.0.more_ranks.load(Ordering::SeqCst)).map(rank).collect()
     }
 
     fn allocations_after_ready(&self) -> u64 {
         0
     }
 
-    fn proved_peak(&self) -> u64 {
-        self.0.proved_peak.load(Ordering::SeqCst)
+    fn proved_peaks(&self) -> Vec<u64> {
+        let first = self.0.proved_peak.load(Ordering::SeqCst);
+        let ranks = 0..=self.0.more_ranks.load(Ordering::SeqCst);
+        ranks.map(|rank| first + rank).collect()
     }
 
     fn start(&self) -> StartNumbers {
@@ -436,6 +444,7 @@ impl Rig {
             bits_per_weight: None,
             num_parameters: None,
             num_active_parameters: None,
+            expert_loads: None,
         };
         let state = AppState::new(
             engine,

@@ -52,6 +52,9 @@ true
 
 {{/* What the pod was given. The server is told, as it would serve on the CPU where a GPU that it should have is not there. */}}
 {{- define "plimsoll.device" -}}
+{{- if and (gt (int .Values.gpus) 0) (ne (int .Values.gpus) (int .Values.tensorParallelSize)) -}}
+{{- fail (printf "gpus is %d and tensorParallelSize %d: a server uses as many GPUs as it has ranks" (int .Values.gpus) (int .Values.tensorParallelSize)) -}}
+{{- end -}}
 {{- $device := ternary "cuda" "cpu" (gt (int .Values.gpus) 0) -}}
 {{- range $name, $_ := .Values.resources.limits -}}
 {{- if hasPrefix "nvidia.com/" $name }}{{ $device = "cuda" }}{{ end -}}
@@ -82,12 +85,13 @@ true
 {{- define "plimsoll.checkSettings" -}}
 {{- $instead := dict "model" "model" "device" "gpus" "port" "service.port" "ssl-certfile" "tlsSecret" "ssl-keyfile" "tlsSecret" -}}
 {{- range list "drain-timeout" "shutdown-timeout" }}{{ $_ := set $instead . "drainTimeout" }}{{ end -}}
+{{- range list "tensor-parallel-size" "tp-size" "tp" }}{{ $_ := set $instead . "tensorParallelSize" }}{{ end -}}
 {{- if .Values.kvEvents.enabled }}{{ $_ := set $instead "kv-events-config" "kvEvents" }}{{ end -}}
 {{- if .Values.apiKeySecret }}{{ $_ := set $instead "api-key-file" "apiKeySecret" }}{{ end -}}
 {{- $given := dict -}}
 {{- range .Values.args -}}
 {{- $flag := (split "=" .)._0 -}}
-{{- if hasPrefix "--" $flag }}{{ $_ := set $given $flag (trimPrefix "--" $flag) }}{{ end -}}
+{{- if or (hasPrefix "--" $flag) (eq $flag "-tp") }}{{ $_ := set $given $flag (trimAll "-" $flag) }}{{ end -}}
 {{- end -}}
 {{- range .Values.env -}}
 {{- if hasPrefix "PLIMSOLL_" .name }}{{ $_ := set $given .name (trimPrefix "PLIMSOLL_" .name | lower) }}{{ end -}}

@@ -18,6 +18,8 @@ pub(super) struct Job<'a> {
     tensor: Tensor<'a>,
     /// Of a matrix.
     beside: Beside<'a>,
+    /// Which elements of its rows are the rank's, where they are not all.
+    columns: Option<Range<usize>>,
     /// Which input each is on the device, where the part has a place for that.
     order: Option<Vec<u32>>,
     part: Part,
@@ -26,12 +28,13 @@ pub(super) struct Job<'a> {
 impl<'a> Job<'a> {
     /// Takes the part's tensors, and checks that [`Self::write_rows`] can do what it has to.
     pub(super) fn new(tensors: &mut Checked<'a>, part: &Part) -> Result<Self, ModelError> {
-        let StoredMatrix { mut tensor, beside } = match &part.stored {
-            Stored::Vector(vector) => StoredMatrix {
-                tensor: tensors.vector(vector)?,
-                beside: Beside::Nothing,
-            },
-            Stored::Matrix(matrix) => tensors.matrix(matrix)?,
+        let (StoredMatrix { mut tensor, beside }, columns) = match &part.stored {
+            Stored::Vector(vector) => {
+                let tensor = tensors.vector(vector)?;
+                let beside = Beside::Nothing;
+                (StoredMatrix { tensor, beside }, None)
+            }
+            Stored::Matrix(matrix) => tensors.with_whole_rows(matrix)?,
         };
         if matches!(tensor.order, RowOrder::Columns(_)) && part.element != Element::Bf16 {
             tensor = tensor.in_order();
@@ -60,6 +63,7 @@ impl<'a> Job<'a> {
         Ok(Self {
             tensor,
             beside,
+            columns,
             order,
             part: part.clone(),
         })
@@ -91,9 +95,18 @@ impl<'a> Job<'a> {
         self.tensor.data.as_ptr().addr()
     }
 
-    /// Stored bytes of `rows` rows.
+    /// Stored bytes of `rows` rows, as far as they are the rank's.
     pub(super) fn stored_bytes(&self, rows: usize) -> usize {
-        self.tensor.bytes() / self.part.rows() * rows
+        let of_row = self.tensor.bytes() / self.part.rows();
+        let own = self.columns.clone().map(|columns| self.in_bytes(columns).len());
+        own.unwrap_or(of_row) * rows
+    }
+
+    /// Where some elements of a row lie, which are whole blocks of its type.
+    fn in_bytes(&self, columns: Range<usize>) -> Range<usize> {
+        let dtype = self.tensor.dtype;
+        let at = |column: usize| column / dtype.block_len() * dtype.block_bytes();
+        at(columns.start)..at(columns.end)
     }
 
     /// Writes what a range of rows becomes in device memory, and adds the scales that begin there.
@@ -127,17 +140,22 @@ impl<'a> Job<'a> {
         }
         let stored = rows.clone().map(|row| self.tensor.order.stored(row));
         let pairs = stored.zip(out.chunks_exact_mut(self.part.row_bytes()));
-        let mut wide = vec![0.0; inputs];
+        let own = |row: usize| match &self.columns {
+            None => matrix.row(row),
+            Some(columns) => &matrix.row(row)[self.in_bytes(columns.clone())],
+        };
+        let mut wide = vec![0.0; matrix.cols()];
+        let columns = self.columns.clone().unwrap_or(0..inputs);
         match (self.part.element, self.part.scales, &self.beside) {
             (Element::Fp8, Some(place), Beside::Scales(stored)) => {
-                pairs.for_each(|(row, out)| out.copy_from_slice(matrix.row(row)));
+                pairs.for_each(|(row, out)| out.copy_from_slice(own(row)));
                 let firsts = place.first_rows(rows);
                 firsts.for_each(|row| place.add_row(stored.of_row(row), scales));
             }
             (Element::Fp8, ..) => {
                 for (row, out) in pairs {
                     matrix.widen_row(row, &mut wide);
-                    let scale = quantise(&wide, out).ok_or_else(|| ModelError::Weights {
+                    let scale = quantise(&wide[columns.clone()], out).ok_or_else(|| ModelError::Weights {
                         name: self.tensor.name.clone(),
                         message: format!(
                             "row {row} holds an infinite number, which no scale brings into eight bits"
@@ -147,15 +165,15 @@ impl<'a> Job<'a> {
                 }
             }
             (Element::Gguf(format), ..) => {
-                pairs.for_each(|(row, out)| format.pack_row(matrix.row(row), out));
+                pairs.for_each(|(row, out)| format.pack_row(own(row), out));
             }
             _ if matrix.dtype() == WeightType::Bf16 => {
-                pairs.for_each(|(row, out)| out.copy_from_slice(matrix.row(row)));
+                pairs.for_each(|(row, out)| out.copy_from_slice(own(row)));
             }
             _ => {
                 for (row, out) in pairs {
                     matrix.widen_row(row, &mut wide);
-                    narrow(&wide, out);
+                    narrow(&wide[columns.clone()], out);
                 }
             }
         }

@@ -184,6 +184,8 @@ pub(super) struct Layout {
     pub(super) optional: Vec<Vector>,
     /// Names of the scales of keys and values that the checkpoint says it stores.
     pub(super) kv_scales: Vec<String>,
+    /// Names of tensors that checkpoints may have, and that nothing reads.
+    pub(super) idle: Vec<String>,
     /// Bytes of everything.
     pub(super) bytes: usize,
 }
@@ -207,6 +209,7 @@ impl Layout {
             parts: places.parts,
             optional: places.optional,
             kv_scales: places.kv_scales,
+            idle: places.idle,
             bytes: places.end,
         })
     }
@@ -218,6 +221,7 @@ pub(super) struct Places {
     parts: Vec<Part>,
     optional: Vec<Vector>,
     kv_scales: Vec<String>,
+    idle: Vec<String>,
     /// A multiple of [`ALIGN`].
     end: usize,
 }
@@ -340,6 +344,10 @@ impl Visitor for Places {
             pieces: vec![table],
             bias: None,
         })
+    }
+
+    fn idle(&mut self, name: String) {
+        self.idle.push(name);
     }
 
     /// In the same place.

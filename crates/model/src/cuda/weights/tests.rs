@@ -12,12 +12,14 @@ use rand::{Rng, SeedableRng};
 use super::convert::{Job, widen_int4, widen_mxfp4};
 use super::layout::tests::random_spec;
 use super::layout::{Element, KeptScales, Layout, LinearSpan, Part, Places, Span, Stored};
-use crate::blocks::{Decoder, Layer, RowOrder};
+use crate::blocks::{Decoder, Layer, Matrix, RowOrder};
 use crate::model::Description;
-use crate::quantization::{Fp8Scales, GgufTypes, Quantization};
+use crate::quantization::{GgufTypes, Quantization};
+use crate::shard::Axis;
+use crate::spec::LayerSpec;
 use crate::weights::int4_tests::{self, Plain};
 use crate::weights::{Checked, Scales, Source, Tensor};
-use crate::{DecoderSpec, LoadFormat, ModelError, ServeAs, Shape};
+use crate::{DecoderSpec, LoadFormat, ModelError, ServeAs, Shape, Shard};
 
 /// Into host memory, some rows at a time.
 fn fill(part: &Part, tensors: &mut Checked<'_>, memory: &mut [u8]) {
@@ -46,56 +48,123 @@ fn experts_arrive_as_a_cpu_reads_them() {
         "gpt-oss",
         "gpt-oss-mxfp4",
     ] {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../../tests/golden")
-            .join(name);
-        let description = Description::read(&path, &ServeAs::default()).unwrap();
-        let source = description.source(LoadFormat::Auto).unwrap();
-        let layout = Layout::new(description.about.spec(), None).unwrap();
-        let mut tensors = Checked::new(&*source);
-        let mut aligned = vec![u64::MAX; layout.bytes / 8];
-        let memory: &mut [u8] = cast_slice_mut(&mut aligned);
-        for part in &layout.parts {
-            fill(part, &mut tensors, memory);
+        let matrices = arrives(name, Shard::WHOLE).unwrap();
+        let experts = matrices.iter().filter(|matrix| matrix.expert.is_some());
+        assert!(experts.count() >= 18, "{name}");
+    }
+}
+
+/// The same of the parts of ranks, of all formats that can be divided in so small models: rows, columns, stacked pieces.
+#[test]
+fn parts_of_ranks_arrive_as_a_cpu_reads_them() {
+    for (name, counts) in [
+        ("llama3-tied-bf16", &[2][..]),
+        ("qwen2", &[2, 4]),
+        ("qwen3-f16", &[2]),
+        ("phi3-longrope", &[2]),
+        ("gemma4-moe", &[2, 4]),
+        ("llama-fp8-channel", &[2, 4]),
+        ("phi3-fp8-tensor", &[2]),
+        ("phi3-int4-channel", &[2]),
+        ("llama-gptq", &[2]),
+        ("qwen3-next-moe", &[2]),
+        ("mixtral", &[2, 4]),
+        ("qwen3-moe", &[2, 4]),
+        ("gpt-oss", &[2, 4]),
+    ] {
+        for &ranks in counts {
+            for rank in 0..ranks {
+                let matrices = arrives(name, Shard { rank, ranks }).unwrap();
+                let divided = matrices.iter().filter_map(|matrix| matrix.share.as_ref());
+                let (rows, columns): (Vec<_>, Vec<_>) =
+                    divided.partition(|share| share.axis == Axis::Outputs);
+                assert!(rows.len() > 1 && columns.len() > 1, "{name}");
+            }
         }
-        let mut experts = 0;
-        for part in &layout.parts {
-            let Stored::Matrix(matrix) = &part.stored else {
-                continue;
-            };
-            let place = part.scales;
-            let kept: Option<Vec<f32>> = place.map(|place| {
-                let span = place.span(0..part.rows());
-                place.without_padding(cast_slice_mut(&mut memory[span.range()]))
-            });
-            let scales = kept.map(|kept| Scales::new(kept, Fp8Scales::Block, matrix));
-            let found = &mut memory[part.span().range()];
-            let cpu = Checked::new(&*source)
-                .matrix(matrix)
-                .unwrap()
-                .dequantised()
-                .unwrap();
-            let cpu = cpu.matrix().unwrap();
-            let mut wide = vec![0.0; matrix.inputs];
-            for (row, bytes) in found.chunks_exact_mut(part.row_bytes()).enumerate() {
-                cpu.widen_row(row, &mut wide);
-                let found: Vec<f32> = match (part.element, &scales) {
-                    (Element::Mxfp4, _) => widen_mxfp4(bytes, matrix.inputs),
-                    (Element::Fp8, Some(scales)) => scales
+    }
+}
+
+/// Loads what a rank has of a golden model into host memory, compares matrices that are not in four bits of integers with what a CPU
+/// reads, and returns them.
+fn arrives(name: &str, shard: Shard) -> Result<Vec<Matrix>, ModelError> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../tests/golden")
+        .join(name);
+    let description = Description::read(&path, &ServeAs::default())?;
+    let source = description.source(LoadFormat::Auto)?;
+    let spec = description.about.spec().shard(shard)?;
+    let layout = Layout::new(&spec, None).unwrap();
+    let mut tensors = Checked::new(&*source);
+    let mut aligned = vec![u64::MAX; layout.bytes / 8];
+    let memory: &mut [u8] = cast_slice_mut(&mut aligned);
+    for part in &layout.parts {
+        fill(part, &mut tensors, memory);
+    }
+    let mut matrices = Vec::new();
+    for part in &layout.parts {
+        let Stored::Matrix(matrix) = &part.stored else {
+            continue;
+        };
+        matrices.push(matrix.clone());
+        let cpu = Checked::new(&*source).matrix(matrix)?.dequantised()?;
+        let cpu = cpu.matrix()?;
+        let place = part.scales;
+        let kept = part.kept();
+        let words: Option<Vec<f32>> = place.map(|place| {
+            let span = place.span(0..part.rows());
+            place.without_padding(cast_slice_mut(&mut memory[span.range()]))
+        });
+        let found = &mut memory[part.span().range()];
+        let mut wide = vec![0.0; matrix.inputs];
+        for (row, bytes) in found.chunks_exact_mut(part.row_bytes()).enumerate() {
+            cpu.widen_row(row, &mut wide);
+            let found: Vec<f32> = match (part.element, &words, kept) {
+                (Element::Mxfp4, ..) => widen_mxfp4(bytes, matrix.inputs),
+                (Element::Fp8, Some(scales), Some(KeptScales::Fp8(kept))) => {
+                    Scales::new(scales.clone(), kept, matrix)
                         .widen(row, bytes)
                         .map(|x| bf16::from_f32(x).to_f32())
-                        .collect(),
-                    _ => cast_slice_mut::<_, bf16>(bytes)
+                        .collect()
+                }
+                (Element::Int4, Some(words), Some(KeptScales::Int4(group))) => {
+                    let stride = group.stride(matrix.inputs);
+                    let words: Vec<u32> = words[row * stride..][..stride]
                         .iter()
-                        .map(|x| x.to_f32())
-                        .collect(),
-                };
-                assert_eq!(found, wide, "{name}: {} row {row}", part.name());
-            }
-            experts += usize::from(matrix.expert.is_some());
+                        .map(|word| word.to_bits())
+                        .collect();
+                    let elements = widen_int4(bytes, &words, group, matrix.inputs);
+                    elements.into_iter().map(|x| bf16::from_f32(x).to_f32()).collect()
+                }
+                _ => {
+                    // As the GPU has it.
+                    wide.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+                    let narrow = cast_slice_mut::<_, bf16>(bytes);
+                    narrow.iter().map(|x| x.to_f32()).collect()
+                }
+            };
+            assert_eq!(found, wide, "{name}: {} of {shard:?}, row {row}", part.name());
         }
-        assert!(experts >= 18, "{name}: {experts} matrices of experts");
     }
+    Ok(matrices)
+}
+
+/// Projections of layers that share keys and values, which published checkpoints have and nobody reads.
+#[test]
+fn what_nothing_reads_may_be_stored() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/gemma4-shared");
+    let description = Description::read(&path, &ServeAs::default()).unwrap();
+    let spec = description.about.spec();
+    let layout = Layout::new(spec, None).unwrap();
+    let shares = |layer: &Arc<LayerSpec>| layer.attention().is_some_and(|own| own.shares_kv.is_some());
+    let layers = spec.layers.iter().enumerate().filter(|(_, layer)| shares(layer));
+    let names: Vec<_> = layers
+        .flat_map(|(index, _)| {
+            ["k_proj", "v_proj", "k_norm", "v_norm"]
+                .map(|part| format!("model.layers.{index}.self_attn.{part}.weight"))
+        })
+        .collect();
+    assert!(!names.is_empty());
+    assert_eq!(layout.idle, names);
 }
 
 /// Every layout becomes the kernels' own, to the bit, in pieces of any rows, and in the order of groups.
