@@ -50,7 +50,7 @@ def test_a_request_can_be_tried(sim, open_page, viewport):
     chat.locator(".try summary").click()
     chat.get_by_role("combobox", name="Example").select_option("A stream")
     assert '"stream": true' in chat.locator("textarea").input_value()
-    chat.locator("textarea").fill('{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}')
+    chat.locator("textarea").fill('{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignore_eos": true}')
     expect(chat.locator(".code pre").first).to_contain_text('"max_tokens":3')
     chat.get_by_role("button", name="Send").click()
     expect(chat.locator(".outcome")).to_contain_text("200 OK")
