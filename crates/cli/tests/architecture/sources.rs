@@ -26,7 +26,7 @@ const NEEDS_GPU: &str = "needs an NVIDIA GPU: make test-gpu";
 /// Terms of the field that look like numbers of requirements: caches, element types, a model.
 const TERMS: [&str; 7] = ["L1", "L2", "F16", "F32", "F64", "Q8", "R1"];
 const METRICS_FILE: &str = "crates/server/src/metrics/catalog.rs";
-const SKIPPED: [&str; 10] = [
+const SKIPPED: [&str; 11] = [
     "target",
     ".git",
     ".venv",
@@ -35,6 +35,7 @@ const SKIPPED: [&str; 10] = [
     ".cuda",
     "__pycache__",
     ".pytest_cache",
+    ".hypothesis",
     // Of the fuzzer.
     "corpus",
     "artifacts",
