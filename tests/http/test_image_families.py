@@ -2,12 +2,13 @@
 for an image what those of the published models write."""
 
 import json
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
-from conftest import ROOT
+from conftest import BINARY, ROOT
 from test_images import base, image, png, scores, text, tokenizer
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -144,3 +145,22 @@ def test_text_alone_is_served_as_before(start, tmp_path):
         assert ask(server, text("What is it?")).choices[0].message.content is not None
         with pytest.raises(openai.BadRequestError, match="image"):
             ask(server, image(1), text("What is it?"))
+
+
+@pytest.mark.parametrize("flags, named", [
+    (["--device", "cpu", "--max-num-batched-tokens", "32", "--max-num-seqs", "32"], "cannot hold the 9 of an image, which see each other, "
+     "beside one of each of 31 other requests"),
+    (["--device", "cuda", "--device-memory", "80GiB", "--limit-mm-per-prompt", '{"image": 1}'], "vision_config.model_type"),
+    (["--device", "cpu", "--tensor-parallel-size", "2", "--limit-mm-per-prompt", '{"image": 1}'], "--tensor-parallel-size"),
+])
+def test_images_that_were_asked_for_and_cannot_be_served_end_a_start(tmp_path, flags, named):
+    write(tmp_path, Gemma3)
+    ended = subprocess.run([BINARY, "plan", str(tmp_path), "--load-format", "dummy", *flags], capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0 and named in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize("flags", [["--device", "cuda", "--device-memory", "80GiB"], ["--device", "cpu", "--tensor-parallel-size", "2"]])
+def test_without_being_asked_text_alone_is_served_where_there_is_no_encoder(tmp_path, flags):
+    write(tmp_path, Gemma3)
+    ended = subprocess.run([BINARY, "plan", str(tmp_path), "--load-format", "dummy", *flags], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and "images are not served" in ended.stderr, ended.stderr

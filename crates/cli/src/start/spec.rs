@@ -46,7 +46,8 @@ pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Res
     let at_once = device.tokens_at_once()?;
     if max_num_batched_tokens < max_num_seqs + at_once - 1 {
         let message = format!(
-            "{max_num_batched_tokens} tokens per step cannot hold the {at_once} of an image, which see each other, beside one of each              of {} other requests; raise it, lower --max-num-seqs, or serve text alone: --limit-mm-per-prompt '{{\"image\": 0}}'",
+            "{max_num_batched_tokens} tokens per step cannot hold the {at_once} of an image, which see each other, beside one of each \
+             of {} other requests; raise it, lower --max-num-seqs, or serve text alone: --limit-mm-per-prompt '{{\"image\": 0}}'",
             max_num_seqs - 1
         );
         return Err(Error::configuration("--max-num-batched-tokens", message));
