@@ -35,8 +35,6 @@ DROPPED = {
     "--ignore-patterns": 1,
     "--num-scheduler-steps": 1,
     "--structured-outputs-config.backend": 1,
-    "--tensor-parallel-size": 1,
-    "-tp": 1,
     "--trust-remote-code": 0,
     # Adapters, which some files load for all of their tests.
     "--enable-lora": 0,
@@ -61,8 +59,15 @@ DROPPED = {
     "--show-hidden-metrics-for-version": 1,
     "--tokenizer-mode": 1,
 }
-# Those that are ours to choose: less makes a start faster.
-REPLACED = {"--dtype": 1, "--max-num-seqs": 1, "--gpu-memory-utilization": 1, "--load-format": 1}
+# Those that are ours to choose: less makes a start faster, and the models here have no parts to spread.
+REPLACED = {
+    "--dtype": 1,
+    "--gpu-memory-utilization": 1,
+    "--load-format": 1,
+    "--max-num-seqs": 1,
+    "--tensor-parallel-size": 1,
+    "-tp": 1,
+}
 # What a file of tests is run with. The KV cache is large enough for every test, and small enough to start fast.
 LIMITS = ("--max-total-token-num", "16384", "--max-num-seqs", "16", "--max-num-batched-tokens", "512")
 MODELS = {
