@@ -21,14 +21,14 @@ use super::dataset::{RandomDataset, Sample};
 use super::report::Report;
 use super::stats::Summary;
 use crate::args::{positive, ratio};
-use crate::client::{self, ClientArgs, LAST_EVENT, Lines, event_data};
+use crate::client::{ClientArgs, LAST_EVENT, Lines, event_data};
 use crate::error::Error;
 use crate::progress::count_bar;
 
 /// `plimsoll bench serve`.
 #[derive(Clone, Debug, Args)]
 pub struct ServeBenchArgs {
-    /// URL of the server
+    /// URL of the server, or unix:PATH of its socket
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     base_url: String,
     /// Credentials for the server.
@@ -257,8 +257,7 @@ struct Client {
 
 impl Client {
     async fn connect(args: &ServeBenchArgs) -> Result<Self, Error> {
-        let http = args.client.http()?;
-        let base = client::base(&args.base_url);
+        let (http, base) = args.client.server(&args.base_url)?;
         let model = match &args.model {
             Some(model) => model.clone(),
             None => {
