@@ -89,11 +89,7 @@ pub(super) fn json<T: DeserializeOwned>(text: &str) -> Result<T, String> {
         }
         let said = error.to_string();
         let place = format!(" at line {} column {}", error.line(), error.column());
-        let said = with_plain_types(said.strip_suffix(&place).unwrap_or(&said));
-        match said.split_once("expected struct ") {
-            Some((found, _)) => format!("{found}expected an object"),
-            None => said,
-        }
+        with_plain_types(said.strip_suffix(&place).unwrap_or(&said))
     })
 }
 
