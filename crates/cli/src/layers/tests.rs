@@ -105,7 +105,7 @@ fn what_is_wrong_is_named() {
         ("port = true", "boolean"),
         ("port = [1, 2]", "array"),
         ("port = { number = 1 }", "table"),
-        ("hf-overrides = [1]", "expected a map"),
+        ("hf-overrides = [1]", "expected an object"),
         (
             "max_num_seqs = 3\nmax-num-seqs = 4",
             ":2: max-num-seqs and max-num-seqs",
