@@ -79,7 +79,7 @@ pub(super) fn context(text: &str) -> Result<usize, String> {
     }
 }
 
-pub(super) fn json<T: DeserializeOwned>(text: &str) -> Result<T, String> {
+pub(crate) fn json<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
