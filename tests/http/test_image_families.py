@@ -218,6 +218,21 @@ def test_clients_load_a_server_with_pictures(served, tmp_path):
     assert done.returncode != 0 and "--dataset-name random-mm" in done.stderr, done.stderr
 
 
+def test_throughput_is_measured_with_images(tmp_path):
+    write(tmp_path, Mistral3)
+    report = tmp_path / "report.json"
+    bench = [BINARY, "bench", "throughput", tmp_path, "--load-format", "dummy", "--device-lock-dir", tmp_path, "--no-profile-cache", "--max-num-seqs", "4",
+             "--num-prompts", "6", "--input-len", "20", "--output-len", "4", "--output-json", report]
+    images = ["--dataset-name", "random-mm", "--random-mm-base-items-per-request", "2", "--random-mm-bucket-config", "{(40, 24, 1): 1}"]
+    done = subprocess.run([*bench, *images], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0 and "Image throughput" in done.stdout, done.stderr
+    figures = json.loads(report.read_text())
+    assert figures["total_images"] == 12 and figures["total_prompt_tokens"] == 6 * (20 + 2 * Mistral3.tokens[24, 40])
+    for flags, named in [([*images, "--limit-mm-per-prompt", '{"image": 0}'], "served for text alone"), (images[2:], "--dataset-name random-mm")]:
+        done = subprocess.run([*bench, *flags], capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode != 0 and named in done.stderr, done.stderr
+
+
 def test_text_alone_is_served_as_before(start, tmp_path):
     write(tmp_path, Gemma3)
     with start(str(tmp_path), "--load-format", "dummy", "--served-model-name", "tiny", "--limit-mm-per-prompt", '{"image": 0}',
