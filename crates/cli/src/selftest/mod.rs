@@ -5,6 +5,7 @@
 //! not get there is inconclusive, which is no pass.
 
 mod answer;
+mod job;
 mod learn;
 mod limits;
 mod load;
@@ -27,8 +28,9 @@ use strum::IntoEnumIterator;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};
 
+use self::job::Job;
 use self::learn::learn;
-use self::load::{Job, Load};
+use self::load::Load;
 use self::pictures::Kind;
 use self::server::{Outcome, Server};
 use self::stage::Stage;

@@ -8,8 +8,8 @@ use reqwest::{RequestBuilder, Response, StatusCode};
 use serde_json::{Value, json};
 
 use super::answer::Answer;
+use super::job::{Job, Leave};
 use super::limits::Limits;
-use super::load::{Job, Leave};
 use super::page::Page;
 use super::pictures::ImageLimits;
 use crate::client::{self, LAST_EVENT, Lines, connection, event_data};
