@@ -1,9 +1,11 @@
 """Parts of the API that operators turn on, and how it is reached."""
 
+import subprocess
+
 import httpx2 as httpx
 import pytest
 
-from conftest import process
+from conftest import BINARY, PATIENCE, process
 
 SAY = [{"role": "user", "content": "<say>abc</say>"}]
 
@@ -139,6 +141,10 @@ def test_a_unix_socket(tmp_path):
                     assert child.poll() is None, log.read_text()
             answer = client.post("/v1/chat/completions", json={"messages": SAY}).raise_for_status().json()
             assert answer["choices"][0]["message"]["content"] == "abc"
+        # The terminal's commands take it as the log names it.
+        chat = [BINARY, "chat", "sim", "--url", f"unix:{path}"]
+        done = subprocess.run(chat, input="<say>hi</say>", capture_output=True, text=True, timeout=PATIENCE)
+        assert (done.returncode, done.stdout) == (0, "hi\n"), done
         assert f"curl --unix-socket {path} http://localhost/v1/chat/completions" in log.read_text()
         child.terminate()
         assert child.wait(60) == 0

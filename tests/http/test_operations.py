@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import moe_model
 import pytest
 import yaml
 from grafana_foundation_sdk.cog import plugins
@@ -131,6 +132,31 @@ def test_queries_of_the_dashboard_are_promql(promtool, tmp_path):
     # Grafana fills in these two before it asks.
     plain = [re.sub(r"\$__rate_interval", "1m", query).replace("$model", ".*").replace("$instance", ".*") for query in queries()]
     check_promql(promtool, tmp_path, plain)
+
+
+def test_legends_tell_all_series_apart(start, tmp_path):
+    """Two ranks have metrics of memory of their own: one line each, and its name says which."""
+    moe_model.write(tmp_path, spread=True)
+    with start(str(tmp_path), "-tp", "2", "--max-num-seqs", "4") as server:
+        page = server.http.get("/metrics").raise_for_status().text
+    labels: dict[str, set[str]] = {}
+    for name, pairs in re.findall(r"^(plimsoll_\w+)\{(.*)\} ", page, re.MULTILINE):
+        labels.setdefault(name, set()).update(re.findall(r'(\w+)="', pairs))
+    ranked = {name for name, of in labels.items() if "rank" in of}
+    assert "plimsoll_headroom_bytes" in ranked
+    shown = set()
+    for target in [target for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel.get("targets", [])]:
+        expression, legend = target["expr"], target["legendFormat"]
+        summed = re.findall(r"\b(?:sum|histogram_quantile)\b(?: by \(([\w, ]+)\))?", expression)
+        if summed:
+            told = {label for group in summed for label in re.split(r",\s*", group) if label and label != "le"}
+        else:
+            # Process metrics have no labels of ours; the dashboard chooses models.
+            told = {"instance"}.union(*(labels.get(name, set()) for name in named(expression))) - {"model_name", "engine"}
+        assert told <= set(re.findall(r"\{\{(\w+)\}\}", legend)), f"{expression}: {legend}"
+        if "{{rank}}" in legend:
+            shown |= named(expression)
+    assert shown <= ranked and len(shown) == 6
 
 
 def test_dashboard_has_grafanas_schema():

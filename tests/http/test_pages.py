@@ -94,14 +94,17 @@ def test_stop_ends_the_answer_here_and_there(slow, open_page, how):
     assert "stopped" not in chat.locator(".assistant .after").last.inner_text()
 
 
-def test_the_default_length_of_an_answer_gives_way_to_the_context(start, open_page):
-    with start("sim", "--served-model-name", "sim", "--max-model-len", "512") as server:
+@pytest.mark.parametrize("context", [512, 2100])
+def test_the_default_length_of_an_answer_gives_way_to_the_context(start, open_page, context):
+    with start("sim", "--served-model-name", "sim", "--max-model-len", str(context)) as server:
         page = open_page(server.url, complaints=("status of 400",))
-        with page.expect_response(lambda response: response.ok and response.url.endswith("/chat/completions")) as sent:
-            send(page, "Be short")
-        assert "max_tokens" not in sent.value.request.post_data_json
+        asked = []
+        page.on("request", lambda request: asked.append(request.post_data_json) if request.url.endswith("/chat/completions") else None)
+        send(page, "Be short, " * 20)
         answered(page, 1)
         expect(page.locator(".error")).to_have_count(0)
+        # What the context can never hold is not asked for; beside this question it does not hold the default either.
+        assert "max_tokens" not in asked[-1] and len(asked) == (1 if context < 2048 else 2)
         # What somebody asks for is refused as ever.
         page.locator("#max_tokens").fill("2048")
         send(page, "Be long")
@@ -115,6 +118,7 @@ def test_an_error_says_what_and_where(sim, open_page):
     page.locator("#more-sampling summary").click()
     send(page, "Too much")
     expect(page.locator(".error")).to_contain_text("min_p")
+    expect(page.locator("#tokens")).to_have_text("–")
     expect(page.locator("#min_p")).to_have_attribute("aria-invalid", "true")
     seen(page.locator("#min_p-error"))
     assert "min_p" in page.locator("#min_p-error").inner_text()

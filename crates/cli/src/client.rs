@@ -26,11 +26,26 @@ impl ClientArgs {
     ///
     /// # Errors
     /// Where the file cannot be read or holds no key, or a key is none.
-    pub(crate) fn http(&self) -> Result<Client, Error> {
+    fn http(&self) -> Result<Client, Error> {
         built(self.builder()?)
     }
 
-    /// The same, over a Unix socket.
+    /// A client for the server at `url`, and what stands before the path in its requests. `url` is a URL with or without `/v1`, or
+    /// `unix:PATH`.
+    ///
+    /// # Errors
+    /// As [`Self::http`].
+    pub(crate) fn server(&self, url: &str) -> Result<(Client, String), Error> {
+        match url.strip_prefix("unix:") {
+            Some(path) => {
+                let path = path.strip_prefix("//").unwrap_or(path);
+                Ok((self.http_at(path.into())?, SOCKET_BASE.to_owned()))
+            }
+            None => Ok((self.http()?, base(url).to_owned())),
+        }
+    }
+
+    /// The same as [`Self::http`], over a Unix socket.
     ///
     /// # Errors
     /// As [`Self::http`].
@@ -61,8 +76,11 @@ fn built(client: ClientBuilder) -> Result<Client, Error> {
     client.build().map_err(|error| Error::Internal(error.to_string()))
 }
 
+/// How requests to a socket name their host.
+pub(crate) const SOCKET_BASE: &str = "http://localhost";
+
 /// The server's address from a URL with or without `/v1`.
-pub(crate) fn base(url: &str) -> &str {
+fn base(url: &str) -> &str {
     url.trim_end_matches('/')
         .trim_end_matches("/v1")
         .trim_end_matches('/')

@@ -8,9 +8,13 @@ use serde_json::{Map, json};
 use crate::args::ConfigArgs;
 use crate::error::Error;
 use crate::layers::{Origin, Setting, Value};
+use crate::terminal;
 
 /// Longest value that the table shows whole, in characters.
 const WIDEST: usize = 60;
+
+/// Columns that the last column of the table has on a terminal; where there are fewer, it gets lines of its own.
+const ORIGIN: usize = 24;
 
 /// Prints `settings` on stdout.
 ///
@@ -20,7 +24,7 @@ pub fn print(args: &ConfigArgs, settings: &[Setting]) -> Result<(), Error> {
     let text = match args {
         ConfigArgs { json: true, .. } => as_json(settings),
         ConfigArgs { toml: true, .. } => as_toml(settings),
-        _ => as_table(settings),
+        _ => as_table(settings, terminal::stdout_columns()),
     };
     match io::stdout().write_all(text.as_bytes()) {
         // Who read enough closes the pipe.
@@ -29,8 +33,8 @@ pub fn print(args: &ConfigArgs, settings: &[Setting]) -> Result<(), Error> {
     }
 }
 
-/// For people.
-pub fn as_table(settings: &[Setting]) -> String {
+/// For people, in as many columns as there are; `None` where nothing limits them.
+pub fn as_table(settings: &[Setting], columns: Option<usize>) -> String {
     let rows: Vec<[String; 3]> = settings
         .iter()
         .map(|setting| [setting.name.clone(), shown(&setting.value), whence(setting)])
@@ -39,18 +43,46 @@ pub fn as_table(settings: &[Setting]) -> String {
         let widths = rows.iter().map(|row| row[column].chars().count());
         widths.max().unwrap_or(0)
     };
-    let (name_width, value_width) = (width(0), width(1));
+    let widths = (width(0), width(1));
     let mut text = String::new();
     let mut group = "";
-    for (setting, [name, value, origin]) in settings.iter().zip(&rows) {
+    for (setting, row) in settings.iter().zip(&rows) {
         if setting.group != group {
             let between = if group.is_empty() { "" } else { "\n" };
             group = &setting.group;
             let _ = writeln!(text, "{between}{group}:");
         }
-        let _ = writeln!(text, "  {name:name_width$}  {value:value_width$}  {origin}");
+        for line in lines(row, widths, columns) {
+            let _ = writeln!(text, "{line}");
+        }
     }
     text
+}
+
+/// A row of the table whose first two columns have these widths.
+fn lines([name, value, origin]: &[String; 3], widths: (usize, usize), columns: Option<usize>) -> Vec<String> {
+    let (name_width, value_width) = widths;
+    let head = format!("  {name:name_width$}  {value:value_width$}");
+    let before = head.chars().count();
+    let Some(columns) = columns else {
+        return vec![format!("{head}  {origin}")];
+    };
+    if before + 2 + ORIGIN <= columns {
+        let heads = std::iter::once(head.as_str()).chain(std::iter::repeat(""));
+        let parts = terminal::wrapped(origin, columns - before - 2);
+        return heads
+            .zip(parts)
+            .map(|(head, part)| format!("{head:before$}  {part}"))
+            .collect();
+    }
+    let whole = format!("  {name}  {value}  {origin}");
+    if whole.chars().count() <= columns {
+        return vec![whole];
+    }
+    let parts = terminal::wrapped(&format!("    {origin}"), columns);
+    std::iter::once(format!("  {name}  {value}"))
+        .chain(parts)
+        .collect()
 }
 
 /// Where a setting comes from, and what is done where nobody set it.
@@ -159,4 +191,47 @@ pub fn as_toml(settings: &[Setting]) -> String {
         let _ = writeln!(text, "{name} = {value}");
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_fit_the_terminal() {
+        let setting = |name: &str, value: Value, otherwise: Option<&str>| Setting {
+            name: name.to_owned(),
+            group: "Limits".to_owned(),
+            value,
+            otherwise: otherwise.map(str::to_owned),
+            origin: Origin::Default,
+        };
+        let settings = [
+            setting("max-queue", Value::Whole(256), None),
+            setting(
+                "threads",
+                Value::Unset,
+                Some("as many as there are CPUs for this process"),
+            ),
+        ];
+        for (columns, expected) in [
+            (
+                None,
+                "Limits:\n  max-queue  256  default\n  \
+                 threads    -    default (as many as there are CPUs for this process)\n",
+            ),
+            (
+                Some(45),
+                "Limits:\n  max-queue  256  default\n  threads    -    default (as many as there\n                  \
+                 are CPUs for this process)\n",
+            ),
+            (
+                Some(36),
+                "Limits:\n  max-queue  256  default\n  threads  -\n    default (as many as there are\n    \
+                 CPUs for this process)\n",
+            ),
+        ] {
+            assert_eq!(as_table(&settings, columns), expected, "{columns:?}");
+        }
+    }
 }

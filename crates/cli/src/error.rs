@@ -147,10 +147,12 @@ pub enum Error {
     #[error("predicted, nothing was measured: {0}")]
     Predicted(Box<Self>),
     /// The address cannot be listened on.
-    #[error("cannot listen on {address}: {source}; choose another with --host and --port")]
+    #[error("cannot listen on {address}: {source}; choose another with {flags}")]
     Bind {
         /// As given.
         address: String,
+        /// What sets it.
+        flags: &'static str,
         /// What the operating system said.
         source: std::io::Error,
     },

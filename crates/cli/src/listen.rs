@@ -82,6 +82,7 @@ impl Address {
             Self::Tcp(host, port) => {
                 let failed = |source| Error::Bind {
                     address: format!("{host}:{port}"),
+                    flags: "--host and --port",
                     source,
                 };
                 let listener = listen(host, *port).await.map_err(failed)?;
@@ -91,6 +92,7 @@ impl Address {
             Self::Unix(path) => {
                 let failed = |source| Error::Bind {
                     address: path.display().to_string(),
+                    flags: "--uds",
                     source,
                 };
                 let listener = listen_at(path).await.map_err(failed)?;
@@ -171,7 +173,11 @@ mod tests {
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         let (listener, bound) = address.listen(&times).await.unwrap();
         assert!(UnixStream::connect(&path).await.is_ok());
-        assert!(matches!(address.listen(&times).await, Err(Error::Bind { .. })));
+        let taken = address.listen(&times).await.err().unwrap();
+        assert!(
+            matches!(taken, Error::Bind { .. }) && taken.to_string().contains("--uds"),
+            "{taken}"
+        );
         drop((listener, bound));
         assert!(!path.exists());
         std::fs::write(&path, "x").unwrap();

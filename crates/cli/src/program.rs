@@ -6,7 +6,9 @@ use std::process::ExitCode;
 use crate::args::{BenchCommand, Cli, Command};
 use crate::command_line::CommandLine;
 use crate::logging::{self, Kind};
-use crate::{Error, bench, chat, config, exit, hub, layers, models, plan, selftest, serve, templates};
+use crate::{
+    Error, bench, chat, config, exit, hub, layers, models, plan, selftest, serve, templates, terminal,
+};
 
 /// Runs the command that the process was started with. It is here and not in the binary, so that what it runs is compiled once,
 /// with this crate.
@@ -88,11 +90,8 @@ fn report(error: &Error) {
         }
         // It may be that there is nobody to read it.
         error => {
-            let _ = writeln!(
-                std::io::stderr(),
-                "error: {}",
-                CommandLine::of_process().explain(error)
-            );
+            let text = format!("error: {}", CommandLine::of_process().explain(error));
+            let _ = writeln!(std::io::stderr(), "{}", terminal::prose(&text));
         }
     }
 }

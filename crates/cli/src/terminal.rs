@@ -152,6 +152,26 @@ pub(crate) fn fitted(text: &str) -> String {
     }
 }
 
+/// `text` for stderr: what is longer than its terminal is wide is broken between words, but for indented lines, which are commands
+/// to copy and tables.
+pub(crate) fn prose(text: &str) -> String {
+    match stderr_columns() {
+        None => text.to_owned(),
+        Some(columns) => prose_in(text, columns),
+    }
+}
+
+fn prose_in(text: &str, columns: usize) -> String {
+    let lines = text.lines().flat_map(|line| {
+        let is_long = measure_text_width(line) > columns;
+        match is_long && !line.starts_with(' ') {
+            true => wrapped(line, columns),
+            false => vec![line.to_owned()],
+        }
+    });
+    lines.collect::<Vec<_>>().join("\n")
+}
+
 fn fitted_to(text: &str, columns: usize) -> String {
     let lines = text
         .lines()
@@ -218,6 +238,17 @@ mod tests {
         let lines = wrapped("  /a/very/long/path b", 8);
         assert_eq!(lines, ["  /a/very/long/path", "  b"]);
         assert_eq!(labelled("", "x", 3), "           x");
+    }
+
+    #[test]
+    fn errors_are_wrapped_and_their_commands_are_not() {
+        let text =
+            "error: there is no server: start one, such as\n  plimsoll chat a/very-long-name-of-a-model";
+        assert_eq!(
+            prose_in(text, 30),
+            "error: there is no server:\nstart one, such as\n  plimsoll chat a/very-long-name-of-a-model"
+        );
+        assert_eq!(prose_in(text, 45), text);
     }
 
     #[test]

@@ -335,6 +335,16 @@ async fn errors_say_what_to_do() {
         "{error}"
     );
 
+    // Nothing can be written below a file.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let unwritable = HubOptions {
+        cache_dir: Some(file.path().join("hub")),
+        ..fixture.options()
+    };
+    let error = fixture.fetch(&unwritable).await.unwrap_err();
+    assert!(matches!(error, HubError::NotStored { .. }), "{error}");
+    assert!(error.to_string().contains("--download-dir"), "{error}");
+
     let gated = Fixture::new(Mood::Gated, &repository()).await;
     let error = gated.fetch(&gated.options()).await.unwrap_err();
     assert!(matches!(error, HubError::Gated { .. }), "{error}");

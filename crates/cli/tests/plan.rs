@@ -374,3 +374,23 @@ fn a_field_that_is_not_known_is_named_before_weights_are_read() {
         assert!(error.contains("`num_experts` is 8"), "{command}: {error}");
     }
 }
+
+/// What was measured of the worst step bounds the budget from above; what is predicted stands beside it, and is enough.
+#[test]
+fn a_budget_for_weights_alone_leads_to_one_that_serves() {
+    let tight = plimsoll("profile", &default_model(), "--device cpu --device-memory 100MiB");
+    assert_eq!(tight.status.code(), Some(4));
+    let said = String::from_utf8(tight.stderr).unwrap();
+    let advice = said.split_once("# a larger budget, as predicted").expect(&said).1;
+    let (_, flag) = advice
+        .lines()
+        .nth(1)
+        .unwrap()
+        .split_once("--device-memory=")
+        .unwrap();
+    let flags = format!("--device cpu --device-memory {flag}");
+    stdout(&plimsoll("profile", &default_model(), &flags));
+    // No larger than it has to be.
+    let bytes: u64 = flag.strip_suffix("MiB").unwrap().parse().unwrap();
+    assert!((300..400).contains(&bytes), "{flag}");
+}

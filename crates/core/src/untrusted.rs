@@ -92,7 +92,15 @@ pub fn with_plain_types(message: &str) -> String {
         let rest = names.iter().find_map(|name| named(name))?;
         Some(format!("{found}expected {plain}{rest}"))
     });
-    plain.unwrap_or(message)
+    // Objects have the name of the type into which they are read.
+    let object = || {
+        let (_, rest) = expected
+            .split_once("struct ")
+            .or_else(|| expected.split_once("tagged enum "))?;
+        let end = rest.find(' ').unwrap_or(rest.len());
+        Some(format!("{found}expected an object{}", &rest[end..]))
+    };
+    plain.or_else(object).unwrap_or(message)
 }
 
 #[cfg(test)]
@@ -124,6 +132,14 @@ mod tests {
             (
                 "invalid type: sequence, expected a map",
                 "invalid type: list, expected an object",
+            ),
+            (
+                "integer `5`, expected struct Options",
+                "integer `5`, expected an object",
+            ),
+            (
+                "integer `5`, expected internally tagged enum Format at line 1 column 2",
+                "integer `5`, expected an object at line 1 column 2",
             ),
             ("expected i64x", "expected i64x"),
             ("missing field `a`", "missing field `a`"),

@@ -1,5 +1,7 @@
 //! What is read from a model's files, and what is refused.
 
+use std::time::{Duration, Instant};
+
 use plimsoll_images::{ImageError, Overrides, Processor};
 use serde_json::{Value, json};
 
@@ -85,6 +87,63 @@ fn settings_that_are_not_understood_are_refused_by_name() {
         let error = Processor::new(&settings, &config).unwrap_err();
         assert!(error.to_string().contains(field), "{error}");
         assert_eq!(error.file, "config.json");
+    }
+}
+
+/// Every number that settings may hold at its extremes, and values of other kinds, one field at a time and two.
+#[test]
+fn no_value_of_a_field_panics_or_takes_long() {
+    let absurd = [
+        json!(0),
+        json!(-1),
+        json!(1),
+        json!(1_000_003),
+        json!(u64::MAX),
+        json!(1e300),
+        json!(1e-300),
+        json!(null),
+        json!("x".repeat(1000)),
+        json!([]),
+        json!([1e38, 1e38, 1e38]),
+        json!({}),
+        json!({"longest_edge": u64::MAX, "shortest_edge": 1}),
+        json!({"height": 65_536, "width": 65_536}),
+        json!({"height": 1, "width": 1_000_000}),
+    ];
+    let check = |settings: &Value, config: &Value| {
+        let began = Instant::now();
+        match Processor::new(settings, config) {
+            Ok(processor) => {
+                let worst = processor.worst_image().plan;
+                // Whatever is accepted can be planned.
+                let same = processor.plan(worst.width, worst.height, &Overrides::default());
+                assert!(same.is_ok(), "{settings} {config}: {same:?}");
+            }
+            Err(error) => assert!(error.to_string().len() < 2000, "{error}"),
+        }
+        let took = began.elapsed();
+        assert!(took < Duration::from_secs(10), "{settings} {config}: {took:?}");
+    };
+    for name in ["gemma3", "qwen3-vl", "mistral3"] {
+        let (settings, config) = of(name);
+        let settings_fields = settings
+            .as_object()
+            .unwrap()
+            .keys()
+            .map(|field| format!("/0/{field}"));
+        let vision = config["vision_config"].as_object().unwrap().keys();
+        let vision_fields = vision.map(|field| format!("/1/vision_config/{field}"));
+        let fields: Vec<String> = settings_fields.chain(vision_fields).collect();
+        for (index, field) in fields.iter().enumerate() {
+            for (turn, value) in absurd.iter().enumerate() {
+                let mut files = json!([settings, config]);
+                *files.pointer_mut(field).unwrap() = value.clone();
+                check(&files[0], &files[1]);
+                let other = &fields[(index + turn + 1) % fields.len()];
+                *files.pointer_mut(other).unwrap() = absurd[(turn * 7 + index) % absurd.len()].clone();
+                check(&files[0], &files[1]);
+            }
+        }
     }
 }
 

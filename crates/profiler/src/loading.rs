@@ -42,11 +42,11 @@ impl fmt::Display for Loading {
         let (peak, weights) = (human_bytes(self.peak), human_bytes(self.weights));
         write!(
             f,
-            "{peak} at most while loading: {beside} beside {weights} of weights"
+            "loading held at most {peak}: {weights} of weights and {beside} more"
         )?;
         match self.is_bounded() {
             true => Ok(()),
-            false => write!(f, ", more than {}", human_bytes(MOST_BESIDE_WEIGHTS)),
+            false => write!(f, ", which is more than {}", human_bytes(MOST_BESIDE_WEIGHTS)),
         }
     }
 }
@@ -63,7 +63,7 @@ mod tests {
         assert!(loading.is_bounded());
         assert_eq!(
             loading.to_string(),
-            "5.00 GiB at most while loading: 512.0 MiB beside 4.50 GiB of weights"
+            "loading held at most 5.00 GiB: 4.50 GiB of weights and 512.0 MiB more"
         );
         let loading = Loading::new(0, 7 * GIB, 5 * GIB);
         assert!(!loading.is_bounded() && loading.to_string().ends_with("more than 1.00 GiB"));

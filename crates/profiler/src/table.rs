@@ -155,10 +155,10 @@ impl fmt::Display for Size<'_> {
 /// Why a KV cache is as large as it is.
 fn reason(bound: Bound) -> String {
     match bound {
-        Bound::Memory => "bound by memory".to_owned(),
+        Bound::Memory => "limited by memory".to_owned(),
         Bound::Useful => "limited by default (--max-total-token-num sets it)".to_owned(),
         Bound::PinnedTokens | Bound::PinnedBytes => format!("set by --{}", bound.name()),
-        Bound::OtherRank => "bound by the memory of another rank".to_owned(),
+        Bound::OtherRank => "limited by the memory of another rank".to_owned(),
     }
 }
 

@@ -30,7 +30,9 @@ use crate::wire::common::{MaybeUsage, Usage, UsageIn};
 #[utoipa::path(
     post, path = "/v1/chat/completions", tag = "Generation", operation_id = "createChatCompletion",
     request_body(content = ChatRequest, examples(
-        ("A question" = (value = json!({ "messages": [{ "role": "user", "content": "What is a load line?" }] }))),
+        ("A question" = (value = json!({
+            "messages": [{ "role": "user", "content": "What is a load line?" }], "max_tokens": 200,
+        }))),
         ("A stream" = (value = json!({
             "messages": [
                 { "role": "system", "content": "Answer in one sentence." },

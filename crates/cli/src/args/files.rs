@@ -22,7 +22,7 @@ pub struct FileArgs {
     /// Maximum disk space for files
     #[arg(long, value_name = "BYTES", default_value = "1GiB")]
     file_store_max_bytes: Bytes,
-    /// Time after which files and ended batches are deleted, in seconds; uploads can ask for less
+    /// Time after which files and ended batches are deleted, in seconds (2592000: 30 days); uploads can ask for less
     #[arg(long, value_name = "SECONDS", default_value = "2592000", value_parser = duration)]
     file_store_expiry: Duration,
 }

@@ -4,6 +4,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use plimsoll_core::BlockSize;
+use plimsoll_core::untrusted::with_plain_types;
 use plimsoll_model::{MAX_RANKS, OnlineQuantization};
 use plimsoll_profiler::MemFraction;
 use reqwest::header::HeaderValue;
@@ -79,8 +80,17 @@ pub(super) fn context(text: &str) -> Result<usize, String> {
     }
 }
 
+/// A value that is JSON.
 pub(crate) fn json<T: DeserializeOwned>(text: &str) -> Result<T, String> {
-    serde_json::from_str(text).map_err(|error| error.to_string())
+    serde_json::from_str(text).map_err(|error| {
+        if !error.is_data() {
+            // The usual reason.
+            return format!("this is not JSON ({error}): write it between single quotes, so that the shell leaves it as it is");
+        }
+        let said = error.to_string();
+        let place = format!(" at line {} column {}", error.line(), error.column());
+        with_plain_types(said.strip_suffix(&place).unwrap_or(&said))
+    })
 }
 
 /// Origins of web pages: one, or a list of them as JSON, which vLLM takes.
@@ -179,6 +189,22 @@ pub(crate) fn milliseconds(text: &str) -> Result<Duration, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_wrong_with_json_is_said_in_its_own_terms() {
+        #[derive(Debug, serde::Deserialize)]
+        struct Options {
+            #[serde(rename = "count")]
+            _count: u32,
+        }
+        let said = |text: &str| json::<Options>(text).unwrap_err();
+        assert!(json::<Options>(r#"{"count": 3}"#).is_ok());
+        assert_eq!(said("5"), "invalid type: integer `5`, expected an object");
+        let wrong = said(r#"{"count": "x"}"#);
+        assert_eq!(wrong, "invalid type: string \"x\", expected a whole number");
+        // What a shell leaves of {"count": 3}.
+        assert!(said("{count: 3}").contains("single quotes"));
+    }
 
     #[test]
     fn tokens_are_counted_as_vllm_counts_them() {

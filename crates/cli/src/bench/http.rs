@@ -23,14 +23,14 @@ use super::mm::{DatasetName, MmArgs};
 use super::report::Report;
 use super::stats::Summary;
 use crate::args::{positive, ratio};
-use crate::client::{self, ClientArgs, LAST_EVENT, Lines, event_data};
+use crate::client::{ClientArgs, LAST_EVENT, Lines, event_data};
 use crate::error::Error;
 use crate::progress::count_bar;
 
 /// `plimsoll bench serve`.
 #[derive(Clone, Debug, Args)]
 pub struct ServeBenchArgs {
-    /// URL of the server
+    /// URL of the server, or unix:PATH of its socket
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     base_url: String,
     /// Credentials for the server.
@@ -268,8 +268,7 @@ struct Prepared {
 
 impl Client {
     async fn connect(args: &ServeBenchArgs) -> Result<Self, Error> {
-        let http = args.client.http()?;
-        let base = client::base(&args.base_url);
+        let (http, base) = args.client.server(&args.base_url)?;
         let model = match &args.model {
             Some(model) => model.clone(),
             None => {
@@ -289,11 +288,11 @@ impl Client {
         };
         let chats = match args.dataset_name {
             DatasetName::Random => None,
-            DatasetName::RandomMm => Some((tokens_per_word(&http, base).await?, args.random_prefix_len)),
+            DatasetName::RandomMm => Some((tokens_per_word(&http, &base).await?, args.random_prefix_len)),
         };
         Ok(Self {
             http,
-            base: base.to_owned(),
+            base,
             model,
             ignore_eos: args.ignore_eos,
             temperature: args.temperature,

@@ -14,7 +14,7 @@ use super::ask::{Server, refusal};
 use super::own_server::OwnServer;
 use super::{ChatCommandArgs, DEFAULT_URL};
 use crate::args::DEFAULT_MODEL;
-use crate::client::{self, connection};
+use crate::client::{SOCKET_BASE, connection};
 use crate::command_line::quoted;
 use crate::error::Error;
 
@@ -22,8 +22,6 @@ use crate::error::Error;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Between two looks at whether it is ready.
 const POLL: Duration = Duration::from_millis(100);
-/// How requests to a socket name their host.
-const SOCKET_BASE: &str = "http://localhost";
 
 /// The answer to `GET /v1/models`.
 enum Found {
@@ -40,12 +38,15 @@ enum Found {
 pub(super) async fn connect(args: &ChatCommandArgs, own: &mut Option<OwnServer>) -> Result<Server, Error> {
     if !args.own_server {
         let url = args.url.as_deref().unwrap_or(DEFAULT_URL);
-        let base = client::base(url);
-        let http = args.client.http()?;
-        match running(&http, base).await? {
+        let (http, base) = args.client.server(url)?;
+        // What people call it.
+        let place = if base == SOCKET_BASE { url } else { &base };
+        match running(&http, &base, place).await? {
             Found::Models(names) => {
-                let model = choose(&names, args.model.as_deref(), base)?;
-                return Ok(Server::new(http, base, model));
+                let model = choose(&names, args.model.as_deref(), place)?;
+                let mut server = Server::new(http, &base, model);
+                server.place = format!("at {place}");
+                return Ok(server);
             }
             Found::Nobody(why) => match (&args.model, &args.url) {
                 (Some(_), None) => {}
@@ -90,13 +91,13 @@ pub(super) async fn connect(args: &ChatCommandArgs, own: &mut Option<OwnServer>)
     Ok(server)
 }
 
-/// What the server at `base` serves, once it has started.
-async fn running(http: &Client, base: &str) -> Result<Found, Error> {
+/// What the server at `base`, which people call `place`, serves, once it has started.
+async fn running(http: &Client, base: &str, place: &str) -> Result<Found, Error> {
     let mut line = None;
     loop {
         match models(http, base).await? {
             None => {
-                line.get_or_insert_with(|| StartLine::new(base))
+                line.get_or_insert_with(|| StartLine::new(place))
                     .show(http, base)
                     .await;
                 sleep(POLL).await;

@@ -35,7 +35,7 @@ pub struct ChatCommandArgs {
     /// Model to chat with; `serve` says what it can be [default: the one that the running server serves]
     #[arg(value_name = "MODEL")]
     model: Option<String>,
-    /// URL of a running server. Without this flag it is http://127.0.0.1:8000, and if no server answers there, the chat starts its own
+    /// URL of a running server, or unix:PATH of its socket. Without this flag it is http://127.0.0.1:8000, and if no server answers there, the chat starts its own
     /// for MODEL
     #[arg(long, value_name = "URL", conflicts_with = "own_server")]
     url: Option<String>,

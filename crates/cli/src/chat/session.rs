@@ -13,12 +13,12 @@ use crate::error::Error;
 
 /// What /help says.
 const COMMANDS: &str = "\
-/system TEXT  set the system prompt; without TEXT, show it
-/save FILE    write the chat to FILE: as JSON if it ends in .json, else as Markdown
-/clear        forget the chat; the system prompt stays
+/system TEXT  set the system prompt, or show it
+/save FILE    write the chat as Markdown or .json
+/clear        forget the chat, not the system prompt
 /help         this list
 /exit         end the chat (also Ctrl-D)
-\"\"\"           begins and ends a message of several lines
+\"\"\"           around a message of several lines
 Ctrl-C        stops an answer";
 
 /// Names of the commands, for completion.

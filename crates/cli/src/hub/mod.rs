@@ -146,6 +146,19 @@ pub enum HubError {
         /// What hf-hub reports.
         source: Box<HFError>,
     },
+    /// A file that cannot be written, as where the disk is full.
+    #[error(
+        "cannot store {repo} in {cache}: {source}; make room there, or name another directory with --download-dir. What has come \
+         stays, and the next start goes on from there"
+    )]
+    NotStored {
+        /// The repository.
+        repo: String,
+        /// The cache's directory.
+        cache: String,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
     /// The cache.
     #[error("the Hub cache cannot be used: {0}; set another directory with --download-dir")]
     Cache(#[from] std::io::Error),
@@ -333,6 +346,13 @@ impl Hub<'_> {
     fn classify(&self, error: HFError) -> HubError {
         let repo = self.repo.id.clone();
         let endpoint = self.client.endpoint().to_owned();
+        let error = match error {
+            HFError::Io(source) => {
+                let cache = self.client.cache_dir().display().to_string();
+                return HubError::NotStored { repo, cache, source };
+            }
+            error => error,
+        };
         let status = match &error {
             HFError::Http { context } => context.status.as_u16(),
             HFError::AuthRequired { .. } => 401,

@@ -88,7 +88,7 @@ pub(crate) fn is_secret(name: &str) -> bool {
     SECRETS.contains(&name)
 }
 
-/// The settings of `serve` that `matches` holds, in the order of `--help`.
+/// The settings of `serve` that `matches` holds, in the order of `--help`: by heading.
 pub(super) fn of(matches: &ArgMatches, origins: &BTreeMap<String, Origin>) -> Vec<Setting> {
     let command = <ServeArgs as clap::Args>::augment_args(Command::new("serve"));
     let setting = |arg: &Arg| {
@@ -120,7 +120,15 @@ pub(super) fn of(matches: &ArgMatches, origins: &BTreeMap<String, Origin>) -> Ve
             name,
         })
     };
-    command.get_arguments().filter_map(setting).collect()
+    let mut settings: Vec<Setting> = command.get_arguments().filter_map(setting).collect();
+    let mut headings: Vec<String> = Vec::new();
+    for setting in &settings {
+        if !headings.contains(&setting.group) {
+            headings.push(setting.group.clone());
+        }
+    }
+    settings.sort_by_key(|setting| headings.iter().position(|heading| *heading == setting.group));
+    settings
 }
 
 fn model(matches: &ArgMatches) -> String {

@@ -45,7 +45,7 @@ use crate::terminal;
 /// `plimsoll selftest`.
 #[derive(Clone, Debug, Args)]
 pub struct SelftestArgs {
-    /// URL of the server, which should have no other clients
+    /// URL of the server, or unix:PATH of its socket; it should have no other clients
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     url: String,
     /// How long to load the server, such as 60s or 8m; half of this must be enough to fill a fresh KV cache once
@@ -81,7 +81,8 @@ const SETTLE: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
 
 /// Runs the test and prints the verdict: for people on stderr, as one line of JSON on stdout.
 pub async fn run(args: SelftestArgs) -> Result<(), Error> {
-    let server = Server::new(&args.url, args.client.http()?);
+    let (http, base) = args.client.server(&args.url)?;
+    let server = Server::new(http, base);
     let watch = Watch::default();
     let before = wait_until_idle(&server, &watch, args.wait).await?;
     let load = learn(&server, args.seed).await.map_err(Error::NothingToTest)?;

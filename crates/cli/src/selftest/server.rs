@@ -12,7 +12,7 @@ use super::job::{Job, Leave};
 use super::limits::Limits;
 use super::page::Page;
 use super::pictures::ImageLimits;
-use crate::client::{self, LAST_EVENT, Lines, connection, event_data};
+use crate::client::{LAST_EVENT, Lines, connection, event_data};
 use crate::start::TEXT_GENERATION;
 
 /// How long a question about the server itself may take, however busy it is.
@@ -41,11 +41,9 @@ pub(super) enum Outcome {
 }
 
 impl Server {
-    pub(super) fn new(url: &str, http: reqwest::Client) -> Self {
-        Self {
-            http,
-            base: client::base(url).to_owned(),
-        }
+    /// `base` stands before the path in requests.
+    pub(super) fn new(http: reqwest::Client, base: String) -> Self {
+        Self { http, base }
     }
 
     /// Whether requests are accepted and move; the error says why not.

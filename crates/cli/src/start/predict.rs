@@ -1,7 +1,7 @@
 //! What a start would find, from the configuration of the model and the device alone.
 
 use plimsoll_core::{Component, Oom, RefusedBy};
-use plimsoll_profiler::{Footprint, Prediction, ProfileError, ProfileSpec, Setting};
+use plimsoll_profiler::{Footprint, Knob, Prediction, ProfileError, ProfileSpec, Setting};
 
 use super::spec::{profile_spec, step_limits};
 use crate::backend::{Backend, Device};
@@ -41,36 +41,55 @@ fn outline(
     Ok((profile_spec(settings, device, limits, &facts, total), footprint))
 }
 
-/// `error` of a start, with the size of the device that would be enough where nothing could be measured.
-pub(crate) fn with_enough_memory(settings: &EngineSettings, backend: &dyn Backend, error: Error) -> Error {
+/// `error` of a start, with the size of the device that is predicted to be enough where nothing could be measured, or where what was
+/// measured is a part of the worst step, which bounds that size from above only.
+pub(crate) fn with_enough_memory(
+    settings: &EngineSettings,
+    backend: &dyn Backend,
+    mut error: Error,
+) -> Error {
     if error.exit_code() == 4 {
         backend.log_neighbours();
     }
-    let unmeasured = match &error {
-        Error::WeightsDoNotFit(_) => true,
-        error => error
-            .diagnostic()
-            .is_some_and(|diagnostic| diagnostic.knobs.is_empty() && diagnostic.measured_peak.is_none()),
+    let measured = error.diagnostic().map(|diagnostic| {
+        let is_unmeasured = diagnostic.knobs.is_empty() && diagnostic.measured_peak.is_none();
+        (is_unmeasured, device_memory(&diagnostic.knobs))
+    });
+    let bound = match measured {
+        Some((true, _)) => None,
+        Some((false, Some(bytes))) => Some(bytes),
+        None if matches!(error, Error::WeightsDoNotFit(_)) => None,
+        _ => return error,
     };
-    if !unmeasured {
-        return error;
-    }
     let refused = outline(settings, backend)
         .ok()
         .and_then(|(spec, footprint)| plimsoll_profiler::predict(&spec, &*footprint).err());
-    let knobs = match refused {
-        Some(ProfileError::DoesNotFit(diagnostic)) => diagnostic.knobs,
-        _ => Vec::new(),
+    let Some(ProfileError::DoesNotFit(predicted)) = refused else {
+        return error;
     };
-    let bytes = knobs.iter().find_map(|knob| match knob.settings[..] {
-        [Setting::DeviceMemory(bytes)] => Some(bytes),
-        _ => None,
-    });
-    match bytes {
-        Some(bytes) => Error::NeedsLargerDevice {
+    match (device_memory(&predicted.knobs), bound, &mut error) {
+        (Some(bytes), None, _) => Error::NeedsLargerDevice {
             error: Box::new(error),
             bytes,
         },
-        None => error,
+        (Some(bytes), Some(bound), Error::Profile(ProfileError::DoesNotFit(diagnostic)))
+            if bytes < bound - bound / 20 =>
+        {
+            let knob = Knob {
+                settings: vec![Setting::DeviceMemory(bytes)],
+                effect: "a larger budget, as predicted".to_owned(),
+            };
+            diagnostic.knobs.insert(0, knob);
+            error
+        }
+        _ => error,
     }
+}
+
+/// The larger device among what is advised.
+fn device_memory(knobs: &[Knob]) -> Option<u64> {
+    knobs.iter().find_map(|knob| match knob.settings[..] {
+        [Setting::DeviceMemory(bytes)] => Some(bytes),
+        _ => None,
+    })
 }

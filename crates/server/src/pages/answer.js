@@ -134,7 +134,7 @@ export class Stream {
     // Tokens after the first ones; if all came together, they took as long as the wait for them.
     const [began, timed] = this.#last > this.#first ? [this.#first, Math.max(1, tokens - this.#together)] : [this.#begun, tokens];
     const span = this.#last - began;
-    const facts = { rate: "–", ttft: "–", tokens: `${about}${tokens.toLocaleString()}`, context: "–" };
+    const facts = { rate: "–", ttft: "–", tokens: tokens > 0 ? `${about}${tokens.toLocaleString()}` : "–", context: "–" };
     if (this.#first !== null) facts.ttft = seconds(this.#first - this.#begun);
     if (this.chunks > 0 && span > 0) facts.rate = `${about}${speed((1000 * timed) / span)} tokens/s`;
     if (this.usage && contextLength) {

@@ -35,7 +35,7 @@ async function loadModel() {
   $("capacity").textContent = `${model.id}, up to ${model.max_model_len.toLocaleString()} tokens`;
   document.title = `${model.id} – Plimsoll`;
   hideError($("key"));
-  settings.load(model.id);
+  settings.load(model);
   $("send").disabled = false;
   pictures.allow(model.input_modalities?.includes("image") ?? false);
 }
@@ -98,7 +98,7 @@ const conversation = new Conversation({
     const facts = stream.timings(model.max_model_len);
     TIMINGS.forEach((id) => ($(id).textContent = facts[id]));
     const parts = [`${facts.tokens} tokens`, facts.rate, `first after ${facts.ttft}`];
-    $("status").textContent = problem ? "" : parts.filter((part) => !part.endsWith("–")).join(" · ");
+    $("status").textContent = problem ? "" : parts.filter((part) => !part.includes("–")).join(" · ");
     if (problem) failed(problem);
     loadMemory();
   },

@@ -10,6 +10,7 @@ const maxTokens = () => Number($("max_tokens").placeholder);
 
 export class Settings {
   #model = null;
+  #context = Infinity;
 
   constructor() {
     for (const name of FIELDS) {
@@ -25,11 +26,12 @@ export class Settings {
     });
   }
 
-  // Shows the settings that were last used with a model.
-  load(model) {
-    this.#model = model;
-    $("settings-note").textContent = `Stored in this browser for ${model}.`;
-    this.#fill(settingsOf(model));
+  // Shows the settings that were last used with a model, an entry of /v1/models.
+  load({ id, max_model_len }) {
+    this.#model = id;
+    this.#context = max_model_len;
+    $("settings-note").textContent = `Stored in this browser for ${id}.`;
+    this.#fill(settingsOf(id));
   }
 
   #fill(values) {
@@ -47,13 +49,15 @@ export class Settings {
     saveSettings(this.#model, Object.fromEntries(filled.map((name) => [name, $(name).value])));
   }
 
-  // The fields of a request; null if one is wrong, which then says so. `max_tokens` is the field's, or else the default.
+  // The fields of a request; null if one is wrong, which then says so. `max_tokens` is the field's, or else the default if the context
+  // can hold it.
   read() {
     const wrong = NUMBERS.filter((name) => $(name).validity.badInput);
     wrong.forEach((name) => showError($(name), "This is not a number."));
     if (wrong.length > 0) return null;
     const given = NUMBERS.filter((name) => $(name).value !== "");
-    return { max_tokens: maxTokens(), ...Object.fromEntries(given.map((name) => [name, Number($(name).value)])) };
+    const byDefault = maxTokens() < this.#context ? { max_tokens: maxTokens() } : {};
+    return { ...byDefault, ...Object.fromEntries(given.map((name) => [name, Number($(name).value)])) };
   }
 
   // The request to send in place of one that was refused: where the context holds less than the default, all that it holds.

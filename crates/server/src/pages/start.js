@@ -48,6 +48,6 @@ function show(report) {
     return;
   }
   $("progress").value = report.percent;
-  const remaining = report.estimated_seconds === null ? [] : [`about ${Math.ceil(report.estimated_seconds)} s left`];
-  $("progress-note").textContent = [`${Math.floor(report.percent)} %`, report.detail, ...remaining].filter(Boolean).join(" · ");
+  const remaining = report.estimated_seconds === null ? [] : [`about\u00a0${Math.ceil(report.estimated_seconds)}\u00a0s\u00a0left`];
+  $("progress-note").textContent = [`${Math.floor(report.percent)}\u00a0%`, report.detail, ...remaining].filter(Boolean).join(" · ");
 }

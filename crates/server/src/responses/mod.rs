@@ -55,7 +55,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
 #[utoipa::path(
     post, path = "/v1/responses", operation_id = "createResponse", tag = "Generation",
     request_body(content = ResponsesRequest, examples(
-        ("A question" = (value = json!({ "input": "What is a load line?" }))),
+        ("A question" = (value = json!({ "input": "What is a load line?", "max_output_tokens": 200 }))),
         ("The next question" = (value = json!({
             "previous_response_id": "resp_..", "input": "And who was Plimsoll?", "max_output_tokens": 100, "stream": true,
         }))),

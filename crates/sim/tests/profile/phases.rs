@@ -141,7 +141,7 @@ fn the_report_adds_up_and_shows_every_byte() {
         "free",
         "total",
         "2.00 GiB",
-        "bound by memory",
+        "limited by memory",
     ] {
         assert!(table.contains(part), "{part} is missing:\n{table}");
     }
