@@ -1,15 +1,19 @@
 """Images of prompts in the families beside Qwen3.5 (test_images.py): tiny random models, a token for each byte, and templates that write
 for an image what those of the published models write."""
 
+import base64
 import json
+import struct
 import subprocess
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
-from conftest import BINARY, ROOT
+from conftest import BINARY, PATIENCE, ROOT
 from test_images import base, image, png, scores, text, tokenizer
+from test_selftest import INCONCLUSIVE
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 
@@ -30,6 +34,9 @@ class Gemma3:
     tokens = {(64, 64): 9 + 6, (24, 24): 9 + 6, (16, 200): 9 + 6}
     # The rows of an image take a step of their own at least.
     batched = 16
+    # Whether the reference takes them; the longest of those that selftest tries.
+    shapes = {(1000, 1): True, (1, 1000): True}
+    longest = 200
 
 
 class Qwen2_5VL:
@@ -42,6 +49,8 @@ class Qwen2_5VL:
                  "temporal_patch_size": 2, "merge_size": 2} | CLIP
     tokens = {(64, 64): 64 + 2, (24, 40): 15 + 2, (200, 200): 64 + 2}
     batched = 16
+    shapes = {(200, 1): True, (1, 200): True, (201, 1): False, (1, 201): False}
+    longest = 200
 
 
 class Mistral3:
@@ -53,6 +62,8 @@ class Mistral3:
     # A mark behind each line.
     tokens = {(64, 64): 8 * 9, (24, 40): 5 * 4, (128, 64): 4 * 9}
     batched = 16
+    shapes = {(64, 1): True, (1, 64): True, (65, 1): False, (1, 65): False}
+    longest = 64
 
 
 FAMILIES = {"gemma3": Gemma3, "qwen2.5-vl": Qwen2_5VL, "mistral3": Mistral3}
@@ -134,6 +145,92 @@ def test_the_encoders_memory_is_reserved(served):
     assert components["encoder"] > 0
     model = server.http.get("/v1/models").raise_for_status().json()["data"][0]
     assert model["input_modalities"] == ["text", "image"]
+
+
+GOLDEN_IMAGES = ROOT / "tests" / "golden" / "images"
+
+
+def test_files_are_read_as_the_reference_reads_them_or_refused(served):
+    """Animated, in CMYK, of 16 bits, transparent, turned by EXIF, cut, damaged, or none at all."""
+    server, _ = served
+
+    def status_and_reason(name: str) -> tuple[int, str]:
+        url = "data:image/png;base64," + base64.b64encode((GOLDEN_IMAGES / name).read_bytes()).decode()
+        content = [{"type": "image_url", "image_url": {"url": url}}, text("What is it?")]
+        answer = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}], "max_tokens": 1})
+        return answer.status_code, "" if answer.is_success else answer.json()["error"]["message"]
+
+    pictures = json.loads((GOLDEN_IMAGES / "pictures.json").read_text())["pictures"]
+    with ThreadPoolExecutor(4) as pool:
+        for name, (status, reason) in zip(pictures, pool.map(status_and_reason, pictures)):
+            if "error" in pictures[name]:
+                assert status == 400 and ("cannot be decoded" in reason or "not an image" in reason), (name, status, reason)
+            else:
+                assert status == 200, (name, status, reason)
+
+
+def test_shapes_are_those_that_the_reference_takes(served):
+    """Of 200 to 1 and beyond, and of a size that no memory holds."""
+    server, of = served
+    for (width, height), taken in of.shapes.items():
+        if taken:
+            assert ask(server, image(1, width, height), text("What is it?")).usage.prompt_tokens > 0
+        else:
+            with pytest.raises(openai.BadRequestError, match="at most 200 times as long|at most 64 times as long"):
+                ask(server, image(1, width, height), text("What is it?"))
+    bomb = bytearray(png(1, 8, 8))
+    bomb[16:24] = struct.pack(">II", 60_000, 60_000)
+    bomb[29:33] = struct.pack(">I", zlib.crc32(bomb[12:29]))
+    with pytest.raises(openai.BadRequestError, match="60000 x 60000 pixels; at most"):
+        ask(server, {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(bomb).decode()}}, text("What is it?"))
+
+
+def test_clients_load_a_server_with_pictures(served, tmp_path):
+    """`selftest` with the largest pictures in all rows, then with others, and `bench serve` with images of two sizes."""
+    server, of = served
+    seconds = 2
+    for _ in range(4):
+        selftest = [BINARY, "selftest", "--url", server.url, "--stages", "pictures", "--duration", f"{seconds}s"]
+        done = subprocess.run(selftest, capture_output=True, text=True, timeout=PATIENCE)
+        verdict = json.loads(done.stdout)
+        if done.returncode != INCONCLUSIVE:
+            break
+        seconds = verdict["suggested_duration"]
+    assert done.returncode == 0 and verdict["findings"] == [], done.stderr + server.tail()
+    assert verdict["pictures"]["most"] == 3 and verdict["pictures"]["ratio"] == of.longest
+    # All clients had an answer about a picture of the largest size.
+    assert verdict["requests"]["pictures"] >= 10 and [goal["limit"] for goal in verdict["goals"]] == ["largest pictures"]
+    assert verdict["device_allocs_after_ready"] == 0 and verdict["kv_blocks_at_end"] == 0
+
+    report = tmp_path / "report.json"
+    bench = [BINARY, "bench", "serve", "--base-url", server.url, "--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "4",
+             "--ignore-eos"]
+    images = ["--dataset-name", "random-mm", "--random-mm-base-items-per-request", "2", "--random-mm-limit-mm-per-prompt", '{"image": 2}',
+              "--random-mm-bucket-config", "{(24, 40, 1): 0.5, (64, 64, 1): 0.5}", "--output-json", report]
+    done = subprocess.run([*bench, *images], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0 and "Image throughput" in done.stdout, done.stderr
+    figures = json.loads(report.read_text())
+    assert (figures["completed"], figures["total_images"]) == (6, 12) and figures["image_throughput"] > 0 and figures["mean_ttft_ms"] > 0
+    # A letter and the space before it are a token each.
+    marks = [min(of.tokens.values()), max(*of.tokens.values(), 15)]
+    assert 6 * (20 + 2 * marks[0]) < figures["total_input_tokens"] < 6 * (20 + 2 * marks[1] + 40)
+    done = subprocess.run([*bench, "--random-mm-base-items-per-request", "2"], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode != 0 and "--dataset-name random-mm" in done.stderr, done.stderr
+
+
+def test_throughput_is_measured_with_images(tmp_path):
+    write(tmp_path, Mistral3)
+    report = tmp_path / "report.json"
+    bench = [BINARY, "bench", "throughput", tmp_path, "--load-format", "dummy", "--device-lock-dir", tmp_path, "--no-profile-cache", "--max-num-seqs", "4",
+             "--num-prompts", "6", "--input-len", "20", "--output-len", "4", "--output-json", report]
+    images = ["--dataset-name", "random-mm", "--random-mm-base-items-per-request", "2", "--random-mm-bucket-config", "{(40, 24, 1): 1}"]
+    done = subprocess.run([*bench, *images], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0 and "Image throughput" in done.stdout, done.stderr
+    figures = json.loads(report.read_text())
+    assert figures["total_images"] == 12 and figures["total_prompt_tokens"] == 6 * (20 + 2 * Mistral3.tokens[24, 40])
+    for flags, named in [([*images, "--limit-mm-per-prompt", '{"image": 0}'], "served for text alone"), (images[2:], "--dataset-name random-mm")]:
+        done = subprocess.run([*bench, *flags], capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode != 0 and named in done.stderr, done.stderr
 
 
 def test_text_alone_is_served_as_before(start, tmp_path):

@@ -24,6 +24,7 @@ pub mod lock;
 pub mod logging;
 pub mod models;
 mod patience;
+mod picture;
 pub mod plan;
 pub mod plan_cache;
 mod program;

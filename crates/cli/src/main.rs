@@ -3,7 +3,8 @@
 use std::process::ExitCode;
 
 /// Gives back to the system what a burst of large requests leaves free, by threads of its own and within seconds. glibc's keeps
-/// the most that each of many arenas ever held, and a leak could not be told from that.
+/// the most that each of many arenas ever held, and a leak could not be told from that. mimalloc 3 is built in 5 s instead of 88 s
+/// of a CPU, but held 250 MiB in the soak where this held 105, and gave less back at rest.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 

@@ -170,6 +170,11 @@ fn pictures_are_drawn_from_their_reports() {
             "docs/auto-profile-cpu.svg",
             "SmolLM2-135M-Instruct (Q4_1) on a CPU, --device-memory 1GiB",
         ),
+        (
+            "tests/bench/cpu/profile-images.json",
+            "docs/auto-profile-images.svg",
+            "A model that takes images (random weights) on a CPU, --device-memory 4GiB",
+        ),
     ];
     for (report, picture, title) in pictures {
         let output = Command::new("python3")

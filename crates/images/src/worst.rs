@@ -1,5 +1,7 @@
 //! The picture with the most patches.
 
+use std::cmp::Reverse;
+
 use crate::families::Rule;
 use crate::plan::{Overrides, Worst};
 
@@ -20,13 +22,12 @@ pub(crate) fn worst(rule: Rule) -> Option<Worst> {
         let plan = rule.plan(width, height, &Overrides::default()).ok()?;
         Some(Worst { width, height, plan })
     });
-    // The first of equals: the most nearly square.
-    plans.reduce(
-        |best, next| match next.plan.grid.patches() > best.plan.grid.patches() {
-            true => next,
-            false => best,
-        },
-    )
+    // Of equals that with the fewest pixels, which is soonest made; of those the first, the most nearly square.
+    let order = |worst: &Worst| (worst.plan.grid.patches(), Reverse(worst.width * worst.height));
+    plans.reduce(|best, next| match order(&next) > order(&best) {
+        true => next,
+        false => best,
+    })
 }
 
 /// Sizes among which the worst is.

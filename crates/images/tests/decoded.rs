@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use plimsoll_images::{DecodeLimits, decode, inspect};
+use plimsoll_images::{DecodeLimits, Pixels, decode, inspect};
 use serde_json::Value;
 
 pub(crate) const LIMITS: DecodeLimits = DecodeLimits {
@@ -34,7 +34,7 @@ pub(crate) fn golden(name: &str) -> PathBuf {
 }
 
 /// Whatever a file holds, it is decoded within its announced size or refused.
-pub(crate) fn check(bytes: &[u8], what: &str) -> bool {
+pub(crate) fn check(bytes: &[u8], what: &str) -> Option<Pixels> {
     let began = Instant::now();
     let header = inspect(bytes, &LIMITS);
     let pixels = decode(bytes, &LIMITS);
@@ -48,12 +48,12 @@ pub(crate) fn check(bytes: &[u8], what: &str) -> bool {
             );
             assert_eq!(pixels.rgb.len(), pixels.width * pixels.height * 3, "{what}");
             assert!(header.memory >= pixels.rgb.len(), "{what}");
-            true
+            Some(pixels)
         }
         (Err(_), Ok(_)) => panic!("{what}: decoded, but its header is refused"),
         (_, Err(error)) => {
             assert!(error.to_string().len() < 1000, "{what}: {error}");
-            false
+            None
         }
     }
 }

@@ -2,15 +2,16 @@
 
 use std::fs;
 
-use plimsoll_images::{DecodeLimits, Format, ImageError, decode, inspect};
+use plimsoll_images::{DecodeLimits, Format, ImageError, Overrides, Pixels, Processor, decode, inspect};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 
 use crate::decoded::{LIMITS, check, files};
-use crate::golden;
+use crate::{golden, processor};
 
 const CASES: u64 = 2000;
+
 /// Writes numbers, cuts, removes, repeats or exchanges bytes.
 fn disturb(bytes: &mut Vec<u8>, rng: &mut StdRng) {
     const NUMBERS: [u32; 10] = [0, 1, 2, 7, 255, 256, 65_535, 65_536, i32::MAX as u32, u32::MAX];
@@ -49,16 +50,39 @@ fn disturb(bytes: &mut Vec<u8>, rng: &mut StdRng) {
     }
 }
 
+/// What a family makes of a picture is within what its encoder has memory for, or the shape is refused.
+fn check_patches(processor: &Processor, pixels: &Pixels, what: &str) {
+    let worst = processor.worst_image().plan;
+    match processor.process(pixels, &Overrides::default()) {
+        Ok(image) => {
+            assert!(image.grid.patches() <= worst.grid.patches(), "{what}");
+            assert_eq!(
+                image.patches.len(),
+                image.grid.patches() * processor.patch_values(),
+                "{what}"
+            );
+            assert!(image.patches.iter().all(|value| value.is_finite()), "{what}");
+        }
+        Err(error) => assert!(matches!(error, ImageError::AspectRatio { .. }), "{what}: {error}"),
+    }
+}
+
+/// Each file is for one of the families in turn.
 #[test]
 fn mutated_files_are_read_or_refused() {
     let files = files();
+    let families = ["qwen-small", "gemma-small", "pixtral-small"].map(processor);
     let mut read = 0;
     for case in 0..CASES {
         let mut rng = StdRng::seed_from_u64(case);
         let (name, bytes) = files.choose(&mut rng).unwrap();
         let mut bytes = bytes.clone();
         disturb(&mut bytes, &mut rng);
-        read += u64::from(check(&bytes, &format!("case {case} of {name}")));
+        let what = format!("case {case} of {name}");
+        if let Some(pixels) = check(&bytes, &what) {
+            check_patches(&families[case as usize % families.len()], &pixels, &what);
+            read += 1;
+        }
     }
     // Neither were all refused, nor was nothing disturbed.
     assert!((CASES / 50..CASES * 19 / 20).contains(&read), "{read}");

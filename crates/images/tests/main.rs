@@ -12,7 +12,9 @@ mod worst;
 use std::fs;
 
 use decoded::golden;
+use plimsoll_core::Image;
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
 fn golden_json(name: &str) -> Value {
     serde_json::from_slice(&fs::read(golden(name)).unwrap()).unwrap()
@@ -41,4 +43,25 @@ fn processor(name: &str) -> plimsoll_images::Processor {
     let golden = golden_json("processors.json");
     let golden = &golden["processors"][name];
     plimsoll_images::Processor::new(&golden["preprocessor"], &golden["config"]).unwrap()
+}
+
+/// The bytes from which normalised patches were made.
+fn before(patches: &[f32], patch_values: usize, settings: &Value) -> Vec<u8> {
+    let number = |name: &str, colour: usize| settings[name][colour].as_f64().unwrap();
+    let colour_values = patch_values / 3;
+    let one = |(index, value): (usize, &f32)| {
+        let colour = index % patch_values / colour_values;
+        let (mean, std) = (number("image_mean", colour), number("image_std", colour));
+        ((f64::from(*value) * std + mean) * 255.0).round() as u8
+    };
+    patches.iter().enumerate().map(one).collect()
+}
+
+/// A hash of the same.
+fn hash(image: &Image, patch_values: usize, settings: &Value) -> String {
+    let bytes = before(&image.patches, patch_values, settings);
+    Sha256::digest(&bytes)
+        .iter()
+        .map(|b| format!("{b:02x}"))
+        .collect()
 }

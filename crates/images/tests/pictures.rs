@@ -1,9 +1,10 @@
 use std::fs;
 
 use base64::prelude::{BASE64_STANDARD, Engine};
-use plimsoll_images::{DecodeLimits, decode, inspect};
+use plimsoll_images::{DecodeLimits, Overrides, decode, inspect};
+use serde_json::json;
 
-use crate::{golden, golden_json};
+use crate::{golden, golden_json, hash, processor};
 
 /// Most that one value may differ from Pillow's, and on average: the standard leaves rounding to decoders of JPEG.
 fn tolerance(name: &str) -> (u8, f64) {
@@ -49,4 +50,35 @@ fn pictures_are_those_of_pillow() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Of every mode and orientation, and of the first frame of an animation.
+#[test]
+fn patches_of_files_are_those_of_transformers() {
+    let (pictures, processors) = (golden_json("pictures.json"), golden_json("processors.json"));
+    let mut seen = 0;
+    for (name, expected) in pictures["pictures"].as_object().unwrap() {
+        let Some(of_processors) = expected["patches"].as_object() else {
+            assert_eq!(expected["error"], true, "{name}");
+            continue;
+        };
+        let pixels = decode(&fs::read(golden(name)).unwrap(), &DecodeLimits::default()).unwrap();
+        for (of, expected) in of_processors {
+            let (processor, what) = (processor(of), format!("{name} for {of}"));
+            let image = processor.process(&pixels, &Overrides::default()).unwrap();
+            let grid = [image.grid.frames, image.grid.height, image.grid.width];
+            assert_eq!(json!(grid), expected["grid"], "{what}");
+            // Decoders of JPEG round differently.
+            if !name.ends_with(".jpg") {
+                let settings = &processors["processors"][of]["preprocessor"];
+                assert_eq!(
+                    hash(&image, processor.patch_values(), settings),
+                    expected["sha256"],
+                    "{what}"
+                );
+            }
+            seen += 1;
+        }
+    }
+    assert!(seen >= 3 * 50, "{seen}");
 }

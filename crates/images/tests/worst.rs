@@ -71,18 +71,19 @@ proptest! {
 
 #[test]
 fn the_worst_image_is_one_that_is_admitted() {
-    for (name, patches) in [
-        ("qwen2.5-vl", 65_536),
-        ("qwen3-vl", 65_536),
+    for (name, patches, pixels) in [
+        ("qwen2.5-vl", 65_536, (3584, 3584)),
+        ("qwen3-vl", 65_536, (4096, 4096)),
         // More than 60 squares of 2 x 2: at 200 : 1 the shorter side cannot shrink further.
-        ("qwen-small", 436),
-        ("gemma3", 4096),
-        ("mistral3", 12_100),
-        ("pixtral-small", 256),
+        ("qwen-small", 436, (5600, 28)),
+        ("gemma3", 4096, (896, 896)),
+        ("mistral3", 12_100, (1540, 1540)),
+        ("pixtral-small", 256, (256, 256)),
     ] {
         let processor = processor(name);
         let worst = *processor.worst_image();
         assert_eq!(worst.plan.grid.patches(), patches, "{name}");
+        assert_eq!((worst.width, worst.height), pixels, "{name}");
         let plan = processor.plan(worst.width, worst.height, &Overrides::default());
         assert_eq!(plan, Ok(worst.plan), "{name}");
     }

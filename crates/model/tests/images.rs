@@ -95,21 +95,16 @@ fn greedy_continuations_of_prompts_with_images_equal_transformers() {
         let model = load_with_images(name);
         for case in golden_images(name).cases {
             let mut runner = runner(&model, 16, 8);
-            let (spans, table) = (case.spans(), blocks(0..8));
+            let table = blocks(0..8);
             let mut found = Vec::new();
-            let mut runs = chunks(&case.prompt, &spans, &table, 30, is_mutual(&model));
+            let mut runs = chunks(&case.prompt, &case.spans(), &table, 30, is_mutual(&model));
             runs.last_mut().unwrap().sample = Some(greedy_spec(0));
             for run in runs {
                 let output = runner.execute(&plan(vec![run])).unwrap();
                 found.extend(output.samples[0].as_ref().map(|sampled| sampled.token));
             }
             while found.len() < case.greedy.len() {
-                let last = Run {
-                    images: Some(Arc::clone(&spans)),
-                    input: RunInput::LastSampled,
-                    sample: Some(greedy_spec(found.len())),
-                    ..run(1, case.prompt.len() + found.len() - 1, &[0], &table)
-                };
+                let last = case.next(found.len(), RunInput::LastSampled, &table);
                 let output = runner.execute(&plan(vec![last])).unwrap();
                 found.push(output.samples[0].as_ref().unwrap().token);
             }
@@ -123,20 +118,9 @@ fn greedy_continuations_of_prompts_with_images_equal_transformers() {
 fn images_and_text_share_steps() {
     for name in IMAGE_MODELS {
         let model = load_with_images(name);
-        let case = &golden_images(name).cases[0];
-        let (spans, len) = (case.spans(), case.prompt.len());
-        let with_image = |request: u64, first: u32| Run {
-            images: Some(Arc::clone(&spans)),
-            ..run(request, 0, &case.prompt, &blocks(first..first + 3))
-        };
-        let text = |request| run(request, 0, &case.prompt[..7], &blocks(6..7));
         let mut runner = runner(&model, 16, 8);
-        let alone = runner.logits(&plan(vec![with_image(1, 0)]), &[len - 1]).unwrap();
-        let text_alone = runner.logits(&plan(vec![text(2)]), &[6]).unwrap();
-        let together = plan(vec![with_image(1, 0), text(2), with_image(3, 3)]);
-        let found = runner
-            .logits(&together, &[len - 1, len + 6, 2 * len + 6])
-            .unwrap();
+        let steps = golden_images(name).cases[0].beside_text();
+        let [alone, text_alone, found] = steps.map(|(plan, rows)| runner.logits(&plan, &rows).unwrap());
         assert_eq!(found, [&alone[..], &text_alone, &alone].concat(), "{name}");
     }
 }
@@ -228,13 +212,8 @@ fn a_state_without_room_for_the_largest_image_is_not_built() {
 #[test]
 fn plans_that_no_scheduler_makes_are_refused() {
     let case = &golden_images("qwen3-vl").cases[1];
-    let spans = case.spans();
-    let both = || {
-        plan(vec![Run {
-            images: Some(Arc::clone(&spans)),
-            ..run(1, 0, &case.prompt, &blocks(0..8))
-        }])
-    };
+    let table = blocks(0..8);
+    let both = || plan(vec![case.run(1, 0..case.prompt.len(), &table)]);
     let refused = |model: &Arc<Model>, plan, said: &str| {
         let error = runner(model, 16, 8).logits(&plan, &[0]).unwrap_err();
         assert!(
@@ -245,15 +224,7 @@ fn plans_that_no_scheduler_makes_are_refused() {
     let model = load_with_images("qwen3-vl");
     refused(&model, both(), "rows of two images");
     refused(&load("qwen3-vl", KvCacheDtype::F32), both(), "without images");
-    let mut large = both();
-    let span = ImageSpan {
-        start: 0,
-        len: 13,
-        first: 0,
-        image: Arc::new(image(1, [1, 2, 26], VALUES)),
-    };
-    large.runs[0].images = Some([span].into());
-    refused(&model, large, "for 13 tokens");
+    refused(&model, plan(vec![case.too_large(&table).1]), "for 13 tokens");
 }
 
 /// Tokens that see each other are computed at once, or what the first of them are would depend on how a prompt is cut.
@@ -261,13 +232,8 @@ fn plans_that_no_scheduler_makes_are_refused() {
 fn a_run_that_ends_among_tokens_that_see_each_other_is_refused() {
     let model = load_with_images("gemma3-vision");
     let case = &golden_images("gemma3-vision").cases[0];
-    let (spans, span) = (case.spans(), case.spans()[0].clone());
-    let cut = |end: usize| {
-        plan(vec![Run {
-            images: Some(Arc::clone(&spans)),
-            ..run(1, 0, &case.prompt[..end], &blocks(0..8))
-        }])
-    };
+    let span = case.spans()[0].clone();
+    let cut = |end: usize| plan(vec![case.run(1, 0..end, &blocks(0..8))]);
     for end in span.start..=span.end() {
         let found = runner(&model, 16, 8).logits(&cut(end), &[0]);
         match span.is_cut_at(end) {

@@ -16,8 +16,8 @@ use crate::memory::{kv_groups, states};
 use crate::state::AppState;
 use crate::status::Status;
 use crate::wire::about::{
-    HealthReport, KvNow, LastOom, LoadReport, MemoryNow, MemoryReport, ModelCard, ModelList, NotReady,
-    OomStep, RankNow, Rebuilds, Version,
+    HealthReport, ImagesNow, KvNow, LargestImage, LastOom, LoadReport, MemoryNow, MemoryReport, ModelCard,
+    ModelList, NotReady, OomStep, RankNow, Rebuilds, Version,
 };
 use crate::wire::error::ErrorBody;
 
@@ -183,6 +183,7 @@ fn memory_now(state: &AppState, meters: &[Meters]) -> MemoryReport {
             groups: kv_groups(&kv, &stats.scheduler, first),
             states: states(&kv, &stats.scheduler, first),
         },
+        images: images(state),
         device_allocs_after_ready: memory.allocations_after_ready(),
         high_water_above_proof: stats.high_water_above_proof,
         rebuilds: Rebuilds {
@@ -191,6 +192,22 @@ fn memory_now(state: &AppState, meters: &[Meters]) -> MemoryReport {
         },
         last_oom: stats.last_oom.map(|outage| last_oom(&outage)),
     }
+}
+
+/// The images that requests may have, if they may have any.
+fn images(state: &AppState) -> Option<ImagesNow> {
+    let max_per_request = state.options().media.max_images;
+    let input = state.model().images.as_ref().filter(|_| max_per_request > 0)?;
+    let worst = input.processor().worst_image();
+    Some(ImagesNow {
+        max_per_request,
+        largest: LargestImage {
+            width: worst.width,
+            height: worst.height,
+            patches: worst.plan.grid.patches(),
+            tokens: worst.plan.rows,
+        },
+    })
 }
 
 fn last_oom(outage: &OutOfMemory) -> LastOom {
@@ -288,9 +305,9 @@ fn card<'a>(state: &'a AppState, name: &'a str) -> ModelCard<'a> {
         root: &state.model().id,
         parent: None,
         max_model_len: state.engine().limits().max_model_len,
-        input_modalities: match state.model().images.is_some() && state.options().media.max_images > 0 {
-            true => &["text", "image"],
-            false => &["text"],
+        input_modalities: match images(state) {
+            Some(_) => &["text", "image"],
+            None => &["text"],
         },
         quantization: state.model().quantization.as_deref(),
         bits_per_weight: state.model().bits_per_weight,

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use plimsoll_core::{Image, ImageSpan, TokenId};
-use plimsoll_images::{Markers, Plan, Processor};
+use plimsoll_images::{ImageError, Markers, Overrides, Pixels, Plan, Processor};
 use plimsoll_text::Tokenizer;
 
 /// How a model takes images: its processor, and the tokens of its prompts.
@@ -79,6 +79,36 @@ impl ImageInput {
         }
     }
 
+    /// A prompt of images and then a text, without what a chat template writes around either. Takes long. Placeholders in the text
+    /// become other tokens.
+    ///
+    /// # Errors
+    /// Where the model's processor refuses an image.
+    pub fn prompt(
+        &self,
+        pictures: &[Pixels],
+        text: &[TokenId],
+    ) -> Result<(Vec<TokenId>, Vec<ImageSpan>), ImageError> {
+        let overrides = Overrides::default();
+        let prepared = pictures.iter().map(|pixels| {
+            Ok(Prepared {
+                plan: self.processor.plan(pixels.width, pixels.height, &overrides)?,
+                image: Some(Arc::new(self.processor.process(pixels, &overrides)?)),
+            })
+        });
+        let prepared = prepared.collect::<Result<Vec<_>, ImageError>>()?;
+        let Markers { placeholder, .. } = *self.processor.markers();
+        let text = text.iter().map(|&token| match token == placeholder {
+            true => token.saturating_sub(1),
+            false => token,
+        });
+        let tokens: Vec<TokenId> = std::iter::repeat_n(placeholder, pictures.len())
+            .chain(text)
+            .collect();
+        let prompt = self.expand(&tokens, &prepared);
+        Ok(prompt.expect("a placeholder for each image"))
+    }
+
     /// Replaces each placeholder by the tokens of its image, in order. `Err` has the number of placeholders, if it is another
     /// than that of the images.
     pub(crate) fn expand(
@@ -125,7 +155,6 @@ impl ImageInput {
 
 #[cfg(test)]
 mod tests {
-    use plimsoll_images::Overrides;
     use serde_json::json;
 
     use super::*;
@@ -179,6 +208,16 @@ mod tests {
                 .zip(owners)
                 .all(|(span, owner)| Arc::ptr_eq(&span.image, &owner))
         );
+        let pixels = |width, height| Pixels {
+            width,
+            height,
+            rgb: vec![1; width * height * 3],
+        };
+        let (tokens, spans) = input.prompt(&[pixels(4, 4), pixels(8, 4)], &[1, p]).unwrap();
+        assert_eq!(tokens, [p, 8, p, p, 8, 1, p - 1]);
+        assert_eq!(spans.len(), 2);
+        let error = input.prompt(&[pixels(65, 1)], &[1]).unwrap_err();
+        assert!(matches!(error, ImageError::AspectRatio { .. }), "{error}");
         assert_eq!(input.expand(&[p, p, p], &images), Err(3));
         assert_eq!(input.expand(&[1], &images), Err(0));
     }

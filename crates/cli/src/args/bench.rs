@@ -6,6 +6,7 @@ use clap::Args;
 
 use super::EngineArgs;
 use super::values::{positive, ratio};
+use crate::bench::{DatasetName, MmArgs};
 
 /// `plimsoll bench latency`.
 #[derive(Clone, Debug, Args)]
@@ -45,6 +46,18 @@ pub struct ThroughputArgs {
     /// The engine under test.
     #[command(flatten)]
     pub engine: EngineArgs,
+    /// Dataset: random (random tokens with the lengths below), or random-mm (with images before them)
+    #[arg(
+        long,
+        value_enum,
+        default_value_t,
+        value_name = "NAME",
+        hide_possible_values = true
+    )]
+    pub(crate) dataset_name: DatasetName,
+    /// Images of random-mm.
+    #[command(flatten)]
+    pub(crate) mm: MmArgs,
     /// Mean prompt length in tokens
     #[arg(long, value_name = "TOKENS", default_value_t = 256, value_parser = positive)]
     pub(crate) input_len: usize,

@@ -33,10 +33,14 @@ pub struct MediaCounts {
 impl MediaCounts {
     /// Most images of one request.
     pub fn images(&self) -> usize {
-        match self.image {
-            Some(Count::Plain(count) | Count::Counted { count }) => count,
-            None => MediaLimits::default().max_images,
-        }
+        self.given().unwrap_or(MediaLimits::default().max_images)
+    }
+
+    /// The same, if it is said.
+    pub(crate) fn given(&self) -> Option<usize> {
+        self.image.map(|count| match count {
+            Count::Plain(count) | Count::Counted { count } => count,
+        })
     }
 }
 

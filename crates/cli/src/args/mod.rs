@@ -40,7 +40,7 @@ pub use pages::PagesArgs;
 pub use pooling::{PoolerConfig, PoolingArgs, RunnerKind};
 pub use responses::ResponseArgs;
 pub use server::{SchedulingPolicy, ServerArgs, UnknownFieldPolicy};
-pub(crate) use values::{duration, positive, ratio};
+pub(crate) use values::{duration, json, positive, ratio};
 
 const EXIT_CODES: &str = "\
 Every flag of serve can also be set in the file given by --config (TOML, key = flag without the dashes) or in the \

@@ -81,7 +81,7 @@ pub(super) fn context(text: &str) -> Result<usize, String> {
 }
 
 /// A value that is JSON.
-pub(super) fn json<T: DeserializeOwned>(text: &str) -> Result<T, String> {
+pub(crate) fn json<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     serde_json::from_str(text).map_err(|error| {
         if !error.is_data() {
             // The usual reason.

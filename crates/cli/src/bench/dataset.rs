@@ -4,7 +4,10 @@ use plimsoll_core::TokenId;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-/// Shape of a random workload; vLLM's `random` dataset.
+use super::mm::Images;
+use crate::picture::Picture;
+
+/// Shape of a random workload; vLLM's `random` and `random-mm` datasets.
 #[derive(Clone, Debug)]
 pub(super) struct RandomDataset {
     /// Mean prompt length in tokens.
@@ -17,6 +20,8 @@ pub(super) struct RandomDataset {
     pub prefix_len: usize,
     /// Token ids are drawn below this.
     pub vocab_size: usize,
+    /// Images of each request, of `random-mm`.
+    pub images: Option<Images>,
     /// Same seed, same workload.
     pub seed: u64,
 }
@@ -28,6 +33,22 @@ pub(super) struct Sample {
     pub prompt: Vec<TokenId>,
     /// Output tokens to generate.
     pub output_len: usize,
+    /// Images beside the prompt.
+    pub images: Vec<Picture>,
+}
+
+impl Sample {
+    /// The prompt as a text of about as many tokens: single letters, of which tokenizers make `tokens_per_word` tokens each. The first
+    /// `prefix_len` tokens, which all prompts have, become the same in all.
+    pub(super) fn text(&self, prefix_len: usize, tokens_per_word: f64) -> String {
+        let (prefix, own) = self.prompt.split_at(prefix_len.min(self.prompt.len()));
+        let words = |tokens: &'_ [TokenId]| -> String {
+            let count = (tokens.len() as f64 / tokens_per_word.max(1.0)).round() as usize;
+            let letter = |&token: &TokenId| [' ', char::from(b'a' + (token % 26) as u8)];
+            tokens[..count].iter().flat_map(letter).collect()
+        };
+        words(prefix) + &words(own)
+    }
 }
 
 impl RandomDataset {
@@ -41,7 +62,12 @@ impl RandomDataset {
             let output_len = self.length(self.output_len, rng);
             let mut prompt = prefix.clone();
             prompt.extend((0..input_len).map(|_| rng.random_range(0..vocab)));
-            Sample { prompt, output_len }
+            let images = self.images.as_ref().map(|images| images.draw(rng));
+            Sample {
+                prompt,
+                output_len,
+                images: images.unwrap_or_default(),
+            }
         };
         (0..count).map(|_| sample(&mut rng)).collect()
     }
@@ -63,6 +89,7 @@ mod tests {
         range_ratio: 0.5,
         prefix_len: 7,
         vocab_size: 50,
+        images: None,
         seed: 3,
     };
 
@@ -89,5 +116,22 @@ mod tests {
     fn the_seed_decides() {
         assert_eq!(SHAPE.generate(5), SHAPE.generate(5));
         assert_ne!(SHAPE.generate(5), RandomDataset { seed: 4, ..SHAPE }.generate(5));
+    }
+
+    #[test]
+    fn texts_have_about_as_many_words_as_tokens() {
+        let samples = SHAPE.generate(3);
+        for (sample, each) in samples
+            .iter()
+            .flat_map(|sample| [(sample, 1.0), (sample, 2.0), (sample, 0.0)])
+        {
+            let text = sample.text(7, each);
+            let words = text.split_ascii_whitespace().count() as f64;
+            let expected = sample.prompt.len() as f64 / each.max(1.0);
+            assert!((words - expected).abs() <= 1.0, "{words} words for {expected}");
+            assert!(text.starts_with(&samples[0].text(7, each)[..6]));
+        }
+        assert_ne!(samples[0].text(7, 1.0), samples[1].text(7, 1.0));
+        assert_eq!(SHAPE.generate(1)[0].text(1000, 1.0), samples[0].text(7, 1.0));
     }
 }

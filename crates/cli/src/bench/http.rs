@@ -9,15 +9,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use futures::StreamExt;
 use futures::future::join_all;
+use futures::{StreamExt, TryStreamExt};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use reqwest::header::CONTENT_TYPE;
 use serde_json::{Value, json};
 use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 use tokio::sync::Semaphore;
 
 use super::dataset::{RandomDataset, Sample};
+use super::mm::{DatasetName, MmArgs};
 use super::report::Report;
 use super::stats::Summary;
 use crate::args::{positive, ratio};
@@ -37,7 +39,7 @@ pub struct ServeBenchArgs {
     /// Name of the model [default: the first that the server lists]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// Dataset: random (random tokens with the lengths below)
+    /// Dataset: random (random tokens with the lengths below), or random-mm (chats of texts with about these lengths, and images)
     #[arg(
         long,
         value_enum,
@@ -67,6 +69,9 @@ pub struct ServeBenchArgs {
     /// Token ids are drawn below this; at most the model's vocabulary
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive)]
     random_vocab_size: usize,
+    /// Images of random-mm.
+    #[command(flatten)]
+    mm: MmArgs,
     /// Requests per second, arriving as a Poisson process; inf sends all at once
     #[arg(long, value_name = "RATE", default_value = "inf", value_parser = rate)]
     request_rate: f64,
@@ -96,14 +101,6 @@ pub struct ServeBenchArgs {
     /// Write everything measured to this file, as JSON
     #[arg(long, value_name = "FILE")]
     output_json: Option<PathBuf>,
-}
-
-/// `--dataset-name`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(super) enum DatasetName {
-    /// Random tokens of given lengths.
-    #[default]
-    Random,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, EnumIter, IntoStaticStr)]
@@ -152,6 +149,7 @@ struct Outcome {
     total: Duration,
     prompt_tokens: usize,
     output_tokens: usize,
+    images: usize,
 }
 
 impl Outcome {
@@ -164,6 +162,7 @@ impl Outcome {
 
 /// Runs the benchmark.
 pub async fn run(args: ServeBenchArgs) -> Result<(), Error> {
+    let images = args.mm.of(args.dataset_name)?;
     let client = Client::connect(&args).await?;
     let dataset = RandomDataset {
         input_len: args.random_input_len,
@@ -171,14 +170,17 @@ pub async fn run(args: ServeBenchArgs) -> Result<(), Error> {
         range_ratio: args.random_range_ratio,
         prefix_len: args.random_prefix_len,
         vocab_size: args.random_vocab_size,
+        images,
         seed: args.seed,
     };
-    let mut warmups = dataset.generate(args.num_warmups + args.num_prompts);
+    // Images take long to draw: before the time begins.
+    let client = Arc::new(client);
+    let samples = dataset.generate(args.num_warmups + args.num_prompts);
+    let mut warmups = client.prepare(samples).await?;
     let samples = warmups.split_off(args.num_warmups);
     // One request alone: it must work before a thousand are sent.
     let first = warmups.swap_remove(0);
-    client.complete(&first).await.map_err(failed_warmup)?;
-    let client = Arc::new(client);
+    client.complete(first).await.map_err(failed_warmup)?;
     let at_once = ServeBenchArgs {
         request_rate: f64::INFINITY,
         ..args.clone()
@@ -214,7 +216,7 @@ fn failed_warmup(error: String) -> Error {
 
 async fn send_all(
     client: Arc<Client>,
-    samples: Vec<Sample>,
+    requests: Vec<Prepared>,
     args: &ServeBenchArgs,
     bar: &indicatif::ProgressBar,
 ) -> Vec<Result<Outcome, String>> {
@@ -222,8 +224,8 @@ async fn send_all(
     let mut rng = StdRng::seed_from_u64(args.seed);
     let begin = tokio::time::Instant::now();
     let mut due = Duration::ZERO;
-    let mut tasks = Vec::with_capacity(samples.len());
-    for sample in samples {
+    let mut tasks = Vec::with_capacity(requests.len());
+    for request in requests {
         if args.request_rate.is_finite() {
             tokio::time::sleep_until(begin + due).await;
             // Exponential gaps make a Poisson process.
@@ -236,7 +238,7 @@ async fn send_all(
                 Some(places) => Some(places.acquire().await.map_err(|e| e.to_string())?),
                 None => None,
             };
-            let result = client.complete(&sample).await;
+            let result = client.complete(request).await;
             bar.inc(1);
             result
         }));
@@ -249,10 +251,19 @@ async fn send_all(
 
 struct Client {
     http: reqwest::Client,
-    url: String,
+    base: String,
     model: String,
     ignore_eos: bool,
     temperature: f64,
+    /// Tokens of a word of one letter, and of the beginning that all prompts have, where prompts are chats.
+    chats: Option<(f64, usize)>,
+}
+
+/// A request as it is sent.
+struct Prepared {
+    path: &'static str,
+    body: Vec<u8>,
+    images: usize,
 }
 
 impl Client {
@@ -275,20 +286,41 @@ impl Client {
                     .to_owned()
             }
         };
-        let url = format!("{base}/v1/completions");
+        let chats = match args.dataset_name {
+            DatasetName::Random => None,
+            DatasetName::RandomMm => Some((tokens_per_word(&http, &base).await?, args.random_prefix_len)),
+        };
         Ok(Self {
             http,
-            url,
+            base,
             model,
             ignore_eos: args.ignore_eos,
             temperature: args.temperature,
+            chats,
         })
     }
 
-    async fn complete(&self, sample: &Sample) -> Result<Outcome, String> {
+    /// Bodies of requests, on as many threads as there are.
+    async fn prepare(self: &Arc<Self>, samples: Vec<Sample>) -> Result<Vec<Prepared>, Error> {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let bar = count_bar("prompts", samples.len() as u64);
+        let one = |sample| {
+            let (client, bar) = (Arc::clone(self), bar.clone());
+            async move {
+                let prepared = tokio::task::spawn_blocking(move || client.request(&sample)).await;
+                bar.inc(1);
+                prepared?.map_err(Error::Bench)
+            }
+        };
+        let prepared = futures::stream::iter(samples.into_iter().map(one)).buffered(threads);
+        let prepared = prepared.try_collect().await;
+        bar.finish_and_clear();
+        prepared
+    }
+
+    fn request(&self, sample: &Sample) -> Result<Prepared, String> {
         let mut body = json!({
             "model": self.model,
-            "prompt": sample.prompt,
             "max_tokens": sample.output_len,
             "temperature": self.temperature,
             "stream": true,
@@ -297,16 +329,45 @@ impl Client {
         if self.ignore_eos {
             body["ignore_eos"] = true.into();
         }
+        let path = match self.chats {
+            None => {
+                body["prompt"] = json!(sample.prompt);
+                "/v1/completions"
+            }
+            Some((tokens_per_word, prefix_len)) => {
+                let mut content =
+                    vec![json!({"type": "text", "text": sample.text(prefix_len, tokens_per_word)})];
+                for image in &sample.images {
+                    content.push(image.part()?);
+                }
+                body["messages"] = json!([{"role": "user", "content": content}]);
+                "/v1/chat/completions"
+            }
+        };
+        Ok(Prepared {
+            path,
+            body: body.to_string().into_bytes(),
+            images: sample.images.len(),
+        })
+    }
+
+    async fn complete(&self, prepared: Prepared) -> Result<Outcome, String> {
+        let Prepared { path, body, images } = prepared;
         let begin = Instant::now();
-        let request = self.http.post(&self.url).json(&body);
+        let request = self.http.post(format!("{}{path}", self.base));
+        let request = request.header(CONTENT_TYPE, "application/json").body(body);
         let response = request.send().await.map_err(|e| e.to_string())?;
         let status = response.status();
         if !status.is_success() {
             let text = response.text().await.unwrap_or_default();
             return Err(format!("{status}: {}", text.trim()));
         }
-        let mut outcome = Outcome::default();
+        let mut outcome = Outcome {
+            images,
+            ..Outcome::default()
+        };
         let mut last = None;
+        let mut begins = false;
         let mut lines = Lines::default();
         let mut stream = response.bytes_stream();
         while let Some(bytes) = stream.next().await {
@@ -325,8 +386,11 @@ impl Client {
                 if choices.is_some_and(|choices| !choices.is_empty()) {
                     match last.replace(now) {
                         None => outcome.ttft = now - begin,
+                        // A chat begins with a chunk that comes with the first token and holds none.
+                        Some(_) if begins => {}
                         Some(before) => outcome.gaps.push(now - before),
                     }
+                    begins = chunk["choices"][0]["delta"]["role"].is_string();
                     outcome.total = now - begin;
                 }
                 if let Some(tokens) = chunk["usage"]["completion_tokens"].as_u64() {
@@ -341,6 +405,22 @@ impl Client {
             None => Err("the server sent no token".to_owned()),
         }
     }
+}
+
+/// Tokens that the server's model makes of a word of one letter.
+async fn tokens_per_word(http: &reqwest::Client, base: &str) -> Result<f64, Error> {
+    const WORDS: usize = 260;
+    let letters = (0..WORDS).flat_map(|index| [' ', char::from(b'a' + (index % 26) as u8)]);
+    let body = json!({"prompt": letters.collect::<String>(), "add_special_tokens": false});
+    let asked = async {
+        let response = http.post(format!("{base}/tokenize")).json(&body).send().await?;
+        response.error_for_status()?.json::<Value>().await
+    };
+    let failed =
+        |what: &dyn std::fmt::Display| Error::Bench(format!("{base}/tokenize counts no tokens: {what}"));
+    let answer = asked.await.map_err(|error| failed(&error))?;
+    let count = answer["count"].as_u64().ok_or_else(|| failed(&answer))?;
+    Ok(count as f64 / WORDS as f64)
 }
 
 fn report(args: &ServeBenchArgs, outcomes: &[Outcome], errors: &[String], duration: Duration) -> Report {
@@ -359,7 +439,15 @@ fn report(args: &ServeBenchArgs, outcomes: &[Outcome], errors: &[String], durati
     report.count("Total input tokens", "total_input_tokens", input);
     report.count("Total generated tokens", "total_output_tokens", output);
     let (done, total) = (outcomes.len(), input + output);
+    let images = sum(|o| o.images);
+    let has_images = args.dataset_name == DatasetName::RandomMm;
+    if has_images {
+        report.count("Total images", "total_images", images);
+    }
     report.rate("Request throughput (req/s)", "request_throughput", done);
+    if has_images {
+        report.rate("Image throughput (img/s)", "image_throughput", images);
+    }
     report.rate("Output token throughput (tok/s)", "output_throughput", output);
     report.rate("Total token throughput (tok/s)", "total_token_throughput", total);
     for metric in Metric::iter() {

@@ -2,10 +2,12 @@
 
 mod dataset;
 mod http;
+mod mm;
 mod offline;
 mod report;
 mod stats;
 
 pub use http::{ServeBenchArgs, run as serve};
+pub(crate) use mm::{DatasetName, MmArgs};
 pub use offline::{latency, throughput};
 pub(crate) use report::command_line;

@@ -4,12 +4,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures::StreamExt;
 use futures::future::try_join_all;
-use plimsoll_core::{DeviceTime, Event, Request, RequestOptions, SamplingOptions};
+use futures::{StreamExt, TryStreamExt};
+use plimsoll_core::{DeviceTime, Event, ImageSpan, Request, RequestOptions, SamplingOptions, TokenId};
 use plimsoll_engine::EngineHandle;
-use plimsoll_server::Memory;
+use plimsoll_images::{DecodeLimits, decode};
+use plimsoll_server::{ImageInput, Memory};
 use plimsoll_text::grammar::{CompiledGrammar, GrammarCompiler, GrammarSpec};
+use tokio::sync::Semaphore;
 
 use super::dataset::{RandomDataset, Sample};
 use super::report::Report;
@@ -18,6 +20,7 @@ use crate::args::{EngineArgs, LatencyArgs, ThroughputArgs};
 use crate::backend::{self, Backend};
 use crate::error::Error;
 use crate::logging::{self, Kind};
+use crate::picture::Picture;
 use crate::progress::count_bar;
 use crate::settings::EngineSettings;
 use crate::source::resolve;
@@ -84,11 +87,18 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
 /// Throughput of many requests that are all there from the start.
 pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
     let queue = args.num_prompts.max(args.num_warmups);
+    let images = args.mm.of(args.dataset_name)?;
     let mut bench = Bench::start(args.engine, 0, queue).await?;
     bench.guide(args.guided_json.as_deref())?;
-    let mut warmups = bench
-        .dataset(args.input_len, args.output_len, args.random_range_ratio)
-        .generate(args.num_warmups + args.num_prompts);
+    if images.is_some() && bench.images.is_none() {
+        let message = "--dataset-name random-mm has images, and the model is served for text alone";
+        return Err(Error::Bench(message.to_owned()));
+    }
+    let dataset = RandomDataset {
+        images,
+        ..bench.dataset(args.input_len, args.output_len, args.random_range_ratio)
+    };
+    let mut warmups = dataset.generate(args.num_warmups + args.num_prompts);
     let samples = warmups.split_off(args.num_warmups);
     bench.run(&warmups, &indicatif::ProgressBar::hidden()).await?;
     let idle_before = bench.device_time();
@@ -96,7 +106,7 @@ pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
     let timing = bench.run(&samples, &bar).await?;
     bar.finish_and_clear();
 
-    let prompt: usize = samples.iter().map(|sample| sample.prompt.len()).sum();
+    let prompt = timing.prompt_tokens;
     let output: usize = samples.iter().map(|sample| sample.output_len).sum();
     let mut report = Report::new("throughput");
     report.count("Requests", "num_requests", samples.len());
@@ -105,6 +115,11 @@ pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
     report.count("Generated tokens", "total_output_tokens", output);
     report.rate("Requests (req/s)", "requests_per_second", samples.len());
     report.rate("Prompt throughput (tok/s)", "prompt_throughput", prompt);
+    if dataset.images.is_some() {
+        let images: usize = samples.iter().map(|sample| sample.images.len()).sum();
+        report.count("Images", "total_images", images);
+        report.rate("Image throughput (img/s)", "image_throughput", images);
+    }
     report.rate("Generation throughput (tok/s)", "output_throughput", output);
     report.rate("Total throughput (tok/s)", "tokens_per_second", prompt + output);
     bench.report_idle(&mut report, idle_before);
@@ -119,6 +134,12 @@ struct Bench {
     text: Text,
     /// What all outputs are.
     grammar: Option<CompiledGrammar>,
+    /// How prompts take images, if they do.
+    images: Option<Arc<ImageInput>>,
+    /// For requests that have images and no token yet: as many as run at once, lest all images be in memory at once.
+    places: Semaphore,
+    /// For decoding and resizing, which takes all of a core.
+    turns: Semaphore,
 }
 
 /// How long requests that were submitted together took.
@@ -127,6 +148,8 @@ struct Timing {
     first_tokens: Duration,
     /// Until every request was done.
     total: Duration,
+    /// Of all prompts, those of images included.
+    prompt_tokens: usize,
 }
 
 impl Bench {
@@ -151,12 +174,19 @@ impl Bench {
             };
             let started = loaded.spawn(loaded.prove()?, serving)?;
             settings.report_file.write(&started.memory.report())?;
+            let images = loaded
+                .processor
+                .map(|processor| ImageInput::new(processor, &loaded.text.tokenizer).map(Arc::new));
+            let threads = std::thread::available_parallelism().map_or(1, usize::from);
             Ok(Self {
-                engine: started.engine,
                 backend,
                 seed: settings.fixed_seed(),
                 text: loaded.text,
                 grammar: None,
+                images: images.transpose().map_err(Error::ImageTokens)?,
+                places: Semaphore::new(started.report.max_num_seqs + threads),
+                turns: Semaphore::new(threads),
+                engine: started.engine,
             })
         };
         tokio::task::spawn_blocking(work).await?
@@ -202,31 +232,50 @@ impl Bench {
             range_ratio,
             prefix_len: 0,
             vocab_size,
+            images: None,
             seed: self.seed,
         }
     }
 
     /// Submits all at once; every request generates its full length.
     async fn run(&self, samples: &[Sample], bar: &indicatif::ProgressBar) -> Result<Timing, Error> {
+        let files = drawn(samples).await?;
         let begin = Instant::now();
-        let requests = samples.iter().map(|sample| self.request(sample, begin, bar));
+        let requests = samples.iter().zip(files);
+        let requests = requests.map(|(sample, files)| self.request(sample, files, begin, bar));
         let times = try_join_all(requests).await?;
         let latest = |pick: fn(&Timing) -> Duration| times.iter().map(pick).max().unwrap_or_default();
         Ok(Timing {
             first_tokens: latest(|t| t.first_tokens),
             total: latest(|t| t.total),
+            prompt_tokens: times.iter().map(|t| t.prompt_tokens).sum(),
         })
     }
 
     async fn request(
         &self,
         sample: &Sample,
+        files: Vec<Vec<u8>>,
         begin: Instant,
         bar: &indicatif::ProgressBar,
     ) -> Result<Timing, Error> {
+        let (prompt, images, mut place) = match (&self.images, files.is_empty()) {
+            (Some(input), false) => {
+                let closed = |error: tokio::sync::AcquireError| Error::Internal(error.to_string());
+                let place = self.places.acquire().await.map_err(closed)?;
+                let _turn = self.turns.acquire().await.map_err(closed)?;
+                let (input, text) = (Arc::clone(input), sample.prompt.clone());
+                let read = move || read_prompt(&input, &files, &text);
+                let (prompt, images) = tokio::task::spawn_blocking(read).await??;
+                (prompt, images, Some(place))
+            }
+            _ => (sample.prompt.clone(), Vec::new(), None),
+        };
+        let prompt_tokens = prompt.len();
         let constraints = self.grammar.iter().map(|grammar| grammar.constraint(&[]));
         let options = RequestOptions {
-            prompt: sample.prompt.clone(),
+            prompt,
+            images,
             max_tokens: Some(sample.output_len),
             // Greedy, and without stop tokens: the work is the same whatever the model says.
             sampling: SamplingOptions {
@@ -248,6 +297,7 @@ impl Bench {
                 Event::Admitted { .. } | Event::Prompt(_) => {}
                 Event::Token(_) => {
                     first_tokens.get_or_insert_with(|| begin.elapsed());
+                    drop(place.take());
                     generated += 1;
                 }
                 Event::Pooled(_) => return Err(failed(&"a vector came for a text")),
@@ -264,6 +314,37 @@ impl Bench {
         Ok(Timing {
             first_tokens: first_tokens.unwrap_or_default(),
             total: begin.elapsed(),
+            prompt_tokens,
         })
     }
+}
+
+/// The files of the images of each sample, which take long to draw.
+async fn drawn(samples: &[Sample]) -> Result<Vec<Vec<Vec<u8>>>, Error> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let of_sample = |sample: &Sample| {
+        let images = sample.images.clone();
+        async move {
+            if images.is_empty() {
+                return Ok(Vec::new());
+            }
+            let draw = move || images.iter().map(Picture::file).collect::<Result<Vec<_>, _>>();
+            tokio::task::spawn_blocking(draw).await?.map_err(Error::Bench)
+        }
+    };
+    let files = futures::stream::iter(samples.iter().map(of_sample)).buffered(threads);
+    files.try_collect().await
+}
+
+/// A prompt that begins with the images of these files.
+fn read_prompt(
+    input: &ImageInput,
+    files: &[Vec<u8>],
+    text: &[TokenId],
+) -> Result<(Vec<TokenId>, Vec<ImageSpan>), Error> {
+    let pixels = files.iter().map(|file| decode(file, &DecodeLimits::default()));
+    let prompt = pixels
+        .collect::<Result<Vec<_>, _>>()
+        .and_then(|pixels| input.prompt(&pixels, text));
+    prompt.map_err(|error| Error::Bench(format!("an image of --random-mm-bucket-config: {error}")))
 }

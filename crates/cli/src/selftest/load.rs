@@ -4,101 +4,12 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use serde_json::{Map, Value, json};
-use strum::{EnumIter, IntoStaticStr};
 
 use super::answer::Expected;
+use super::job::{Job, Leave};
 use super::limits::Limits;
-
-/// One kind of load, in the order in which they run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, EnumIter, IntoStaticStr)]
-#[strum(serialize_all = "snake_case")]
-pub(super) enum Stage {
-    /// Every feature of the API, once with each endpoint, whole and as a stream.
-    Features,
-    /// Prompt plus output of the full length.
-    Longest,
-    /// More short requests than there are rows.
-    Rows,
-    /// Long prompts that arrive while all rows generate.
-    Mixed,
-    /// Many requests that begin alike.
-    Prefixes,
-    /// Clients that go away in the middle.
-    Disconnects,
-    /// Rows and KV cache full at the same time.
-    Full,
-    /// All of it by chance.
-    Mix,
-}
-
-impl Stage {
-    pub(super) fn name(self) -> &'static str {
-        self.into()
-    }
-
-    /// Part of the time, in percent.
-    pub(super) fn share(self) -> u32 {
-        match self {
-            Self::Features | Self::Disconnects => 5,
-            Self::Longest | Self::Rows | Self::Mixed | Self::Prefixes => 10,
-            Self::Full => 20,
-            Self::Mix => 30,
-        }
-    }
-
-    /// Requests under way at once.
-    pub(super) fn concurrency(self, limits: &Limits) -> usize {
-        let rows = limits.max_num_seqs;
-        match self {
-            Self::Features => rows.min(8),
-            Self::Longest => rows.min(4),
-            Self::Prefixes | Self::Disconnects => rows,
-            // Some wait.
-            Self::Rows | Self::Mixed | Self::Full | Self::Mix => rows + rows.div_ceil(8) + 1,
-        }
-    }
-}
-
-/// How a client goes away before it has its answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Leave {
-    /// After so many events of a stream.
-    Events(usize),
-    /// After so many milliseconds.
-    Millis(u64),
-}
-
-/// One request.
-#[derive(Clone, Debug)]
-pub(super) struct Job {
-    pub(super) stage: Stage,
-    /// What is special about it.
-    pub(super) label: &'static str,
-    pub(super) path: &'static str,
-    pub(super) body: Value,
-    pub(super) expected: Expected,
-    pub(super) leave: Option<Leave>,
-}
-
-impl Job {
-    pub(super) fn streams(&self) -> bool {
-        self.body["stream"] == true
-    }
-
-    /// The request, for people who want to send it again.
-    pub(super) fn describe(&self) -> String {
-        let kind = if self.streams() { "streamed" } else { "whole" };
-        let (stage, label, expected) = (self.stage.name(), self.label, &self.expected);
-        let prompt = expected
-            .prompt_tokens
-            .map(|tokens| format!("{tokens} prompt tokens"));
-        let prompt = prompt.unwrap_or_else(|| "a chat".to_owned());
-        format!(
-            "{stage} ({label}, {kind}, {prompt}, {} to generate)",
-            expected.max_tokens
-        )
-    }
-}
+use super::pictures::{Kind, Pictures, message};
+use super::stage::Stage;
 
 /// What a feature adds to a request.
 struct Feature {
@@ -217,6 +128,8 @@ pub(super) struct Load {
     pub(super) vocab_size: u32,
     /// Whether there is a chat template, and room for what it adds.
     pub(super) chat: bool,
+    /// The pictures that requests may have, if they may have any.
+    pub(super) pictures: Option<Pictures>,
     pub(super) seed: u64,
 }
 
@@ -254,6 +167,20 @@ impl Load {
                     true => Leave::Events(draw.rng.random_range(0..8)),
                     false => Leave::Millis(draw.rng.random_range(0..300)),
                 });
+                job
+            }
+            Stage::Pictures => {
+                let pictures = self.pictures.as_ref()?;
+                // All rows begin with one of the largest.
+                let first = stage.concurrency(&self.limits) as u64;
+                let kind = match index.checked_sub(first) {
+                    None => Kind::Largest,
+                    Some(later) => Kind::nth(later),
+                };
+                let mut job = draw.pictured(stage, pictures, kind);
+                if index >= first && draw.rng.random_bool(0.1) {
+                    job.leave = Some(Leave::Millis(draw.rng.random_range(0..500)));
+                }
                 job
             }
             Stage::Full => {
@@ -359,6 +286,7 @@ impl Draw<'_> {
                 "ignore_eos": true,
             }),
             leave: None,
+            pictures: 0,
         };
         let streams = self.rng.random_bool(0.5);
         self.stream(&mut job, streams);
@@ -382,6 +310,28 @@ impl Draw<'_> {
         job
     }
 
+    /// A chat about pictures.
+    fn pictured(&mut self, stage: Stage, pictures: &Pictures, kind: Kind) -> Job {
+        // Answers last while others begin, so that all rows are taken.
+        let output = match kind {
+            Kind::Largest => self
+                .load
+                .limits
+                .longest()
+                .saturating_sub(pictures.text + pictures.tokens),
+            _ => SHORT,
+        };
+        let many = (2 * self.load.limits.max_num_seqs).max(32);
+        let mut job = self.short(stage, Endpoint::Chat, output.clamp(1, many));
+        let drawn = pictures.of(kind, &mut self.rng);
+        let content = &mut job.body["messages"][0]["content"];
+        let text = content.as_str().unwrap_or_default();
+        // All sizes are such that files can hold them.
+        *content = message(&drawn, text).unwrap_or_default();
+        (job.label, job.pictures) = (kind.label(), drawn.len());
+        job
+    }
+
     /// One of few long beginnings, the same for all stages, and an end of its own.
     fn prefixed(&mut self, stage: Stage) -> Job {
         let which = self.rng.random_range(0..PREFIXES);
@@ -397,10 +347,9 @@ impl Draw<'_> {
         job
     }
 
-    /// Anything.
-    fn mix(&mut self) -> Job {
-        let longest = self.load.limits.longest();
-        let mut job = match self.rng.random_range(0..10) {
+    /// A text, of one of several kinds.
+    fn mixed_text(&mut self, kind: usize, longest: usize) -> Job {
+        match kind {
             0 => self.prefixed(Stage::Mix),
             1 if self.load.chat => self.short(Stage::Mix, Endpoint::Chat, SHORT),
             2 => self.completion(Stage::Mix, longest - SHORT.min(longest - 1), SHORT),
@@ -412,6 +361,19 @@ impl Draw<'_> {
                 let (prompt, output) = (self.up_to((longest / 8).max(32)), self.up_to(128));
                 self.completion(Stage::Mix, prompt, output)
             }
+        }
+    }
+
+    /// Anything.
+    fn mix(&mut self) -> Job {
+        let longest = self.load.limits.longest();
+        let pictures = self.load.pictures.as_ref();
+        let mut job = match (self.rng.random_range(0..10), pictures) {
+            (4 | 5, Some(pictures)) => {
+                let kind = Kind::nth(self.rng.random());
+                self.pictured(Stage::Mix, pictures, kind)
+            }
+            (drawn, _) => self.mixed_text(drawn, longest),
         };
         let chat = job.path == Endpoint::Chat.path();
         for _ in 0..*[0, 0, 1, 2].choose(&mut self.rng).unwrap_or(&0) {
@@ -475,6 +437,7 @@ mod tests {
     use strum::IntoEnumIterator;
 
     use super::*;
+    use crate::picture::Size;
 
     fn load(longest: usize, chat: bool) -> Load {
         Load {
@@ -489,14 +452,37 @@ mod tests {
             model: "m".into(),
             vocab_size: 50,
             chat,
+            pictures: None,
             seed: 3,
+        }
+    }
+
+    fn with_pictures(longest: usize) -> Load {
+        let pictures = Pictures {
+            most: 2,
+            largest: Size {
+                width: 64,
+                height: 48,
+            },
+            tokens: 12,
+            text: 8,
+            ratio: 64,
+        };
+        Load {
+            pictures: Some(pictures),
+            ..load(longest, true)
         }
     }
 
     #[test]
     fn every_request_is_legal() {
-        for longest in [16, 64, 1000] {
-            let load = load(longest, true);
+        for load in [
+            load(16, true),
+            load(64, true),
+            load(1000, true),
+            with_pictures(64),
+        ] {
+            let longest = load.limits.longest();
             for stage in Stage::iter() {
                 for job in (0..300).map_while(|index| load.job(stage, index)) {
                     let expected = &job.expected;
@@ -520,7 +506,7 @@ mod tests {
             seed: 4,
             ..one.clone()
         };
-        for stage in Stage::iter() {
+        for stage in Stage::iter().filter(|&stage| stage != Stage::Pictures) {
             assert_eq!(body(&one, stage, 5), body(&same, stage, 5));
             assert_ne!(body(&one, stage, 5), body(&other, stage, 5));
             assert_ne!(body(&one, stage, 5), body(&one, stage, 6));
@@ -551,5 +537,35 @@ mod tests {
         });
         let distinct: BTreeSet<_> = begins.map(|begin| format!("{begin:?}")).collect();
         assert_eq!(distinct.len() as u64, PREFIXES);
+    }
+    #[test]
+    fn pictures_are_for_servers_that_take_them() {
+        let text = load(100, true);
+        assert!(text.job(Stage::Pictures, 0).is_none());
+        let count = |load: &Load, stage| {
+            let jobs = (0..200).filter_map(|index| load.job(stage, index));
+            jobs.map(|job| job.pictures).sum::<usize>()
+        };
+        let load = with_pictures(100);
+        for stage in [Stage::Disconnects, Stage::Mix] {
+            assert_eq!(count(&text, stage), 0);
+            assert!(count(&load, stage) > 20, "{stage:?}");
+        }
+        // Every client begins with the largest, of its own, and stays for the answer.
+        let first = Stage::Pictures.concurrency(&load.limits) as u64;
+        let mut seen = BTreeSet::new();
+        for index in 0..first {
+            let job = load.job(Stage::Pictures, index).unwrap();
+            assert_eq!(
+                (job.label, job.pictures, job.leave),
+                ("the largest picture", 1, None)
+            );
+            seen.insert(job.body["messages"].to_string());
+        }
+        assert_eq!(seen.len() as u64, first);
+        let later = (first..first + 200).filter_map(|index| load.job(Stage::Pictures, index));
+        let (labels, left): (BTreeSet<_>, Vec<_>) = later.map(|job| (job.label, job.leave.is_some())).unzip();
+        assert_eq!(labels.len(), 5);
+        assert!((5..60).contains(&left.iter().filter(|&&left| left).count()));
     }
 }

@@ -5,10 +5,14 @@
 //! not get there is inconclusive, which is no pass.
 
 mod answer;
+mod job;
+mod learn;
 mod limits;
 mod load;
 mod page;
+mod pictures;
 mod server;
+mod stage;
 mod verdict;
 mod watch;
 
@@ -24,9 +28,13 @@ use strum::IntoEnumIterator;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use self::load::{Job, Load, Stage};
+use self::job::Job;
+use self::learn::learn;
+use self::load::Load;
+use self::pictures::Kind;
 use self::server::{Outcome, Server};
-use self::verdict::{Goal, Measurements, Requests, Subject, Verdict};
+use self::stage::Stage;
+use self::verdict::{Goal, Measurements, PICTURES, Requests, Subject, Verdict};
 use self::watch::{Reading, Watch};
 use crate::args::duration;
 use crate::client::ClientArgs;
@@ -52,6 +60,9 @@ pub struct SelftestArgs {
     /// Seed of the requests
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     seed: u64,
+    /// Kinds of load [default: all; `pictures` for models that take images]
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "LIST")]
+    stages: Option<Vec<Stage>>,
     /// Credentials for the server.
     #[command(flatten)]
     client: ClientArgs,
@@ -67,8 +78,6 @@ const MOST_CLIENTS: usize = 600;
 const AFTER_FAILURE: Duration = Duration::from_millis(200);
 /// How long the server may take to give everything back: at least, for a step that is under way.
 const SETTLE: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
-/// A chat that tells how many tokens the template adds.
-const SHORT_CHAT: &str = "Say 100";
 
 /// Runs the test and prints the verdict: for people on stderr, as one line of JSON on stdout.
 pub async fn run(args: SelftestArgs) -> Result<(), Error> {
@@ -77,9 +86,11 @@ pub async fn run(args: SelftestArgs) -> Result<(), Error> {
     let watch = Watch::default();
     let before = wait_until_idle(&server, &watch, args.wait).await?;
     let load = learn(&server, args.seed).await.map_err(Error::NothingToTest)?;
+    let stages = stages(args.stages.as_deref(), &load).map_err(Error::NothingToTest)?;
     let test = Arc::new(Test {
         server,
         load,
+        stages,
         watch,
         tally: Mutex::default(),
         request_timeout: args.request_timeout,
@@ -120,23 +131,26 @@ async fn wait_until_idle(server: &Server, watch: &Watch, patience: Duration) -> 
     }
 }
 
-/// What the server proved, and what requests need to know.
-async fn learn(server: &Server, seed: u64) -> Result<Load, String> {
-    let limits = server.limits().await?;
-    let chat = server.chat_tokens(SHORT_CHAT).await?;
-    Ok(Load {
-        limits: limits.clone(),
-        model: server.model().await?,
-        vocab_size: server.vocab_size().await?,
-        chat: chat.is_some_and(|tokens| 2 * tokens <= limits.longest()),
-        seed,
-    })
+/// The kinds of load to run, in their order.
+fn stages(wanted: Option<&[Stage]>, load: &Load) -> Result<Vec<Stage>, String> {
+    let takes = |stage: &Stage| *stage != Stage::Pictures || load.pictures.is_some();
+    match wanted {
+        None => Ok(Stage::iter().filter(takes).collect()),
+        Some(wanted) if wanted.iter().all(takes) => {
+            Ok(Stage::iter().filter(|stage| wanted.contains(stage)).collect())
+        }
+        Some(_) => Err(format!(
+            "--stages has `pictures`, but {} takes no images, or none that fit its context",
+            load.model
+        )),
+    }
 }
 
 /// One run.
 struct Test {
     server: Server,
     load: Load,
+    stages: Vec<Stage>,
     watch: Watch,
     tally: Mutex<Tally>,
     request_timeout: Duration,
@@ -149,6 +163,8 @@ struct Tally {
     requests: Requests,
     /// Answered requests whose prompt and output together were as long as can be.
     longest: u64,
+    /// Answered requests about one of the largest pictures, of the stage that is for pictures.
+    largest_pictures: u64,
 }
 
 /// Where the workers of a stage get their requests.
@@ -171,7 +187,7 @@ impl Test {
         let mut workers = JoinSet::new();
         let all = async {
             self.repeat().await;
-            for stage in Stage::iter() {
+            for &stage in &self.stages {
                 self.stage(stage, deadline, &mut workers, &bar).await;
             }
         };
@@ -208,6 +224,7 @@ impl Test {
             model: self.load.model.clone(),
             seed: args.seed,
             limits: self.load.limits.clone(),
+            pictures: self.load.pictures,
         };
         let (requests, goals) = (self.requests(), self.goals());
         Verdict::new(subject, &measured, requests, goals, self.watch.findings())
@@ -238,7 +255,7 @@ impl Test {
         workers: &mut JoinSet<()>,
         bar: &ProgressBar,
     ) {
-        let later = Stage::iter().filter(|&other| other >= stage);
+        let later = self.stages.iter().filter(|&&other| other >= stage);
         let shares: u32 = later.map(|other| other.share()).sum();
         let end =
             Instant::now() + deadline.saturating_duration_since(Instant::now()) * stage.share() / shares;
@@ -293,8 +310,14 @@ impl Test {
             Stage::Features => false,
             Stage::Rows => self.rows_are_full(),
             Stage::Full => self.watch.peaks().kv_usage >= self.load.limits.filling().usage,
+            Stage::Pictures => self.tally(|tally| tally.largest_pictures) >= self.pictured(),
             _ => true,
         }
+    }
+
+    /// Requests about one of the largest pictures: each client begins with one.
+    fn pictured(&self) -> u64 {
+        Stage::Pictures.concurrency(&self.load.limits) as u64
     }
 
     fn next(&self, feed: &Feed) -> Option<Job> {
@@ -359,28 +382,48 @@ impl Test {
     /// The limits of the server, and whether the load really went there.
     fn goals(&self) -> Vec<Goal> {
         let (limits, peaks) = (&self.load.limits, self.watch.peaks());
-        let (by_stage, left, longest) = self.tally(|tally| {
+        let (by_stage, left, longest, largest_pictures) = self.tally(|tally| {
             let requests = &tally.requests;
-            (requests.by_stage.clone(), requests.left, tally.longest)
+            let by_stage = requests.by_stage.clone();
+            (by_stage, requests.left, tally.longest, tally.largest_pictures)
         });
         let count = |stage: Stage| by_stage.get(stage.name()).copied().unwrap_or(0) as f64;
         let features = self.load.feature_count() as f64;
         let goals = [
-            ("rows at once", limits.rows() as f64, peaks.running as f64),
-            ("KV cache in use", limits.filling().usage, peaks.kv_usage),
-            ("full length", 1.0, longest as f64),
-            ("features", features, count(Stage::Features)),
-            ("mixed", 1.0, count(Stage::Mixed)),
-            ("shared prefixes", 1.0, count(Stage::Prefixes)),
-            ("disconnects", 1.0, left as f64),
+            (
+                Stage::Rows,
+                "rows at once",
+                limits.rows() as f64,
+                peaks.running as f64,
+            ),
+            (
+                Stage::Full,
+                "KV cache in use",
+                limits.filling().usage,
+                peaks.kv_usage,
+            ),
+            (Stage::Longest, "full length", 1.0, longest as f64),
+            (Stage::Features, "features", features, count(Stage::Features)),
+            (Stage::Mixed, "mixed", 1.0, count(Stage::Mixed)),
+            (Stage::Prefixes, "shared prefixes", 1.0, count(Stage::Prefixes)),
+            (Stage::Disconnects, "disconnects", 1.0, left as f64),
+            (
+                Stage::Pictures,
+                PICTURES,
+                self.pictured() as f64,
+                largest_pictures as f64,
+            ),
         ];
+        let goals = goals
+            .into_iter()
+            .filter(|(stage, ..)| self.stages.contains(stage));
         goals
-            .map(|(limit, wanted, reached)| Goal {
+            .map(|(_, limit, wanted, reached)| Goal {
                 limit,
                 wanted,
                 reached,
             })
-            .into()
+            .collect()
     }
 
     fn show(&self, stage: Stage, deadline: Instant, bar: &ProgressBar) {
@@ -404,7 +447,10 @@ impl Test {
 impl Tally {
     fn answered(&mut self, job: &Job, longest: usize) {
         self.requests.done += 1;
+        self.requests.pictures += job.pictures as u64;
         *self.requests.by_stage.entry(job.stage.name()).or_default() += 1;
+        let is_largest = job.stage == Stage::Pictures && job.label == Kind::Largest.label();
+        self.largest_pictures += u64::from(is_largest);
         let length = job.expected.prompt_tokens.unwrap_or(0) + job.expected.max_tokens;
         self.longest += u64::from(length == longest && !job.expected.may_stop);
     }

@@ -8,9 +8,10 @@ use reqwest::{RequestBuilder, Response, StatusCode};
 use serde_json::{Value, json};
 
 use super::answer::Answer;
+use super::job::{Job, Leave};
 use super::limits::Limits;
-use super::load::{Job, Leave};
 use super::page::Page;
+use super::pictures::ImageLimits;
 use crate::client::{LAST_EVENT, Lines, connection, event_data};
 use crate::start::TEXT_GENERATION;
 
@@ -54,8 +55,8 @@ impl Server {
         Ok(Page::parse(&self.get("/metrics").await?))
     }
 
-    /// What the server proved.
-    pub(super) async fn limits(&self) -> Result<Limits, String> {
+    /// What the server proved, and the images that it takes, if it does.
+    pub(super) async fn proved(&self) -> Result<(Limits, Option<ImageLimits>), String> {
         let memory = self.get_json("/memory").await?;
         let disabled = memory["profile"]["disabled"].as_array();
         let mut disabled = disabled.into_iter().flatten();
@@ -65,8 +66,12 @@ impl Server {
                 self.base
             ));
         }
-        serde_json::from_value(memory["profile"].clone())
-            .map_err(|error| format!("{}/memory shows no profile: {error}", self.base))
+        let limits = serde_json::from_value(memory["profile"].clone())
+            .map_err(|error| format!("{}/memory shows no profile: {error}", self.base))?;
+        // Null where there are none.
+        let images = serde_json::from_value(memory["images"].clone())
+            .map_err(|error| format!("{}/memory shows other images: {error}", self.base))?;
+        Ok((limits, images))
     }
 
     /// The first name of the model.
@@ -93,8 +98,8 @@ impl Server {
         Ok(beyond)
     }
 
-    /// Tokens of a short chat, where there is a chat template.
-    pub(super) async fn chat_tokens(&self, content: &str) -> Result<Option<usize>, String> {
+    /// Tokens of a chat of one message, where there is a chat template and the message is one that the server takes.
+    pub(super) async fn chat_tokens(&self, content: &Value) -> Result<Option<usize>, String> {
         let body = json!({"messages": [{"role": "user", "content": content}]});
         let (status, text) = self.post("/tokenize", &body).await?;
         let count = serde_json::from_str::<Value>(&text)

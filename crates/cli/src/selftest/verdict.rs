@@ -7,9 +7,11 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::limits::Limits;
+use super::pictures::Pictures;
 use super::watch::{Peaks, Reading};
 use crate::bytes::Bytes;
 use crate::error::Error;
+use crate::picture::Size;
 use crate::terminal;
 
 /// The three ways to end.
@@ -33,7 +35,19 @@ impl Goal {
     pub(super) fn is_reached(&self) -> bool {
         self.reached >= self.wanted
     }
+
+    /// A time of the whole test in which it should be reached, after one of so many seconds; `filling` the KV cache takes so many.
+    fn needs(&self, seconds: f64, filling: f64) -> f64 {
+        match self.limit {
+            PICTURES => seconds * (2.0 * self.wanted / self.reached.max(1.0)).clamp(2.0, 8.0),
+            // Filling the cache has half of the time; at this rate that is enough, twice over.
+            _ => (4.0 * filling).max(2.0 * seconds),
+        }
+    }
 }
+
+/// The goal of the load of pictures.
+pub(super) const PICTURES: &str = "largest pictures";
 
 /// How the requests ended.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -48,6 +62,8 @@ pub(super) struct Requests {
     pub(super) busy: u64,
     /// Under way when the time was over.
     pub(super) cut_off: u64,
+    /// Pictures of those that were answered.
+    pub(super) pictures: u64,
     /// Those that were answered, and where a client's leaving is the point those that were left.
     pub(super) by_stage: BTreeMap<&'static str, u64>,
 }
@@ -59,6 +75,9 @@ pub(super) struct Subject {
     pub(super) model: String,
     pub(super) seed: u64,
     pub(super) limits: Limits,
+    /// Absent where the model takes no images.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) pictures: Option<Pictures>,
 }
 
 /// What was measured.
@@ -86,6 +105,7 @@ pub(super) struct Verdict {
     preemptions: u64,
     prefix_hit_tokens: u64,
     cancelled: u64,
+    most_running: u64,
     most_waiting: u64,
     device_allocs_after_ready: u64,
     memory_high_bytes: u64,
@@ -114,8 +134,12 @@ impl Verdict {
             (true, true) => Judgement::Passed,
             (true, false) => Judgement::Inconclusive,
         };
-        let suggested_duration = (selftest == Judgement::Inconclusive)
-            .then(|| longer(seconds, subject.limits.kv_tokens, per_second(computed)));
+        let filling = subject.limits.kv_tokens as f64 / per_second(computed).max(1.0);
+        let missed = goals.iter().filter(|goal| !goal.is_reached());
+        let longest = missed
+            .map(|goal| goal.needs(seconds, filling))
+            .fold(0.0, f64::max);
+        let suggested_duration = (selftest == Judgement::Inconclusive).then_some(longest.ceil() as u64);
         Self {
             selftest,
             subject,
@@ -126,6 +150,7 @@ impl Verdict {
             preemptions: grown(|reading| reading.preemptions),
             prefix_hit_tokens: grown(|reading| reading.prefix_hits),
             cancelled: grown(|reading| reading.cancelled),
+            most_running: measured.peaks.running,
             most_waiting: measured.peaks.waiting,
             device_allocs_after_ready: after.allocations,
             memory_high_bytes: after.memory_high,
@@ -173,11 +198,29 @@ impl Verdict {
                 self.requests_per_second, self.generated_tokens_per_second, self.computed_tokens_per_second
             ),
         );
+        if let Some(pictures) = self.subject.pictures {
+            let Size { width, height } = pictures.largest;
+            line(
+                "pictures",
+                format!(
+                    "{} answered, {:.1} a second, up to {} of one request; the largest of {width} x {height} pixels, \
+                     {} tokens",
+                    sent.pictures,
+                    sent.pictures as f64 / self.seconds.max(1e-9),
+                    pictures.most,
+                    pictures.tokens
+                ),
+            );
+        }
         line(
             "scheduler",
             format!(
-                "{} preemptions, {} cancelled, at most {} waiting, {} prompt tokens from the prefix cache",
-                self.preemptions, self.cancelled, self.most_waiting, self.prefix_hit_tokens
+                "at most {} running and {} waiting, {} preemptions, {} cancelled, {} prompt tokens from the prefix cache",
+                self.most_running,
+                self.most_waiting,
+                self.preemptions,
+                self.cancelled,
+                self.prefix_hit_tokens
             ),
         );
         line(
@@ -226,12 +269,6 @@ impl Verdict {
     }
 }
 
-/// Filling the cache has half of the time; at this rate that is enough, twice over.
-fn longer(seconds: f64, kv_tokens: usize, tokens_per_second: f64) -> u64 {
-    let filling = kv_tokens as f64 / tokens_per_second.max(1.0);
-    (4.0 * filling).max(2.0 * seconds).ceil() as u64
-}
-
 /// Counts as counts, parts with two places.
 fn number(value: f64) -> String {
     if value.fract() == 0.0 {
@@ -258,6 +295,16 @@ mod tests {
                 block_size: 16,
                 groups: Vec::new(),
             },
+            pictures: Some(Pictures {
+                most: 3,
+                largest: Size {
+                    width: 64,
+                    height: 48,
+                },
+                tokens: 12,
+                text: 10,
+                ratio: 200,
+            }),
         };
         let measured = Measurements {
             seconds: Duration::from_secs(10),
@@ -286,10 +333,18 @@ mod tests {
         // 50 s to compute 1000 tokens at 20 a second, four times over.
         let advice = "--duration 200s";
         assert!(table.contains(row) && table.ends_with(advice), "{table}");
+        assert!(table.contains("of 64 x 48 pixels, 12 tokens"), "{table}");
         assert!(matches!(short.into_result(), Err(Error::Inconclusive(what)) if what.contains("rows")));
         let narrow = verdict(4.0, &[]).table(Some(40));
         assert!(narrow.lines().all(|line| line.len() <= 40), "{narrow}");
         assert!(narrow.ends_with("selftest passed in 10 s"), "{narrow}");
+        // As long as all that were missing would have taken, and as much again.
+        let pictures = Goal {
+            limit: PICTURES,
+            wanted: 10.0,
+            reached: 4.0,
+        };
+        assert_eq!(pictures.needs(3.0, 1e6), 15.0);
         let failed = verdict(3.0, &["a leak"]);
         let json = failed.json();
         assert!(json.starts_with(r#"{"selftest":"failed","#), "{json}");

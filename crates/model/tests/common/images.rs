@@ -1,12 +1,13 @@
 //! Prompts with images of the tiny models.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_core::{EncoderLimits, Image, ImageGrid, ImageSpan, PageId, Run, TokenId};
+use plimsoll_core::{EncoderLimits, Image, ImageGrid, ImageSpan, PageId, Run, RunInput, StepPlan, TokenId};
 use plimsoll_model::{KvCacheDtype, LoadOptions, ServeAs};
 use serde::Deserialize;
 
-use super::{golden_path, run};
+use super::{blocks, golden_path, greedy_spec, plan, run};
 
 /// Those of which images are served.
 pub const IMAGE_MODELS: [&str; 5] = [
@@ -86,6 +87,54 @@ impl GoldenImage {
 impl ImageCase {
     pub fn spans(&self) -> Arc<[ImageSpan]> {
         self.images.iter().flat_map(GoldenImage::spans).collect()
+    }
+
+    /// Some tokens of the prompt, of a request with all of its images.
+    pub fn run(&self, request: u64, tokens: Range<usize>, table: &[PageId]) -> Run {
+        Run {
+            images: Some(self.spans()),
+            ..run(request, tokens.start, &self.prompt[tokens], table)
+        }
+    }
+
+    /// The token behind the prompt and `generated` tokens, the last of which is `input`; the next is the likeliest.
+    pub fn next(&self, generated: usize, input: RunInput, table: &[PageId]) -> Run {
+        Run {
+            images: Some(self.spans()),
+            input,
+            sample: Some(greedy_spec(generated)),
+            ..run(1, self.prompt.len() + generated - 1, &[0], table)
+        }
+    }
+
+    /// The whole prompt of one request and the beginning of another's without images, each alone with its last row, and the first, the
+    /// second and the first once more in one step, with the last row of each.
+    pub fn beside_text(&self) -> [(StepPlan, Vec<usize>); 3] {
+        let (len, most) = (self.prompt.len(), 7);
+        let whole = |request: u64, first: u32| self.run(request, 0..len, &blocks(first..first + 3));
+        let text = || run(2, 0, &self.prompt[..most], &blocks(6..7));
+        let rows = vec![len - 1, len + most - 1, 2 * len + most - 1];
+        [
+            (plan(vec![whole(1, 0)]), vec![len - 1]),
+            (plan(vec![text()]), vec![most - 1]),
+            (plan(vec![whole(1, 0), text(), whole(3, 3)]), rows),
+        ]
+    }
+
+    /// The same prompt with a larger image than [`IMAGE_LIMITS`] allow.
+    pub fn too_large(&self, table: &[PageId]) -> (Arc<Image>, Run) {
+        let image = Arc::new(image(1, [1, 2, 26], VALUES));
+        let span = ImageSpan {
+            start: 0,
+            len: 13,
+            first: 0,
+            image: Arc::clone(&image),
+        };
+        let run = Run {
+            images: Some([span].into()),
+            ..self.run(1, 0..self.prompt.len(), table)
+        };
+        (image, run)
     }
 }
 

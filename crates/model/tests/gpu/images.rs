@@ -136,8 +136,8 @@ fn images_are_followed_by_the_greedy_tokens_that_lead() {
             let (mut decided, mut all) = (0, 0);
             for case in &cases {
                 let mut runner = setup.build(&model);
-                let (spans, table) = (case.spans(), blocks(0..setup.num_blocks() as u32));
-                let mut runs = chunks(&case.prompt, &spans, &table, 30, false);
+                let table = blocks(0..setup.num_blocks() as u32);
+                let mut runs = chunks(&case.prompt, &case.spans(), &table, 30, false);
                 runs.last_mut().unwrap().sample = Some(greedy_spec(0));
                 let mut last = None;
                 for run in runs {
@@ -155,12 +155,7 @@ fn images_are_followed_by_the_greedy_tokens_that_lead() {
                         true => RunInput::LastSampled,
                         false => RunInput::Known(vec![expected]),
                     };
-                    let next = Run {
-                        images: Some(Arc::clone(&spans)),
-                        input,
-                        sample: Some(greedy_spec(index + 1)),
-                        ..run(1, case.prompt.len() + index, &[0], &table)
-                    };
+                    let next = case.next(index + 1, input, &table);
                     last = runner.execute(&plan(vec![next])).unwrap().samples.swap_remove(0);
                 }
             }
@@ -182,19 +177,9 @@ fn images_and_text_share_steps() {
     let gpu = gpu();
     for name in IMAGE_MODELS {
         let model = load(&gpu, name);
-        let case = &golden_images(name).cases[0];
-        let (spans, len) = (case.spans(), case.prompt.len());
-        let with_image = |request: u64, first: u32| Run {
-            images: Some(Arc::clone(&spans)),
-            ..run(request, 0, &case.prompt, &blocks(first..first + 3))
-        };
-        let text = |request| run(request, 0, &case.prompt[..7], &blocks(6..7));
         let mut runner = setup().build(&model);
-        let alone = runner.logits(&plan(vec![with_image(1, 0)]), &[len - 1]).unwrap();
-        let text_alone = runner.logits(&plan(vec![text(2)]), &[6]).unwrap();
-        let together = plan(vec![with_image(1, 0), text(2), with_image(3, 3)]);
-        let rows = [len - 1, len + 6, 2 * len + 6];
-        let found = runner.logits(&together, &rows).unwrap();
+        let steps = golden_images(name).cases[0].beside_text();
+        let [alone, text_alone, found] = steps.map(|(plan, rows)| runner.logits(&plan, &rows).unwrap());
         let error = relative_error(&found, &[&alone[..], &text_alone, &alone].concat());
         report(format_args!("{name}: together {error:.5} from alone"));
         // Products of other numbers of rows round otherwise.
@@ -212,21 +197,17 @@ fn images_may_end_a_prompt() {
     for name in IMAGE_MODELS {
         let model = load(&gpu, name);
         let case = &golden_images(name).cases[0];
-        let (spans, table) = (case.spans(), blocks(0..3));
-        let end = spans[0].end();
+        let table = blocks(0..3);
+        let end = case.spans()[0].end();
         let mut sampled = [true, false].map(|at_once| {
             let mut runner = setup().build(&model);
             let cut = if at_once { 0 } else { end - 1 };
-            let part = |start: usize, end: usize| Run {
-                images: Some(Arc::clone(&spans)),
-                ..run(1, start, &case.prompt[start..end], &table)
-            };
             if cut > 0 {
-                runner.execute(&plan(vec![part(0, cut)])).unwrap();
+                runner.execute(&plan(vec![case.run(1, 0..cut, &table)])).unwrap();
             }
             let last = Run {
                 sample: Some(greedy_spec(0)),
-                ..part(cut, end)
+                ..case.run(1, cut..end, &table)
             };
             runner.execute(&plan(vec![last])).unwrap().samples.swap_remove(0)
         });
@@ -315,13 +296,8 @@ fn images_take_what_the_footprint_says_and_nothing_more_while_they_are_served() 
 fn images_that_no_scheduler_plans_are_refused() {
     let gpu = gpu();
     let case = &golden_images("qwen3-vl").cases[1];
-    let spans = case.spans();
-    let both = || {
-        plan(vec![Run {
-            images: Some(Arc::clone(&spans)),
-            ..run(1, 0, &case.prompt, &blocks(0..8))
-        }])
-    };
+    let table = blocks(0..8);
+    let both = || plan(vec![case.run(1, 0..case.prompt.len(), &table)]);
     let refused = |model: &Arc<GpuModel>, plan, said: &str| {
         let error = setup().build(model).logits(&plan, &[0]).unwrap_err();
         assert!(
@@ -332,16 +308,8 @@ fn images_that_no_scheduler_plans_are_refused() {
     let model = load(&gpu, "qwen3-vl");
     refused(&model, both(), "rows of two images");
     refused(&crate::setup::load(&gpu, "qwen3-vl"), both(), "without images");
-    let large = Arc::new(image(1, [1, 2, 26], VALUES));
-    let mut too_large = both();
-    let span = ImageSpan {
-        start: 0,
-        len: 13,
-        first: 0,
-        image: Arc::clone(&large),
-    };
-    too_large.runs[0].images = Some([span].into());
-    refused(&model, too_large, "for 13 tokens");
+    let (large, too_large) = case.too_large(&table);
+    refused(&model, plan(vec![too_large]), "for 13 tokens");
     let error = setup().build(&model).encode(&large).unwrap_err();
     assert!(
         matches!(&error, StepError::Failed(message) if message.contains("52 patches")),

@@ -115,6 +115,9 @@ pub(crate) struct MemoryReport {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) ranks: Vec<RankNow>,
     pub(crate) kv: KvNow,
+    /// Absent where the model takes none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) images: Option<ImagesNow>,
     /// Device allocations since the server became ready; expected to be 0.
     pub(crate) device_allocs_after_ready: u64,
     /// Number of steps that exceeded the validated peak.
@@ -204,6 +207,27 @@ pub(crate) struct KvGroupNow {
     pub(crate) blocks_cached: usize,
     /// Of the blocks in use, bytes without a layer, as pages have room for more layers.
     pub(crate) rounding_bytes: u64,
+}
+
+/// The images for which the encoder has memory.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct ImagesNow {
+    /// Most images of one request.
+    pub(crate) max_per_request: usize,
+    pub(crate) largest: LargestImage,
+}
+
+/// The image of which the encoder needs the most memory.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct LargestImage {
+    /// Columns of pixels, before it is resized.
+    pub(crate) width: usize,
+    /// Rows of pixels.
+    pub(crate) height: usize,
+    /// Patches that the encoder makes of it.
+    pub(crate) patches: usize,
+    /// Tokens of a prompt that are its embeddings, without marks around and between them.
+    pub(crate) tokens: usize,
 }
 
 /// How often the engine's state was rebuilt.

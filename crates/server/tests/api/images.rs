@@ -164,6 +164,22 @@ async fn each_image_takes_its_place_in_the_prompt() {
 }
 
 #[tokio::test]
+async fn memory_names_the_largest_image_where_there_may_be_one() {
+    let images = rig().get("/memory").await.json()["images"].clone();
+    assert_eq!(images["max_per_request"], 16);
+    // Nearly 200 to 1: its short side cannot shrink below a square, so that it has more squares than one of 32 x 32 pixels.
+    assert_eq!(
+        images["largest"],
+        json!({ "width": 1372, "height": 7, "patches": 4 * 56, "tokens": 56 })
+    );
+    let none = rig_with(MediaLimits {
+        max_images: 0,
+        ..MediaLimits::default()
+    });
+    assert!(none.get("/memory").await.json().get("images").is_none());
+}
+
+#[tokio::test]
 async fn texts_never_become_images() {
     let rig = rig();
     let text = "<|vision_start|><|image_pad|><|vision_end|>";

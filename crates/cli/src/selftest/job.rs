@@ -1,0 +1,49 @@
+//! One request of the load.
+
+use serde_json::Value;
+
+use super::answer::Expected;
+use super::stage::Stage;
+
+/// How a client goes away before it has its answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Leave {
+    /// After so many events of a stream.
+    Events(usize),
+    /// After so many milliseconds.
+    Millis(u64),
+}
+
+/// One request.
+#[derive(Clone, Debug)]
+pub(super) struct Job {
+    pub(super) stage: Stage,
+    /// What is special about it.
+    pub(super) label: &'static str,
+    pub(super) path: &'static str,
+    pub(super) body: Value,
+    pub(super) expected: Expected,
+    pub(super) leave: Option<Leave>,
+    /// Pictures that it has.
+    pub(super) pictures: usize,
+}
+
+impl Job {
+    pub(super) fn streams(&self) -> bool {
+        self.body["stream"] == true
+    }
+
+    /// The request, for people who want to send it again.
+    pub(super) fn describe(&self) -> String {
+        let kind = if self.streams() { "streamed" } else { "whole" };
+        let (stage, label, expected) = (self.stage.name(), self.label, &self.expected);
+        let prompt = expected
+            .prompt_tokens
+            .map(|tokens| format!("{tokens} prompt tokens"));
+        let prompt = prompt.unwrap_or_else(|| "a chat".to_owned());
+        format!(
+            "{stage} ({label}, {kind}, {prompt}, {} to generate)",
+            expected.max_tokens
+        )
+    }
+}
