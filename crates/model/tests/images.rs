@@ -2,11 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::common::images::{
-    IMAGE_LIMITS, IMAGE_MODELS, ImageCase, VALUES, chunks, golden_images, image, options,
-};
+use crate::common::images::{IMAGE_LIMITS, IMAGE_MODELS, ImageCase, chunks, golden_images, image, options};
 use crate::common::*;
-use plimsoll_core::{Component, EncoderLimits, Executor, Image, ImageSpan, Run, RunInput, StepError};
+use plimsoll_core::{Component, EncoderLimits, Executor, Image, RunInput, StepError};
 use plimsoll_device::Budget;
 use plimsoll_model::{Footprint, KvCacheDtype, LoadOptions, Model, Runner};
 use rand::rngs::StdRng;
