@@ -15,7 +15,7 @@ use crate::error::Error;
 const COMMANDS: &str = "\
 /system TEXT  set the system prompt, or show it
 /save FILE    write the chat as Markdown or .json
-/clear        forget the chat, not the system prompt
+/clear        forget all but the system prompt
 /help         this list
 /exit         end the chat (also Ctrl-D)
 \"\"\"           around a message of several lines
