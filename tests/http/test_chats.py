@@ -247,3 +247,5 @@ def test_a_server_with_keys_asks_for_one(start, open_page):
         kept = page.evaluate("import('/assets/store.js').then(store => store.allChats())")
         assert [chat["title"] for chat in kept] == ["Hello"]
         assert "sesame" not in json.dumps(kept) + page.evaluate("JSON.stringify([localStorage, sessionStorage])")
+        # It would ask a server that has gone for its memory.
+        page.close()

@@ -109,6 +109,8 @@ def test_the_default_length_of_an_answer_gives_way_to_the_context(start, open_pa
         page.locator("#max_tokens").fill("2048")
         send(page, "Be long")
         expect(page.locator("#max_tokens-error")).to_be_visible()
+        # It would ask a server that has gone for its memory.
+        page.close()
 
 
 def test_an_error_says_what_and_where(sim, open_page):
