@@ -79,8 +79,8 @@ impl ImageInput {
         }
     }
 
-    /// A prompt of images and then a text, without what a chat template writes around either. Takes long. Placeholders in the text
-    /// become other tokens.
+    /// A prompt of images and then a text, without what a chat template writes around either. Blocks its thread while it resizes
+    /// images. Placeholders in the text become other tokens.
     ///
     /// # Errors
     /// Where the model's processor refuses an image.
@@ -99,7 +99,7 @@ impl ImageInput {
         let prepared = prepared.collect::<Result<Vec<_>, ImageError>>()?;
         let Markers { placeholder, .. } = *self.processor.markers();
         let text = text.iter().map(|&token| match token == placeholder {
-            true => token.saturating_sub(1),
+            true => token.checked_sub(1).unwrap_or(1),
             false => token,
         });
         let tokens: Vec<TokenId> = std::iter::repeat_n(placeholder, pictures.len())

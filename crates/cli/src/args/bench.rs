@@ -6,7 +6,7 @@ use clap::Args;
 
 use super::EngineArgs;
 use super::values::{positive, ratio};
-use crate::bench::{DatasetName, MmArgs};
+use crate::bench::DatasetArgs;
 
 /// `plimsoll bench latency`.
 #[derive(Clone, Debug, Args)]
@@ -46,18 +46,9 @@ pub struct ThroughputArgs {
     /// The engine under test.
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// Dataset: random (random tokens with the lengths below), or random-mm (with images before them)
-    #[arg(
-        long,
-        value_enum,
-        default_value_t,
-        value_name = "NAME",
-        hide_possible_values = true
-    )]
-    pub(crate) dataset_name: DatasetName,
-    /// Images of random-mm.
+    /// What prompts hold.
     #[command(flatten)]
-    pub(crate) mm: MmArgs,
+    pub(crate) dataset: DatasetArgs,
     /// Mean prompt length in tokens
     #[arg(long, value_name = "TOKENS", default_value_t = 256, value_parser = positive)]
     pub(crate) input_len: usize,

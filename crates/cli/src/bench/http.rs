@@ -19,7 +19,7 @@ use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 use tokio::sync::Semaphore;
 
 use super::dataset::{RandomDataset, Sample};
-use super::mm::{DatasetName, MmArgs};
+use super::mm::{DatasetArgs, DatasetName};
 use super::report::Report;
 use super::stats::Summary;
 use crate::args::{positive, ratio};
@@ -39,15 +39,9 @@ pub struct ServeBenchArgs {
     /// Name of the model [default: the first that the server lists]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// Dataset: random (random tokens with the lengths below), or random-mm (chats of texts with about these lengths, and images)
-    #[arg(
-        long,
-        value_enum,
-        default_value_t,
-        value_name = "NAME",
-        hide_possible_values = true
-    )]
-    dataset_name: DatasetName,
+    /// What prompts hold.
+    #[command(flatten)]
+    dataset: DatasetArgs,
     /// Requests to send
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = positive)]
     num_prompts: usize,
@@ -69,9 +63,6 @@ pub struct ServeBenchArgs {
     /// Token ids are drawn below this; at most the model's vocabulary
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive)]
     random_vocab_size: usize,
-    /// Images of random-mm.
-    #[command(flatten)]
-    mm: MmArgs,
     /// Requests per second, arriving as a Poisson process; inf sends all at once
     #[arg(long, value_name = "RATE", default_value = "inf", value_parser = rate)]
     request_rate: f64,
@@ -162,7 +153,7 @@ impl Outcome {
 
 /// Runs the benchmark.
 pub async fn run(args: ServeBenchArgs) -> Result<(), Error> {
-    let images = args.mm.of(args.dataset_name)?;
+    let images = args.dataset.images()?;
     let client = Client::connect(&args).await?;
     let dataset = RandomDataset {
         input_len: args.random_input_len,
@@ -286,7 +277,7 @@ impl Client {
                     .to_owned()
             }
         };
-        let chats = match args.dataset_name {
+        let chats = match args.dataset.dataset_name {
             DatasetName::Random => None,
             DatasetName::RandomMm => Some((tokens_per_word(&http, &base).await?, args.random_prefix_len)),
         };
@@ -440,7 +431,7 @@ fn report(args: &ServeBenchArgs, outcomes: &[Outcome], errors: &[String], durati
     report.count("Total generated tokens", "total_output_tokens", output);
     let (done, total) = (outcomes.len(), input + output);
     let images = sum(|o| o.images);
-    let has_images = args.dataset_name == DatasetName::RandomMm;
+    let has_images = args.dataset.dataset_name == DatasetName::RandomMm;
     if has_images {
         report.count("Total images", "total_images", images);
     }

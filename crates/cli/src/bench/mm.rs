@@ -20,9 +20,19 @@ pub(crate) enum DatasetName {
     RandomMm,
 }
 
-/// Flags of the dataset `random-mm`.
+/// Which dataset, and the images of `random-mm`.
 #[derive(Clone, Debug, Default, Args)]
-pub(crate) struct MmArgs {
+pub(crate) struct DatasetArgs {
+    /// Dataset: random (random tokens of the lengths that flags say), or random-mm (images too; `bench serve` sends chats of texts of
+    /// about these lengths)
+    #[arg(
+        long,
+        value_enum,
+        default_value_t,
+        value_name = "NAME",
+        hide_possible_values = true
+    )]
+    pub(super) dataset_name: DatasetName,
     /// With random-mm, mean number of images of a request [default: 1]
     #[arg(long, value_name = "N")]
     random_mm_base_items_per_request: Option<usize>,
@@ -49,7 +59,7 @@ fn fraction(text: &str) -> Result<f64, String> {
         .ok_or_else(|| "a number in [0, 1] is expected".to_owned())
 }
 
-impl MmArgs {
+impl DatasetArgs {
     /// An error if one of the flags was given: they are for another dataset.
     fn refuse(&self) -> Result<(), Error> {
         let given = [
@@ -80,14 +90,14 @@ impl MmArgs {
     ///
     /// # Errors
     /// Where flags contradict each other, or are for the other dataset.
-    pub(super) fn of(&self, dataset: DatasetName) -> Result<Option<Images>, Error> {
-        match dataset {
+    pub(super) fn images(&self) -> Result<Option<Images>, Error> {
+        match self.dataset_name {
             DatasetName::Random => self.refuse().map(|()| None),
-            DatasetName::RandomMm => self.images().map(Some),
+            DatasetName::RandomMm => self.random_images().map(Some),
         }
     }
 
-    fn images(&self) -> Result<Images, Error> {
+    fn random_images(&self) -> Result<Images, Error> {
         let mean = self.random_mm_base_items_per_request.unwrap_or(1) as f64;
         let ratio = self.random_mm_num_mm_items_range_ratio.unwrap_or(0.0);
         let limit = self.random_mm_limit_mm_per_prompt.and_then(|limit| limit.given());
@@ -212,12 +222,12 @@ mod tests {
     #[derive(Parser)]
     struct Cli {
         #[command(flatten)]
-        mm: MmArgs,
+        dataset: DatasetArgs,
     }
 
-    fn args(words: &[&str]) -> Result<MmArgs, String> {
+    fn args(words: &[&str]) -> Result<DatasetArgs, String> {
         let cli = Cli::try_parse_from([&["x"], words].concat());
-        cli.map(|cli| cli.mm).map_err(|error| error.to_string())
+        cli.map(|cli| cli.dataset).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -262,7 +272,7 @@ mod tests {
             "--random-mm-bucket-config",
             "{(1, 2, 1): 1, (3, 4, 1): 3}",
         ];
-        let images = args(&flags).unwrap().images().unwrap();
+        let images = args(&flags).unwrap().random_images().unwrap();
         assert_eq!((images.least, images.most), (2, 5));
         let mut rng = StdRng::seed_from_u64(1);
         let drawn: Vec<_> = (0..400).map(|_| images.draw(&mut rng)).collect();
@@ -276,7 +286,7 @@ mod tests {
         );
         let default = args(&[]).unwrap();
         assert!(default.refuse().is_ok());
-        assert_eq!(default.images().unwrap().draw(&mut rng).len(), 1);
+        assert_eq!(default.random_images().unwrap().draw(&mut rng).len(), 1);
     }
 
     #[test]
@@ -293,7 +303,7 @@ mod tests {
         ]);
         assert!(
             few.unwrap()
-                .images()
+                .random_images()
                 .unwrap_err()
                 .to_string()
                 .contains("at least 3")

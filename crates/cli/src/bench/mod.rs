@@ -8,6 +8,6 @@ mod report;
 mod stats;
 
 pub use http::{ServeBenchArgs, run as serve};
-pub(crate) use mm::{DatasetName, MmArgs};
+pub(crate) use mm::DatasetArgs;
 pub use offline::{latency, throughput};
 pub(crate) use report::command_line;

@@ -87,7 +87,7 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
 /// Throughput of many requests that are all there from the start.
 pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
     let queue = args.num_prompts.max(args.num_warmups);
-    let images = args.mm.of(args.dataset_name)?;
+    let images = args.dataset.images()?;
     let mut bench = Bench::start(args.engine, 0, queue).await?;
     bench.guide(args.guided_json.as_deref())?;
     if images.is_some() && bench.images.is_none() {
