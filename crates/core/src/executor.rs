@@ -105,6 +105,8 @@ impl From<BuildError> for StepError {
         match error {
             BuildError::Oom(oom) => Self::Oom(oom),
             BuildError::Device(error) => Self::Device(error),
+            BuildError::OtherRank(rank) => Self::OtherRank(rank),
+            BuildError::RankLost(why) => Self::RankLost(why),
         }
     }
 }

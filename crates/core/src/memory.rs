@@ -157,6 +157,12 @@ pub enum BuildError {
     /// The driver or a kernel failed, in its own words: no other size helps.
     #[error("the device failed: {0}")]
     Device(String),
+    /// Another of the ranks that build a state together could not: its own error says why.
+    #[error("rank {0} could not build its part of the state")]
+    OtherRank(usize),
+    /// A rank is gone, or did not come in time.
+    #[error("{0}")]
+    RankLost(String),
 }
 
 /// What had no room for an allocation.

@@ -118,11 +118,33 @@ impl Exchange {
         self.shared.changed.notify_all();
     }
 
+    /// A rank that has abandoned this step, or one that follows it.
+    pub fn abandoned_by(&self) -> Option<usize> {
+        let ranks = self.shared.lock();
+        ranks.iter().position(|rank| rank.abandoned >= Some(self.at.step))
+    }
+
     /// This rank takes part in nothing any more: whatever others wait for ends with [`StepError::RankLost`].
     pub fn leave(&self) {
         let why = || "has ended".to_owned();
         self.shared.lock()[self.rank].lost.get_or_insert_with(why);
         self.shared.changed.notify_all();
+    }
+
+    /// Waits until all ranks have come as far in this step: each has what it needs to go on with it.
+    ///
+    /// # Errors
+    /// As [`Self::sum`].
+    pub fn agree(&mut self) -> Result<(), StepError> {
+        self.meet(self.shared.step_patience).map(drop)
+    }
+
+    /// As [`Self::agree`], where ranks come at their own pace: they load and build.
+    ///
+    /// # Errors
+    /// As [`Self::sum`].
+    pub fn agree_in_time(&mut self) -> Result<(), StepError> {
+        self.meet(self.shared.build_patience).map(drop)
     }
 
     /// Replaces `values` by their sums over all ranks, added in the order of ranks.
@@ -323,6 +345,54 @@ mod tests {
                     .for_each(|found| assert_eq!(*found, want, "{ranks} ranks, {len}"));
             }
         }
+    }
+
+    /// Nobody goes on before all have come, or one says that it will not.
+    #[test]
+    fn ranks_agree_to_go_on() {
+        for patient in [false, true] {
+            let begun = Instant::now();
+            let found = on_all(Exchange::group_with(3, SHORT, 20 * SHORT), |mut exchange| {
+                let agree = |exchange: &mut Exchange| match patient {
+                    false => exchange.agree(),
+                    true => exchange.agree_in_time(),
+                };
+                exchange.begin_step();
+                let first = agree(&mut exchange);
+                exchange.begin_step();
+                let second = match exchange.rank() {
+                    1 => {
+                        exchange.abandon();
+                        Err(StepError::OtherRank(1))
+                    }
+                    _ => agree(&mut exchange),
+                };
+                assert_eq!(exchange.abandoned_by(), Some(1));
+                exchange.begin_step();
+                (first, second, agree(&mut exchange))
+            });
+            let other = Err(StepError::OtherRank(1));
+            found
+                .iter()
+                .for_each(|found| assert_eq!(*found, (Ok(()), other.clone(), Ok(()))));
+            assert!(begun.elapsed() < SHORT, "nobody waits in vain");
+        }
+        // As long as is said.
+        let found = on_all(Exchange::group_with(2, SHORT, 4 * SHORT), |mut exchange| {
+            exchange.begin_step();
+            if exchange.rank() == 0 {
+                thread::sleep(2 * SHORT);
+            }
+            exchange.agree_in_time()?;
+            if exchange.rank() == 0 {
+                thread::sleep(2 * SHORT);
+            }
+            exchange.agree()
+        });
+        assert!(
+            matches!(&found[1], Err(StepError::RankLost(why)) if why.contains("rank 0")),
+            "{found:?}"
+        );
     }
 
     #[test]

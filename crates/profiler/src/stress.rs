@@ -193,6 +193,13 @@ impl<T: Target> Profiler<'_, T> {
                 nothing_left.err().map_or(oom, Stop::Failed)
             }
             BuildError::Device(error) => Stop::Failed(ProfileError::Device { phase, error }),
+            // Its verdict is the one that counts.
+            BuildError::OtherRank(rank) => {
+                let nothing_left = self.check_nothing_left(phase, &before);
+                let other = Stop::exhausted(phase, None, Shortage::Rank(rank));
+                nothing_left.err().map_or(other, Stop::Failed)
+            }
+            BuildError::RankLost(why) => Stop::Failed(RankLost(why).into()),
         });
         let (state, here) = match built {
             Ok(state) => (Some(state), Ok(())),
