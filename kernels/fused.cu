@@ -138,18 +138,22 @@ __device__ __forceinline__ void quantise_row(const Fp8Rows& out, int n, const Lo
 }  // namespace
 
 // out[row] = table[token] * scale, where a negative token -1 - i stands for prev_sampled[i]; resolved[row] = token. `resolved`
-// may be `tokens`. Tokens outside the vocabulary (padding rows) are taken for the nearest in it. One block a row.
+// may be `tokens`. Tokens outside the vocabulary (padding rows) are taken for the nearest in it. The table has `count` tokens from
+// `first` on; rows of others are 0. One block a row.
 extern "C" __global__ void __launch_bounds__(1024)
     embedding(const bf16* table, const int* tokens, const int* prev_sampled, int* resolved, bf16* out, float scale, int vocab,
-              int n) {
+              int first, int count, int n) {
     pdl_launch();
     pdl_wait();
     const int row = blockIdx.x;
     int token = tokens[row];
     if (token < 0) token = prev_sampled[-1 - token];
     token = min(max(token, 0), vocab - 1);
+    const int at = token - first;
+    const bool is_here = at >= 0 && at < count;
     for (int i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) {
-        Float8 x = widen(load8(table + static_cast<int64_t>(token) * n + i));
+        Float8 x = {};
+        if (is_here) x = widen(load8(table + static_cast<int64_t>(at) * n + i));
 #pragma unroll
         for (int j = 0; j < kVec; ++j) x.at[j] *= scale;
         store8(out + static_cast<int64_t>(row) * n + i, narrow(x));

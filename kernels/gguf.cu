@@ -61,19 +61,21 @@ __device__ __forceinline__ void dequantise(const uint8_t* weight, bf16* out, int
 // As `embedding` of fused.cu, whose table is bf16: here rows are dequantised, scaled, and rounded once. One block a row.
 template <Gguf kType>
 __device__ __forceinline__ void embed(const uint8_t* table, const int* tokens, const int* prev_sampled, int* resolved, bf16* out,
-                                      float scale, int vocab, int k, int pitch) {
+                                      float scale, int vocab, int first, int count, int k, int pitch) {
     pdl_launch();
     pdl_wait();
     const int row = blockIdx.x;
     int token = tokens[row];
     if (token < 0) token = prev_sampled[-1 - token];
     token = min(max(token, 0), vocab - 1);
-    const uint8_t* const from = table + size_t(token) * pitch;
+    const bool is_here = token >= first && token - first < count;
+    const uint8_t* const from = table + size_t(is_here ? token - first : 0) * pitch;
+    const float by = is_here ? scale : 0.0f;
     bf16* const to = out + size_t(row) * k;
     const int of_row = (k + kGgufWindow - 1) / kGgufWindow * kWindowThreads<kType>;
     for (int at = threadIdx.x; at < of_row; at += kThreads) {
         widen_some<kType>(from, k, at, [&](int input, float4 x) {
-            store4(to + input, make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale));
+            store4(to + input, make_float4(x.x * by, x.y * by, x.z * by, x.w * by));
         });
     }
     __syncthreads();
@@ -89,8 +91,8 @@ __device__ __forceinline__ void embed(const uint8_t* table, const int* tokens, c
     }                                                                                                                              \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                                         \
         gguf_embedding_##NAME(const uint8_t* table, const int* tokens, const int* prev_sampled, int* resolved, bf16* out,          \
-                              float scale, int vocab, int k, int pitch) {                                                          \
-        embed<TYPE>(table, tokens, prev_sampled, resolved, out, scale, vocab, k, pitch);                                           \
+                              float scale, int vocab, int first, int count, int k, int pitch) {                                    \
+        embed<TYPE>(table, tokens, prev_sampled, resolved, out, scale, vocab, first, count, k, pitch);                             \
     }
 
 GGUF(q4_0, Gguf::kQ4_0)

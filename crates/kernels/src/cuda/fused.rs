@@ -10,7 +10,7 @@ use super::GpuKvElement;
 use super::linear::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuRows};
 use crate::Activation;
 
-pub use operands::{GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, PairAxes, rope_turns};
+pub use operands::{GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, PairAxes, rope_turns};
 
 /// Elements of one 16-byte access; rows are multiples of it.
 pub(super) const VEC: usize = 8;
@@ -131,13 +131,27 @@ impl FusedKernels {
         scale: f32,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
+        let n = row_len(out, tokens.tokens.len());
+        self.embedding_part(table, GpuVocabulary::whole(table.len() / n), tokens, scale, out)
+    }
+
+    /// As [`Self::embedding`], of a table that has part of the vocabulary: rows of other tokens are 0.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn embedding_part(
+        &self,
+        table: GpuSlice<'_, bf16>,
+        vocabulary: GpuVocabulary,
+        tokens: GpuTokens<'_>,
+        scale: f32,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
         let rows = tokens.tokens.len();
         let n = row_len(out, rows);
         assert_eq!(tokens.resolved.len(), rows, "one resolved token per row");
-        assert!(
-            n > 0 && table.len().is_multiple_of(n),
-            "the table is not [vocab, n]"
-        );
+        assert_eq!(table.len(), vocabulary.count * n, "the table is not [tokens, n]");
+        let GpuVocabulary { all, first, count } = vocabulary;
         let args = [
             table.into(),
             tokens.tokens.into(),
@@ -145,7 +159,9 @@ impl FusedKernels {
             tokens.resolved.into(),
             out.into(),
             bf16::from_f32(scale).to_f32().into(),
-            int(table.len() / n),
+            int(all),
+            int(first),
+            int(count),
             int(n),
         ];
         self.launch(&self.embedding, per_row(rows, n / VEC), &args)

@@ -28,7 +28,9 @@ pub use delta_rule::{
     DeltaArgs, DeltaBound, DeltaKernels, DeltaSize, GpuDeltaGates, GpuStateRun, GpuStateTile,
 };
 pub use encoder::{EncoderKernels, GpuLayerNorm, KeptRows, PatchAttention, PatchGrid};
-pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, PairAxes, rope_turns};
+pub use fused::{
+    FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, PairAxes, rope_turns,
+};
 pub use image::{check, has_images, load};
 pub use kv::{GpuKv, GpuKvElement};
 pub use linear::{

@@ -7,7 +7,9 @@ use half::bf16;
 use plimsoll_core::{BlockSize, PageId};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
-use plimsoll_kernels::cuda::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
+use plimsoll_kernels::cuda::{
+    FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, rope_turns,
+};
 use plimsoll_kernels::{self as cpu, Activation, e4m3_to_f32};
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -318,6 +320,32 @@ fn fused_embedding_and_gather() {
                 written::<bf16>(&gpu, &out, rows * n) == *want_rows,
                 "embedding [{vocab}, {n}] times {scale}"
             );
+        }
+
+        // Of two parts of the vocabulary each row is in one, and the other's are zeros.
+        for part in [0..vocab / 3, vocab / 3..vocab] {
+            let vocabulary = GpuVocabulary {
+                all: vocab,
+                first: part.start,
+                count: part.len(),
+            };
+            let table = table_.range(part.start * n..part.end * n);
+            let out_ = out.slice().range(0..rows * n);
+            kernels
+                .embedding_part(table, vocabulary, input, 1.0, out_)
+                .unwrap();
+            assert_eq!(written::<i32>(&gpu, &resolved, rows), want, "resolved tokens");
+            let found = written::<bf16>(&gpu, &out, rows * n);
+            let pairs = found.chunks_exact(n).zip(want_rows.chunks_exact(n)).zip(&want);
+            for ((found, row), &token) in pairs {
+                match part.contains(&(token as usize)) {
+                    true => assert!(found == row, "token {token} of {part:?}"),
+                    false => assert!(
+                        found.iter().all(|x| x.to_f32() == 0.0),
+                        "token {token} of {part:?}"
+                    ),
+                }
+            }
         }
 
         let picked = upload(&gpu, &want);

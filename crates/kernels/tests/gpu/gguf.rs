@@ -5,8 +5,8 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_kernels::cuda::{
-    GgufKernels, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuTokens, GpuWeight, LinearOutput, LinearPath,
-    LinearRoom, LinearScratch, LinearUse, Linears, dequantised_room,
+    GgufKernels, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuTokens, GpuVocabulary, GpuWeight,
+    LinearOutput, LinearPath, LinearRoom, LinearScratch, LinearUse, Linears, dequantised_room,
 };
 use plimsoll_kernels::{Activation, GgufFormat};
 use rand::Rng;
@@ -482,6 +482,31 @@ fn rows_of_tables_are_dequantised() {
             let want = &part.weight[token as usize * k..][..k];
             let want = want.iter().map(|x| bf16::from_f32(x * 1.5));
             assert!(want.eq(row.iter().copied()), "{format:?}, token {token}");
+        }
+        // The same table as the last tokens of a vocabulary, whose other rows are zeros.
+        let first = 30;
+        let shifted = common::upload(&gpu, &[3 + first, 36 + first, 5, 99, 0]);
+        let part: Vec<bf16> = written(&gpu, len, |out_| {
+            let tokens = GpuTokens {
+                tokens: shifted.slice::<i32>().range(0..5),
+                prev_sampled: sampled.slice::<i32>().range(0..2),
+                resolved: resolved.slice::<i32>().range(0..5),
+            };
+            let vocabulary = GpuVocabulary {
+                all: vocab + first as usize,
+                first: first as usize,
+                count: vocab,
+            };
+            kernels.embedding_part(&table, vocabulary, tokens, 1.5, out_.slice().range(0..len))
+        });
+        let found: Vec<i32> = common::download(&gpu, &resolved, 5);
+        assert_eq!(found, [33, 66, 5, 66, 0], "{format:?}");
+        for at in [0, 1, 3] {
+            assert!(part[at * k..][..k] == out[at * k..][..k], "{format:?}, row {at}");
+        }
+        for at in [2, 4] {
+            let row = &part[at * k..][..k];
+            assert!(row.iter().all(|x| x.to_f32() == 0.0), "{format:?}, row {at}");
         }
     }
 }

@@ -17,6 +17,28 @@ pub struct GpuTokens<'a> {
     pub resolved: GpuSlice<'a, i32>,
 }
 
+/// Which tokens a table has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuVocabulary {
+    /// Tokens of the vocabulary.
+    pub all: usize,
+    /// The first of the table.
+    pub first: usize,
+    /// As many are in it.
+    pub count: usize,
+}
+
+impl GpuVocabulary {
+    /// All tokens.
+    pub fn whole(all: usize) -> Self {
+        Self {
+            all,
+            first: 0,
+            count: all,
+        }
+    }
+}
+
 /// Weight `[n]` of a norm and what is added to the mean square.
 ///
 /// The weight is `f32`: read from the cache it costs little beside the rows, and weights that are stored as their difference

@@ -5,7 +5,7 @@ use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
 use super::matrix::{GpuLinear, GpuMatrix};
 use crate::GgufFormat;
-use crate::cuda::GpuTokens;
+use crate::cuda::{GpuTokens, GpuVocabulary};
 
 /// Of `kernels/gguf.cu`.
 const THREADS: usize = 256;
@@ -118,10 +118,30 @@ impl GgufKernels {
         scale: f32,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
+        self.embedding_part(table, GpuVocabulary::whole(table.outputs()), tokens, scale, out)
+    }
+
+    /// As [`Self::embedding`], of a table that has part of the vocabulary: rows of other tokens are 0.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// As [`Self::embedding`].
+    pub fn embedding_part(
+        &self,
+        table: &GpuLinear,
+        vocabulary: GpuVocabulary,
+        tokens: GpuTokens<'_>,
+        scale: f32,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
         let GpuMatrix::Gguf { rows, format } = table.matrix() else {
             panic!("the table is in no type of GGUF's")
         };
-        let (vocab, n, len) = (table.outputs(), table.inputs(), tokens.tokens.len());
+        let (n, len) = (table.inputs(), tokens.tokens.len());
+        let GpuVocabulary { all, first, count } = vocabulary;
+        assert_eq!(table.outputs(), count, "the table is not [tokens, n]");
         assert_eq!(tokens.resolved.len(), len, "one resolved token per row");
         assert_eq!(out.len(), len * n, "out of [{len}, {n}]");
         let args = [
@@ -131,7 +151,9 @@ impl GgufKernels {
             tokens.resolved.into(),
             out.into(),
             scale.into(),
-            (vocab as i32).into(),
+            (all as i32).into(),
+            (first as i32).into(),
+            (count as i32).into(),
             (n as i32).into(),
             (format.pitch(n) as i32).into(),
         ];
