@@ -5,8 +5,8 @@ mod group;
 mod layout;
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::bf16;
 use plimsoll_device::cuda::{
@@ -44,7 +44,8 @@ pub struct AllReduce {
     rank: usize,
     ranks: usize,
     peers: Option<Peers>,
-    nccl: Option<Nccl>,
+    /// The library takes one call for a rank at a time.
+    nccl: Option<Mutex<Nccl>>,
     ways: Ways,
     times: Vec<[Option<f32>; 3]>,
 }
@@ -101,6 +102,16 @@ impl Buffers {
                 Ordering::Relaxed,
             );
         }
+    }
+
+    /// As new, of a rank for which no kernel of any rank works.
+    fn clear(&self, rank: usize) -> Result<(), GpuError> {
+        let (gpu, slab) = (&self.gpus[rank], &self.slabs[rank]);
+        gpu.fill(slab.slice().range(0..layout::STATE), 0)?;
+        gpu.fill(slab.slice().range(layout::FEW_RANGE), 0xff)?;
+        gpu.synchronize()?;
+        self.faults[rank].as_atomics()[0].store(layout::NO_FAULT, Ordering::Relaxed);
+        Ok(())
     }
 }
 
@@ -209,7 +220,7 @@ impl AllReduce {
                 let launch = Launch::new([layout::RING_BLOCKS as u32, 1, 1], 512).pdl(true);
                 self.launch(&peers.many, launch, &[x.into(), (vecs as u64).into()])
             }
-            (_, _, Some(nccl)) => nccl.sum_bf16(x.cast()),
+            (_, _, Some(nccl)) => lock(nccl).sum_bf16(x.cast()),
             _ => unreachable!("ways are those that there are"),
         }
     }
@@ -347,7 +358,7 @@ impl AllReduce {
             }
             (None, Some(nccl)) => (0..rows).try_for_each(|row| {
                 let all = self.ranks * width;
-                nccl.gather_f32(
+                lock(nccl).gather_f32(
                     mine.range(row * width..(row + 1) * width),
                     out.range(row * all..(row + 1) * all),
                 )
@@ -385,6 +396,19 @@ impl AllReduce {
         }
     }
 
+    /// Makes a group of use again whose ranks have lost each other, or were abandoned: this rank's part of it. To be called on every
+    /// rank once the work of all of them is done, and before any has new work; graphs that were captured before remain valid. NCCL
+    /// has nothing that could be renewed.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the device.
+    pub fn renew(&self) -> Result<(), GpuError> {
+        match &self.peers {
+            None => Ok(()),
+            Some(peers) => peers.buffers.clear(self.rank),
+        }
+    }
+
     /// Makes kernels of all ranks that wait for another go on at once, with wrong sums, for good: for a rank that cannot go on. Any
     /// thread may call it, at any time. Waits of NCCL do not end by it.
     pub fn abandon(&self) {
@@ -392,6 +416,11 @@ impl AllReduce {
             peers.buffers.abandon();
         }
     }
+}
+
+fn lock(nccl: &Mutex<Nccl>) -> MutexGuard<'_, Nccl> {
+    // A call that panicked has changed nothing here.
+    nccl.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Ways {

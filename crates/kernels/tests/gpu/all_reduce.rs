@@ -355,6 +355,40 @@ fn a_rank_that_does_not_come_is_named() {
     });
 }
 
+/// Again and again, whatever the half that was in use, with what is small and what is large.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn an_abandoned_group_is_of_use_again() {
+    for_each_group(|gpus, mut group| {
+        let ranks = gpus.len();
+        for round in 0..4 {
+            for len in [4096, 8 << 20] {
+                let parts: Vec<_> = (0..ranks)
+                    .map(|rank| vec![bf16::from_f32((rank + round) as f32); len])
+                    .collect();
+                let want = (0..ranks).map(|rank| (rank + round) as f32).sum::<f32>();
+                let found = on_all(&mut group, |rank| {
+                    let gpu = &gpus[rank.rank()];
+                    let x = upload(gpu, &parts[rank.rank()]);
+                    rank.sum(x.slice().range(0..len)).unwrap();
+                    download::<bf16>(gpu, &x, len)
+                });
+                assert!(
+                    found.iter().flatten().all(|x| x.to_f32() == want),
+                    "round {round}"
+                );
+            }
+            let x = alloc::<bf16>(&gpus[0], 4096);
+            group[0].sum(x.slice()).unwrap();
+            group[ranks - 1].abandon();
+            gpus[0].synchronize().unwrap();
+            assert!(group.iter().all(|rank| rank.check().is_err()));
+            group.iter().for_each(|rank| rank.renew().unwrap());
+            assert!(group.iter().all(|rank| rank.check().is_ok()));
+        }
+    });
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_group_holds_what_is_said_and_gives_it_back() {

@@ -1,13 +1,13 @@
 //! Making a group: buffers, a check that peers' memory holds what was written to it, and which way is fastest for which size.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread;
 
 use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, Nccl, PinnedSlab};
 
-use super::layout::{FEW_RANGE, STATE, communication_bytes, most_few};
+use super::layout::{communication_bytes, most_few};
 use super::{AllReduce, AllReducePath, Buffers, Peers, VEC, Way, Ways};
 
 /// Bytes that ways are measured with: 1, 16, 64, 512, 2048 and 8192 rows of 4096 elements.
@@ -53,7 +53,7 @@ impl AllReduce {
                 Ok(nccl) => ranks
                     .iter_mut()
                     .zip(nccl)
-                    .for_each(|(rank, nccl)| rank.nccl = Some(nccl)),
+                    .for_each(|(rank, nccl)| rank.nccl = Some(Mutex::new(nccl))),
                 Err(GpuError::NoLibrary { .. }) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -78,7 +78,7 @@ impl AllReduce {
             rank,
             ranks: gpus.len(),
             peers: None,
-            nccl: Some(nccl),
+            nccl: Some(Mutex::new(nccl)),
             ways: Ways { few: 0, nccl: 0 },
             times: Vec::new(),
         });
@@ -216,17 +216,16 @@ impl Buffers {
         let (mut slabs, mut faults) = (Vec::new(), Vec::new());
         for gpu in gpus {
             let slab = gpu.alloc_for(Component::Communication, communication_bytes(gpus.len()), gpus)?;
-            gpu.fill(slab.slice().range(0..STATE), 0)?;
-            gpu.fill(slab.slice().range(FEW_RANGE), 0xff)?;
-            gpu.synchronize()?;
             slabs.push(slab);
             faults.push(PinnedSlab::new(gpu, size_of::<u32>())?);
         }
-        Ok(Self {
+        let buffers = Self {
             gpus: gpus.to_vec(),
             slabs,
             faults,
-        })
+        };
+        (0..gpus.len()).try_for_each(|rank| buffers.clear(rank))?;
+        Ok(buffers)
     }
 }
 
