@@ -91,6 +91,11 @@ pub enum GpuError {
         /// The GPU that saw it.
         gpu: usize,
     },
+    /// GPUs that compute a model together differ.
+    #[error(
+        "the GPUs can compute a product of the model in no common way: choose GPUs of one kind with --device (nvidia-smi -L)"
+    )]
+    NoCommonWay,
     /// A rank waited for another in vain.
     #[error("rank {rank} waited {seconds} s for rank {missing} and gave up")]
     RankLost {

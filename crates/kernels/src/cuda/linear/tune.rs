@@ -24,6 +24,9 @@ const REPEATS: usize = 3;
 const MOST_CUTS: usize = 6;
 const MOST_ALGORITHMS: usize = 3;
 
+/// See [`Linears::measure_together`].
+type Agree<'a, E> = dyn FnMut(&mut [f32]) -> Result<(), E> + 'a;
+
 /// Layers of one shape, and the numbers of rows they will see.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearUse<'a> {
@@ -170,6 +173,24 @@ impl Linears {
     /// # Panics
     /// If the layers of a use differ in shape or there are none.
     pub fn measure(&mut self, uses: &[LinearUse<'_>], scratch: LinearScratch<'_>) -> Result<(), GpuError> {
+        self.measure_together(uses, scratch, &mut |_| Ok(()))
+    }
+
+    /// As [`Self::measure`], on several GPUs at once that are to come to the same choices, as what all compute must have the same
+    /// bits: `agree` gets the microseconds of each way of a product, infinite where it failed, and replaces them by those that count
+    /// for all.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the device, and those of `agree`.
+    ///
+    /// # Panics
+    /// As [`Self::measure`].
+    pub fn measure_together<E: From<GpuError>>(
+        &mut self,
+        uses: &[LinearUse<'_>],
+        scratch: LinearScratch<'_>,
+        agree: &mut Agree<'_, E>,
+    ) -> Result<(), E> {
         let clock = Clock {
             linears: self,
             scratch,
@@ -179,7 +200,7 @@ impl Linears {
         let mut found = Vec::new();
         for one in uses {
             for &rows in one.rows {
-                clock.measure(one, rows, &mut found)?;
+                clock.measure(one, rows, &mut found, agree)?;
             }
         }
         for (key, choice, us) in found {
@@ -203,12 +224,13 @@ struct Clock<'a> {
 }
 
 impl Clock<'_> {
-    fn measure(
+    fn measure<E: From<GpuError>>(
         &self,
         one: &LinearUse<'_>,
         rows: usize,
         found: &mut Vec<(Key, Option<Choice>, f32)>,
-    ) -> Result<(), GpuError> {
+        agree: &mut Agree<'_, E>,
+    ) -> Result<(), E> {
         let first = one.layers.first().expect("a layer to measure");
         let key = first.key(rows, one.output);
         assert!(
@@ -223,7 +245,7 @@ impl Clock<'_> {
             return Ok(());
         }
         if one.output.stacked() == 1 {
-            let (choice, us) = self.fastest(one, &key)?;
+            let (choice, us) = self.fastest(one, &key, agree)?;
             found.push((key, Some(choice), us));
             return Ok(());
         }
@@ -232,7 +254,7 @@ impl Clock<'_> {
         let apart = match known {
             Some(us) => us,
             None => {
-                let (choice, us) = self.fastest(one, &plain)?;
+                let (choice, us) = self.fastest(one, &plain, agree)?;
                 found.push((plain, Some(choice), us));
                 us
             }
@@ -240,7 +262,7 @@ impl Clock<'_> {
         let fused = self.linears.stream.cuts(&key.shape, key.output);
         let fused = match fused.is_empty() {
             true => None,
-            false => Some(self.fastest(one, &key)?),
+            false => Some(self.fastest(one, &key, agree)?),
         };
         found.push(match fused {
             // No allowance for the activation's own launch: what is fused computes the norm in every block, which costs more
@@ -251,7 +273,12 @@ impl Clock<'_> {
         Ok(())
     }
 
-    fn fastest(&self, one: &LinearUse<'_>, key: &Key) -> Result<(Choice, f32), GpuError> {
+    fn fastest<E: From<GpuError>>(
+        &self,
+        one: &LinearUse<'_>,
+        key: &Key,
+        agree: &mut Agree<'_, E>,
+    ) -> Result<(Choice, f32), E> {
         let Self { linears, scratch, .. } = self;
         let shape = &key.shape;
         let is_dequantised = shape.is_dequantised();
@@ -276,20 +303,20 @@ impl Clock<'_> {
         if candidates.is_empty() {
             candidates.push(Choice::Stream(linears.slow_cut(key)?));
         }
-        let mut best: Option<(Choice, f32)> = None;
-        let mut failure = None;
-        for choice in candidates {
-            match self.time(one, key, choice) {
-                Ok(us) if best.is_none_or(|(_, least)| us < least) => best = Some((choice, us)),
-                Ok(_) => {}
-                Err(error) => failure = Some(error),
-            }
-        }
-        match (best, failure) {
-            (Some(best), _) => Ok(best),
-            (None, Some(error)) => Err(error),
-            (None, None) => unreachable!("there is a candidate"),
-        }
+        let mut failure = GpuError::NoCommonWay;
+        let times = candidates.iter().map(|&choice| self.time(one, key, choice));
+        let mut times: Vec<f32> = times
+            .map(|time| {
+                time.unwrap_or_else(|error| {
+                    failure = error;
+                    f32::INFINITY
+                })
+            })
+            .collect();
+        agree(&mut times)?;
+        let times = candidates.into_iter().zip(times);
+        let best = (times.filter(|(_, us)| us.is_finite())).min_by(|(_, a), (_, b)| a.total_cmp(b));
+        Ok(best.ok_or(failure)?)
     }
 
     /// Microseconds of one product, among others like it in a graph.
