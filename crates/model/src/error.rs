@@ -100,6 +100,9 @@ pub enum ModelError {
         /// The first few names.
         names: String,
     },
+    /// A rank is gone, or did not come in time.
+    #[error("{0}")]
+    RankLost(String),
     /// Another thread ended it, see [`crate::Cancel`].
     #[error("loading was cancelled")]
     Cancelled,

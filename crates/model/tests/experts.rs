@@ -191,6 +191,7 @@ pub(crate) fn on_a_gpu(directory: &TempDir) -> Result<GpuFootprint, ModelError> 
         kv_cache_dtype: KvCacheDtype::Auto,
         options: GpuOptions { enforce_eager: true },
         serve_as: ServeAs::default(),
+        shard: plimsoll_model::Shard::WHOLE,
     };
     GpuFootprint::assumed(directory.path(), shape)
 }

@@ -11,7 +11,7 @@ use plimsoll_device::cuda::{self, Gpu, GpuError, Holder};
 use plimsoll_kernels::WeightType;
 use plimsoll_kernels::cuda::{FP8_CAPABILITY, HOPPER_HEAD_DIMS};
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape};
-use plimsoll_model::{Cancel, LoadOptions, ModelConfig, Progress};
+use plimsoll_model::{Cancel, LoadOptions, ModelConfig, Progress, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKind, ScenarioShape};
 
 use super::predicted::{arena_use, holding, step_size};
@@ -48,6 +48,7 @@ pub struct AssumedBytes(pub u64);
 fn state_shape(settings: &EngineSettings, limits: StepLimits) -> GpuStateShape {
     GpuStateShape {
         limits,
+        shard: Shard::WHOLE,
         serve_as: settings.serve_as.clone(),
         block_size: settings.block_size,
         kv_cache_dtype: settings.load_options().kv_cache_dtype,

@@ -5,18 +5,20 @@ mod head;
 mod images;
 mod layers;
 mod measure;
+mod ranks;
 
 use half::bf16;
 use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuMatrix, GpuTokens, Linears,
-    PrefillKernels, SampleKernels,
+    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuTokens, GpuVocabulary,
+    Linears, PrefillKernels, SampleKernels,
 };
 
 use super::encoder::{EncoderState, Products};
 use super::experts::Experts;
 use super::input::{StepInput, StepInputs};
+use super::link::RankLink;
 use super::masks::Masks;
 use super::output::Outputs;
 use super::scores::{ScoreSlices, Scores};
@@ -27,6 +29,7 @@ use super::weights::{GpuLayer, GpuWeights};
 use crate::blocks::Operations;
 use crate::spec::AttentionSpec;
 use crate::state::LayerPlace;
+use crate::{DecoderSpec, ModelError};
 use head::{Head, Logits};
 use images::RowsOfImage;
 use layers::{Kind, Step};
@@ -100,6 +103,8 @@ impl StepState {
 #[derive(Debug)]
 pub(super) struct Decoder {
     gpu: Gpu,
+    /// Where it meets the other ranks, if there are any.
+    link: Option<RankLink>,
     weights: GpuWeights,
     /// The first layer of each distinct specification and formats, and which of them each layer is like.
     kinds: Vec<usize>,
@@ -118,7 +123,12 @@ pub(super) struct Decoder {
 
 impl Decoder {
     /// Loads the other kernels.
-    pub(super) fn new(gpu: &Gpu, weights: GpuWeights, fused: FusedKernels) -> Result<Self, DeviceError> {
+    pub(super) fn new(
+        gpu: &Gpu,
+        weights: GpuWeights,
+        fused: FusedKernels,
+        link: Option<RankLink>,
+    ) -> Result<Self, ModelError> {
         let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
         let layers = &weights.decoder.layers;
         let mut kinds: Vec<usize> = Vec::new();
@@ -132,6 +142,7 @@ impl Decoder {
         }
         let mut decoder = Self {
             gpu: gpu.clone(),
+            link,
             kind_of,
             kinds,
             head: match &weights.decoder.head {
@@ -164,6 +175,16 @@ impl Decoder {
             linears: &self.linears,
             weights,
         })
+    }
+
+    /// Where it meets the other ranks, if there are any.
+    pub(super) fn link(&self) -> Option<&RankLink> {
+        self.link.as_ref()
+    }
+
+    /// The network, or a rank's part of it.
+    pub(super) fn spec(&self) -> &DecoderSpec {
+        &self.weights.spec
     }
 
     /// Where it runs.
@@ -199,16 +220,20 @@ impl Decoder {
             return self.pool(input, state, normed, given);
         };
         let (width, vocab) = (spec.hidden_size, spec.vocab_size);
-        let room = layout.head_room(memory);
+        let logits_in = |out| Logits {
+            out,
+            part: layout.part.within(memory),
+            room: layout.head_room(memory),
+        };
         if let Some(scores) = scores {
             let rows = normed.range(input.samples * width..normed.len());
-            self.score(head, input, state, rows, &scores, Logits { out: given, room })?;
+            self.score(head, input, state, rows, &scores, logits_in(given))?;
             state.scores.fetch(input.slot, &scores)?;
         }
         if input.samples > 0 {
             let found = given.range(0..input.samples * vocab);
             let rows = normed.range(0..input.samples * width);
-            self.logits(head, rows, Logits { out: found, room })?;
+            self.logits(head, rows, logits_in(found))?;
             match logits {
                 Some(out) => *out = self.gpu.download(found)?,
                 None if input.deferred.is_some() => {}
@@ -216,6 +241,16 @@ impl Decoder {
             }
         }
         Ok(())
+    }
+
+    /// Takes what the step will take from its arena, so that it cannot run out of it later.
+    pub(super) fn reserve(
+        &self,
+        input: &StepInput,
+        state: &StepState,
+        arena: &mut GpuArena,
+    ) -> Result<(), DeviceError> {
+        self.memory(input, state, arena).map(drop)
     }
 
     /// All that a step takes from its arena.
@@ -248,20 +283,6 @@ impl Decoder {
         Ok(())
     }
 
-    /// Rows of a table by token.
-    fn embed(
-        &self,
-        table: &GpuLinear,
-        tokens: GpuTokens<'_>,
-        scale: f32,
-        out: GpuSlice<'_, bf16>,
-    ) -> Result<(), GpuError> {
-        match table.matrix() {
-            GpuMatrix::Gguf { .. } => self.linears.gguf().embedding(table, tokens, scale, out),
-            _ => self.fused.embedding(table.weight(), tokens, scale, out),
-        }
-    }
-
     /// Runs all layers. Returns the normalised rows that are given out, if there are any: first those to sample from or to
     /// pool, then those to be scored.
     fn forward<'a>(
@@ -278,15 +299,11 @@ impl Decoder {
             prev_sampled: state.outputs.sampled(),
             resolved: tokens,
         };
-        self.embed(&decoder.embedding, tokens, spec.embedding_scale, act.hidden)?;
+        self.embed(&decoder.embedding, tokens, act.hidden)?;
         if let (Some(per_layer), Some(own)) = (&decoder.per_layer, &spec.per_layer) {
             // These are resolved by now.
-            self.embed(
-                &per_layer.table,
-                tokens,
-                (own.width as f32).sqrt(),
-                act.layer_inputs,
-            )?;
+            let (scale, whole) = ((own.width as f32).sqrt(), GpuVocabulary::whole(own.vocab_size));
+            self.look_up(&per_layer.table, whole, tokens, scale, act.layer_inputs)?;
         }
         let images = RowsOfImage::of(input, state);
         if let Some(images) = &images {
@@ -306,6 +323,7 @@ impl Decoder {
             act,
             rows: input.rows,
             is_fresh: true,
+            is_partial: false,
             unsettled: None,
             are_given: false,
             layer: 0,

@@ -8,7 +8,7 @@ use plimsoll_core::{BlockSize, Component, KvConfig, StepLimits};
 use plimsoll_device::cuda::{DeviceError, DryGpuArena, Gpu, POOL_CHUNK, POOL_UNIT};
 use plimsoll_kernels::cuda::{
     AssumedGpu, DecodeKernels, DecodePlanner, DeltaKernels, EncoderKernels, FusedKernels, GpuKvElement,
-    Linears, MoeKernels, PrefillKernels, PrefillPlanner, SampleKernels,
+    Linears, MoeKernels, PrefillKernels, PrefillPlanner, SampleKernels, communication_bytes,
 };
 
 use super::encoder::{self, EncoderState};
@@ -25,9 +25,10 @@ use super::step::StepLayout;
 use super::weights::weights_bytes;
 use super::{GpuOptions, check, kv_element};
 use crate::footprint::{ArenaUse, StepSize};
+use crate::model::Description;
 use crate::spec::Mlp;
 use crate::state::StateCache;
-use crate::{KvCacheDtype, ModelConfig, ModelError, ServeAs};
+use crate::{KvCacheDtype, ModelConfig, ModelError, ServeAs, Shard};
 
 /// Context, kernels and libraries with their workspace on an H200, as measured there (tests/bench/h200/kv-full.json).
 const H200_RUNTIME_BYTES: u64 = 572 << 20;
@@ -48,6 +49,8 @@ pub struct GpuStateShape {
     pub options: GpuOptions,
     /// Text or embeddings.
     pub serve_as: ServeAs,
+    /// The rank that it is for.
+    pub shard: Shard,
 }
 
 /// A model on a GPU, without its weights, or without the GPU.
@@ -169,6 +172,11 @@ impl GpuFootprint {
     /// Bytes of the weights; `u64::MAX` if they fit no memory.
     pub fn weights_bytes(&self) -> u64 {
         self.weights
+    }
+
+    /// Bytes that the GPU holds for exchanging sums with those of other ranks; they are there before a model is loaded.
+    pub fn communication_bytes(&self) -> u64 {
+        communication_bytes(self.shape.shard.ranks) as u64
     }
 
     /// As [`super::GpuModel::kv_bytes_per_token`].
@@ -297,7 +305,11 @@ impl GpuFootprint {
 
 fn read_config(path: &Path, shape: &GpuStateShape) -> Result<(ModelConfig, GpuKvElement), ModelError> {
     let element = kv_element(shape.kv_cache_dtype)?;
-    let config = ModelConfig::read(path, &shape.serve_as)?;
+    let mut about = Description::read(path, &shape.serve_as)?.about;
+    let spec = about.spec().shard(shape.shard)?;
+    about.check_shard(&spec)?;
+    about.config.spec = spec;
+    let config = about.config;
     check(&config.spec)?;
     config.encoder.as_ref().map_or(Ok(()), encoder::check)?;
     Ok((config, element))

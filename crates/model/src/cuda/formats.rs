@@ -72,7 +72,7 @@ impl Visitor for Products {
                 expert,
                 // Of an encoder, which is stored in floats.
                 stored_as: _,
-                // A GPU has all of a model.
+                // Outputs and inputs are the rank's.
                 share: _,
             } = part;
             if is_int4 && expert.is_some() {

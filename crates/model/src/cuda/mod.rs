@@ -17,6 +17,7 @@ mod footprint;
 mod formats;
 mod graphs;
 mod input;
+mod link;
 mod masks;
 mod output;
 mod planners;
@@ -34,10 +35,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use plimsoll_core::{BlockSize, BuildError, Component, KvConfig, StateConfig, StepLimits};
+use plimsoll_core::{BlockSize, BuildError, Component, KvConfig, StateConfig, StepError, StepLimits};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
 use plimsoll_kernels::cuda::{DeltaKernels, DeltaSize, FusedKernels, GpuKvElement, HEAD_DIMS};
 
+use crate::blocks::check_formats;
 use crate::encoder::SlowestEncode;
 use crate::model::Description;
 use crate::spec::Mlp;
@@ -46,6 +48,8 @@ use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress}
 use decoder::Decoder;
 use encoder::Encoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
+use link::Abandon;
+pub use link::RankLink;
 use planners::{Planners, planners, planners_on};
 pub use runner::GpuRunner;
 use weights::GpuWeights;
@@ -89,18 +93,63 @@ impl GpuModel {
         gpu: &Gpu,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
+        Self::load_rank(path, options, gpu, None, progress)
+    }
+
+    /// As [`Self::load`], for the rank of `options`, which meets the others at `link`. All ranks load at the same time: in the end
+    /// they measure together which way of each product is fastest.
+    ///
+    /// # Errors
+    /// As [`Self::load`]; [`ModelError::Unsupported`] where the model cannot be divided among so many ranks,
+    /// [`ModelError::Cancelled`] where another rank failed.
+    ///
+    /// # Panics
+    /// If the rank is one of several and there is no link.
+    pub fn load_rank(
+        path: &Path,
+        options: LoadOptions,
+        gpu: &Gpu,
+        link: Option<RankLink>,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Arc<Self>, ModelError> {
+        assert_eq!(
+            link.is_some(),
+            options.shard.ranks > 1,
+            "ranks of several meet the others"
+        );
+        link.iter().for_each(RankLink::begin);
+        let guard = Abandon::new(link.as_ref());
+        let loaded = Self::load_part(path, options, gpu, link.clone(), progress);
+        if let Ok(_) | Err(ModelError::Cancelled | ModelError::RankLost(_)) = loaded {
+            guard.keep();
+        }
+        loaded
+    }
+
+    fn load_part(
+        path: &Path,
+        options: LoadOptions,
+        gpu: &Gpu,
+        link: Option<RankLink>,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Arc<Self>, ModelError> {
         let kv_element = kv_element(options.kv_cache_dtype)?;
         let mut description = Description::read(path, &options.serve_as)?;
         description.read_scoring_row(options.format)?;
-        check(description.about.spec())?;
+        let spec = description.about.spec().shard(options.shard)?;
+        description.about.check_shard(&spec)?;
+        check(&spec)?;
         let images = description.about.config().encoder.as_ref();
         images.map_or(Ok(()), encoder::check)?;
         description.about.log_what_is_left_out();
         let fused = FusedKernels::load(gpu)?;
-        let weights = GpuWeights::load(&description, &options, kv_element, gpu, &fused, progress)?;
-        let decoder = Decoder::new(gpu, weights, fused)?;
+        let weights = GpuWeights::load(&description, spec, &options, kv_element, gpu, &fused, progress)?;
+        link.as_ref().map_or(Ok(()), RankLink::agree_to_load)?;
+        let decoder = Decoder::new(gpu, weights, fused, link)?;
+        let encoder = images.map(|spec| Encoder::load(gpu, spec)).transpose()?;
+        description.about.config.spec = decoder.spec().clone();
         Ok(Arc::new(Self {
-            encoder: images.map(|spec| Encoder::load(gpu, spec)).transpose()?,
+            encoder,
             about: description.about,
             decoder,
             slowest_encode: SlowestEncode::default(),
@@ -120,10 +169,60 @@ impl GpuModel {
         options: GpuOptions,
         graphs: &mut dyn FnMut(usize, usize),
     ) -> Result<GpuRunner, BuildError> {
-        GpuRunner::new(Arc::clone(self), config, limits, options, graphs).map_err(|error| match error {
-            DeviceError::Gpu(error) => self.gpu().failed(Component::Runtime, 0, error).into(),
-            oom => oom.into(),
-        })
+        self.link().iter().for_each(|link| link.begin());
+        let mut guard = Abandon::new(self.link());
+        let built = self.build_part(config, limits, options, graphs, &mut guard);
+        if let Ok(_) | Err(BuildError::OtherRank(_) | BuildError::RankLost(_)) = built {
+            guard.keep();
+        }
+        built
+    }
+
+    /// All ranks allocate, and only then launch what waits for others.
+    fn build_part(
+        self: &Arc<Self>,
+        config: &StateConfig,
+        limits: &StepLimits,
+        options: GpuOptions,
+        graphs: &mut dyn FnMut(usize, usize),
+        guard: &mut Abandon<'_>,
+    ) -> Result<GpuRunner, BuildError> {
+        let failed = |error| BuildError::from(self.failed(error));
+        if let Some(link) = self.link() {
+            link.renew(|| self.gpu().synchronize().map_err(|error| failed(error.into())))?;
+        }
+        let mut runner = GpuRunner::new(Arc::clone(self), config, limits).map_err(failed)?;
+        if options.enforce_eager || !runner.samples() {
+            return Ok(runner);
+        }
+        if let Some(link) = self.link() {
+            runner.reserve_for_graphs().map_err(failed)?;
+            link.agree_to_build()?;
+            guard.launched = true;
+        }
+        runner.warm_up(graphs).map_err(failed)?;
+        if let Some(link) = self.link() {
+            link.check().map_err(|error| match error {
+                StepError::OtherRank(rank) => BuildError::OtherRank(rank),
+                error => BuildError::RankLost(error.to_string()),
+            })?;
+            link.agree_to_build()?;
+        }
+        runner.capture_graphs(graphs).map_err(failed)?;
+        Ok(runner)
+    }
+
+    /// What a failure of the device comes to: a driver that lacks memory for a launch is not broken.
+    fn failed(&self, error: DeviceError) -> DeviceError {
+        match error {
+            DeviceError::Gpu(error) => self.gpu().failed(Component::Runtime, 0, error),
+            oom => oom,
+        }
+    }
+
+    /// Where it meets the other ranks, if there are any.
+    fn link(&self) -> Option<&RankLink> {
+        self.decoder.link()
     }
 
     /// Where it runs.
@@ -266,5 +365,7 @@ fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
             ));
         }
     }
+    // Of a rank's part; the whole was checked as it was read.
+    check_formats(spec)?;
     formats::check(spec)
 }

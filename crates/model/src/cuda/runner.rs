@@ -1,19 +1,23 @@
+mod batch;
+
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
 use plimsoll_core::{
-    Component, DeviceTime, Executor, FillMasks, Image, KvConfig, Pooling, RequestId, ScoreSpec, StateConfig,
-    StepError, StepLimits, StepOutput, StepPlan,
+    Component, DeviceTime, Executor, FillMasks, Image, KvConfig, RequestId, StateConfig, StepError,
+    StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_device::cuda::{DeviceError, GpuArena, GpuError, GpuSlab};
 use plimsoll_kernels::SampleError;
 
+use super::GpuModel;
 use super::clock::Clocks;
 use super::decoder::StepState;
 use super::encoder::EncoderState;
 use super::graphs::{Graphs, ladder};
 use super::input::{StepInput, StepInputs};
+use super::link::{Abandon, RankLink};
 use super::masks::Masks;
 use super::output::Outputs;
 use super::planners::attention_counters;
@@ -22,11 +26,11 @@ use super::shape::{BatchShape, ImageInputs, Sampling};
 use super::staging::STEPS_IN_FLIGHT;
 use super::states::States;
 use super::vectors::Vectors;
-use super::{GpuModel, GpuOptions};
 use crate::batch::Bounds;
 use crate::images;
 use crate::state::LayerPlace;
 use crate::tables::LayerPage;
+use batch::{Batch, LaunchedRun};
 
 /// One engine state on a GPU: everything that serves a model besides its weights. Dropped whole.
 #[derive(Debug)]
@@ -69,8 +73,6 @@ impl GpuRunner {
         model: Arc<GpuModel>,
         config: &StateConfig,
         limits: &StepLimits,
-        options: GpuOptions,
-        graphs: &mut dyn FnMut(usize, usize),
     ) -> Result<Self, DeviceError> {
         let (gpu, spec) = (model.gpu(), model.spec());
         // Before all else: what the rest is measured with holds it.
@@ -125,9 +127,8 @@ impl GpuRunner {
             },
             counters,
         };
-        let state_samples = state.vectors.is_none();
         let clocks = Clocks::new(gpu)?;
-        let mut runner = Self {
+        Ok(Self {
             bounds: Bounds {
                 limits: *limits,
                 kv,
@@ -145,22 +146,34 @@ impl GpuRunner {
             launched: 0,
             clocks,
             model,
-        };
-        // A prompt is no decode step.
-        if !options.enforce_eager && state_samples {
-            runner.capture_graphs(graphs)?;
-        }
-        Ok(runner)
+        })
     }
 
-    /// Records a decode step of each batch size of the ladder.
-    fn capture_graphs(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<(), DeviceError> {
+    /// Whether it has steps that graphs are for: a prompt is none.
+    pub(super) fn samples(&self) -> bool {
+        self.state.vectors.is_none()
+    }
+
+    /// Takes what decode steps will take from the arena, so that none of them runs out of it.
+    pub(super) fn reserve_for_graphs(&mut self) -> Result<(), DeviceError> {
+        let Self {
+            model, state, arena, ..
+        } = self;
+        for size in ladder(self.bounds.limits.max_num_seqs).into_iter().rev() {
+            let input = state.inputs.padding(size);
+            model.decoder().reserve(&input, state, arena)?;
+        }
+        Ok(())
+    }
+
+    /// Runs a decode step of each batch size of the ladder once for real: libraries settle, and the arena grows to what the largest
+    /// needs.
+    pub(super) fn warm_up(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<(), DeviceError> {
         let Self {
             model, state, arena, ..
         } = self;
         let (gpu, decoder) = (model.gpu(), model.decoder());
         let sizes = ladder(self.bounds.limits.max_num_seqs);
-        // Each once for real: libraries settle, and the arena grows to what the largest needs.
         for &size in sizes.iter().rev() {
             progress(0, sizes.len());
             let input = state.inputs.padding(size);
@@ -169,6 +182,19 @@ impl GpuRunner {
             decoder.step(&input, state, arena, None)?;
             gpu.synchronize()?;
         }
+        Ok(())
+    }
+
+    /// Records a decode step of each batch size of the ladder, all of which have run.
+    pub(super) fn capture_graphs(
+        &mut self,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<(), DeviceError> {
+        let Self {
+            model, state, arena, ..
+        } = self;
+        let (gpu, decoder) = (model.gpu(), model.decoder());
+        let sizes = ladder(self.bounds.limits.max_num_seqs);
         self.graphs = Graphs::capture(gpu, &sizes, progress, |size| {
             let input = state.inputs.padding(size);
             gpu.capture(|| decoder.step(&input, state, arena, None))
@@ -216,6 +242,22 @@ impl GpuRunner {
                 "rows {rows:?} of a batch of {tokens} are not ascending rows of it"
             )));
         }
+        let model = Arc::clone(&self.model);
+        model.link().iter().for_each(|link| link.begin());
+        let mut guard = Abandon::new(model.link());
+        let computed = self.compute_logits(plan, rows, &mut guard);
+        if let Ok(_) | Err(StepError::OtherRank(_) | StepError::RankLost(_)) = computed {
+            guard.keep();
+        }
+        computed
+    }
+
+    fn compute_logits(
+        &mut self,
+        plan: &StepPlan,
+        rows: &[usize],
+        guard: &mut Abandon<'_>,
+    ) -> Result<Vec<f32>, StepError> {
         self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
         let mut logits = Vec::new();
         if plan.is_empty() {
@@ -226,12 +268,31 @@ impl GpuRunner {
         let inputs = &mut self.state.inputs;
         let input = inputs.pack(0, plan, &self.last, &shape, &image_rows);
         self.last.clear();
+        self.agree(&input, guard)?;
         // SAFETY: nothing is in flight.
         unsafe { self.state.inputs.send(0, &input) }.map_err(failed)?;
         let decoder = self.model.decoder();
         decoder.step(&input, &mut self.state, &mut self.arena, Some(&mut logits))?;
         self.model.gpu().synchronize().map_err(failed)?;
+        self.check_ranks()?;
         Ok(logits)
+    }
+
+    /// Goes on only where all ranks have the memory for the step: what is launched from here on waits for the others.
+    fn agree(&mut self, input: &StepInput, guard: &mut Abandon<'_>) -> Result<(), StepError> {
+        let Some(link) = self.model.link() else {
+            return Ok(());
+        };
+        let decoder = self.model.decoder();
+        decoder.reserve(input, &self.state, &mut self.arena)?;
+        link.agree()?;
+        guard.launched = true;
+        Ok(())
+    }
+
+    /// Whether all ranks came to the steps that have ended.
+    fn check_ranks(&self) -> Result<(), StepError> {
+        self.model.link().map_or(Ok(()), RankLink::check)
     }
 
     /// As [`crate::Runner::encode`].
@@ -268,17 +329,31 @@ impl GpuRunner {
         Ok(rows.into_iter().map(place).collect())
     }
 
-    /// Launches all of a checked plan that is not empty, as step `step`.
-    fn launch_step(&mut self, step: usize, plan: &StepPlan, batch: &Batch) -> Result<(), DeviceError> {
+    /// Launches all of a checked plan that is not empty, as step `step`, once all ranks can.
+    fn launch_step(
+        &mut self,
+        step: usize,
+        plan: &StepPlan,
+        batch: &Batch,
+        guard: &mut Abandon<'_>,
+    ) -> Result<(), StepError> {
         let slot = step % STEPS_IN_FLIGHT;
-        let image_rows = self.encode_image(slot, plan)?;
+        let image_rows = self.encode_image(slot, plan).map_err(|error| self.error(error))?;
+        let inputs = &mut self.state.inputs;
+        let mut input = inputs.pack(slot, plan, &self.last, &batch.shape, &image_rows);
+        input.scored = self.state.scores.pack(slot, plan);
+        self.agree(&input, guard)?;
+        let launched = self.launch_input(step, input, batch);
+        launched.map_err(|error| self.error(error))
+    }
+
+    /// Launches a packed step.
+    fn launch_input(&mut self, step: usize, input: StepInput, batch: &Batch) -> Result<(), DeviceError> {
+        let slot = step % STEPS_IN_FLIGHT;
         let graph = match batch.shape {
             BatchShape::Decode(size) => self.graphs.get(size),
             BatchShape::Exact(_) | BatchShape::Pool(..) => None,
         };
-        let inputs = &mut self.state.inputs;
-        let mut input = inputs.pack(slot, plan, &self.last, &batch.shape, &image_rows);
-        input.scored = self.state.scores.pack(slot, plan);
         // SAFETY: the slot is packed again two steps from now, when this step has ended.
         unsafe { self.state.inputs.send(slot, &input)? };
         match graph {
@@ -329,123 +404,8 @@ impl GpuRunner {
         Ok(())
     }
 
-    /// Ends a step that could not be launched or sampled: what was launched of it is waited for.
-    fn give_up(&mut self, step: usize, error: DeviceError) -> Result<(), StepError> {
-        self.clocks.wait(step).map_err(failed)?;
-        Err(match error {
-            // A driver that lacks memory for a launch is not broken.
-            DeviceError::Gpu(error) => self.model.gpu().failed(Component::Runtime, 0, error).into(),
-            oom => oom.into(),
-        })
-    }
-}
-
-#[derive(Clone, Debug)]
-struct LaunchedRun {
-    request: RequestId,
-    /// The row of its sample, and whether it wants log-probabilities.
-    sample: Option<(u32, bool)>,
-    /// Which of the scored rows is its first, and what it wants of them.
-    score: Option<(usize, ScoreSpec)>,
-    /// Which of the pooled vectors is its own.
-    vector: Option<usize>,
-}
-
-/// How the rows of a step are laid out.
-struct Batch {
-    shape: BatchShape,
-    /// Rows that are sampled from, padding left out.
-    samples: usize,
-    runs: Vec<LaunchedRun>,
-}
-
-impl Batch {
-    /// A step of decoding requests takes the graph of its size.
-    fn new(plan: &StepPlan, graphs: &Graphs) -> Self {
-        let decodes = plan
-            .runs
-            .iter()
-            .all(|run| run.input.len() == 1 && run.sample.is_some() && run.score.is_none())
-            // Graphs know nothing of images, whose last row may be that which is sampled from.
-            && images::rows_of(plan).is_none();
-        let size = graphs.size_for(plan.runs.len()).filter(|_| decodes);
-        let (mut row, mut at, mut scored) = (0, Vec::new(), 0);
-        let runs = plan.runs.iter().map(|run| {
-            row += run.input.len();
-            let sample = run.sample.as_ref().map(|spec| {
-                at.push((row - 1) as i32);
-                ((at.len() - 1) as u32, spec.params.logprobs().is_some())
-            });
-            let score = run.score.as_ref().map(|spec| {
-                scored += spec.targets.len();
-                (scored - spec.targets.len(), spec.clone())
-            });
-            LaunchedRun {
-                request: run.request,
-                sample,
-                score,
-                vector: None,
-            }
-        });
-        let runs = runs.collect();
-        Self {
-            samples: at.len(),
-            runs,
-            shape: size.map_or(BatchShape::Exact(at), BatchShape::Decode),
-        }
-    }
-
-    /// A step of a model for embeddings: last rows are picked, means are of all rows.
-    fn pooled(plan: &StepPlan) -> Self {
-        let (mut row, mut at, mut spans) = (0, Vec::new(), Vec::new());
-        let mut all = false;
-        let runs = plan.runs.iter().map(|run| {
-            let (first, len) = (row, run.input.len() as i32);
-            row += len;
-            let span = run.pool.map(|pooling| match pooling {
-                Pooling::Last => {
-                    at.push(row - 1);
-                    [at.len() as i32 - 1, 1]
-                }
-                Pooling::Mean => {
-                    all = true;
-                    [first, len]
-                }
-            });
-            let vector = span.map(|span| {
-                spans.push(span);
-                spans.len() - 1
-            });
-            LaunchedRun {
-                request: run.request,
-                sample: None,
-                score: None,
-                vector,
-            }
-        });
-        let runs = runs.collect();
-        Self {
-            samples: 0,
-            runs,
-            shape: BatchShape::Pool((!all).then_some(at), spans),
-        }
-    }
-}
-
-fn failed(error: GpuError) -> StepError {
-    StepError::Device(error.to_string())
-}
-
-impl Executor for GpuRunner {
-    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
-        if self.in_flight.len() == STEPS_IN_FLIGHT {
-            return Err(StepError::Failed(format!(
-                "{STEPS_IN_FLIGHT} steps are in flight already"
-            )));
-        }
-        if self.unsampled.is_some() {
-            return Err(StepError::Failed("the previous step needs its masks".to_owned()));
-        }
+    /// Launches a plan, and abandons the step where this rank cannot.
+    fn launch_as_rank(&mut self, plan: &StepPlan, mut guard: Abandon<'_>) -> Result<(), StepError> {
         self.model.gpu().budget().begin_step()?;
         self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
         let batch = match self.bounds.pooling {
@@ -457,8 +417,13 @@ impl Executor for GpuRunner {
         self.clocks.begin(step).map_err(failed)?;
         let launched = match plan.is_empty() {
             true => Ok(()),
-            false => self.launch_step(step, plan, &batch),
+            false => self.launch_step(step, plan, &batch, &mut guard),
         };
+        // Before anything of it is waited for.
+        match launched {
+            Ok(()) | Err(StepError::OtherRank(_) | StepError::RankLost(_)) => guard.keep(),
+            Err(_) => drop(guard),
+        }
         // Also behind half a step, so that whoever waits for it finds an end.
         let ended = match self.unsampled {
             Some(_) => self.clocks.pause(step),
@@ -482,6 +447,38 @@ impl Executor for GpuRunner {
         Ok(())
     }
 
+    /// Ends a step that could not be launched or sampled: what was launched of it is waited for.
+    fn give_up(&mut self, step: usize, error: StepError) -> Result<(), StepError> {
+        self.clocks.wait(step).map_err(failed)?;
+        Err(error)
+    }
+
+    fn error(&self, error: DeviceError) -> StepError {
+        self.model.failed(error).into()
+    }
+}
+
+fn failed(error: GpuError) -> StepError {
+    StepError::Device(error.to_string())
+}
+
+impl Executor for GpuRunner {
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        if self.in_flight.len() == STEPS_IN_FLIGHT {
+            return Err(StepError::Failed(format!(
+                "{STEPS_IN_FLIGHT} steps are in flight already"
+            )));
+        }
+        if self.unsampled.is_some() {
+            return Err(StepError::Failed("the previous step needs its masks".to_owned()));
+        }
+        let model = Arc::clone(&self.model);
+        model.link().iter().for_each(|link| link.begin());
+        // Other ranks learn if this one cannot go on with its step, whatever the reason: they do not wait for it.
+        let guard = Abandon::new(model.link());
+        self.launch_as_rank(plan, guard)
+    }
+
     fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
         let unsampled = self.unsampled.take();
         let unsampled = unsampled.ok_or_else(|| StepError::Failed("no step needs masks".to_owned()))?;
@@ -490,6 +487,7 @@ impl Executor for GpuRunner {
         let sampled = self.sample_step(&unsampled, fill);
         let ended = self.clocks.end(unsampled.step).map_err(DeviceError::Gpu);
         if let Err(error) = sampled.and(ended) {
+            let error = self.error(error);
             return self.give_up(unsampled.step, error);
         }
         self.in_flight.extend(launched);
@@ -503,6 +501,7 @@ impl Executor for GpuRunner {
             .pop_front()
             .ok_or_else(|| StepError::Failed("no step was launched".to_owned()))?;
         self.clocks.wait(step).map_err(failed)?;
+        self.check_ranks()?;
         let StepState {
             outputs,
             scores,

@@ -49,6 +49,8 @@ pub(super) struct StepLayout {
     pub(super) attention: Section<f32>,
     /// What the step gives out: logits, or pooled vectors. In the place of what only the layers need.
     pub(super) given: Section<f32>,
+    /// Logits of the rank's part of the vocabulary, behind all of them, where it has not all.
+    pub(super) part: Section<f32>,
     /// Weights of a head of few bits as `bf16`, behind it.
     pub(super) dequantised_head: Section<bf16>,
     /// Bytes of everything.
@@ -90,6 +92,12 @@ impl StepLayout {
             given: match spec.head {
                 OutputHead::None => after.rows(step.samples, spec.hidden_size)?,
                 OutputHead::Own | OutputHead::Tied => after.rows(logit_rows(step), spec.vocab_size)?,
+            },
+            part: match spec.head {
+                OutputHead::Own | OutputHead::Tied if spec.vocab_shard.ranks > 1 => {
+                    after.rows(logit_rows(step), spec.vocab_rows())?
+                }
+                _ => after.rows(0, 1)?,
             },
             dequantised_head: after.rows(dequantised_head(spec), 1)?,
             bytes: layout.bytes().max(after.bytes()),
@@ -155,7 +163,7 @@ pub(super) fn dequantised_head(spec: &DecoderSpec) -> usize {
         OutputHead::Tied => EMBEDDING,
     };
     let kept = spec.quantization.gguf.of(module).and_then(GgufFormat::of);
-    kept.map_or(0, |_| dequantised_room(spec.vocab_size, spec.hidden_size))
+    kept.map_or(0, |_| dequantised_room(spec.vocab_rows(), spec.hidden_size))
 }
 
 /// Rows whose logits exist at one time: scored rows some at a time, then those to sample from all together.

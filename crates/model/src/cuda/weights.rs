@@ -79,23 +79,25 @@ pub(super) fn weights_bytes(config: &ModelConfig) -> Option<usize> {
 }
 
 impl GpuWeights {
-    /// Loads the weights of a model directory or a GGUF file; `progress` hears of every few megabytes.
+    /// Loads the weights of a model directory or a GGUF file, as far as `spec` has them, which may be a rank's part; `progress` hears
+    /// of every few megabytes.
     ///
     /// # Errors
     /// [`ModelError`], which names what is at fault. [`ModelError::Oom`] if the weights do not fit.
     pub(super) fn load(
         description: &Description,
+        spec: DecoderSpec,
         options: &LoadOptions,
         kv_element: GpuKvElement,
         gpu: &Gpu,
         kernels: &FusedKernels,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Self, ModelError> {
-        let (spec, format) = (description.about.spec(), options.format);
+        let format = options.format;
         let source = description.source(format)?;
         let mut tensors = Checked::new(&*source);
         let images = description.about.config().encoder.as_ref();
-        let layout = Layout::new(spec, images);
+        let layout = Layout::new(&spec, images);
         let bytes = layout.as_ref().map_or(u64::MAX, |layout| layout.bytes as u64);
         let Some(layout) = layout.filter(|_| bytes <= gpu.info().total_bytes) else {
             return Err(gpu.budget().oom(Component::Weights, bytes).into());
@@ -126,7 +128,7 @@ impl GpuWeights {
             places: Places::default(),
             slab: &slab,
         };
-        let Ok(decoder) = blocks::Decoder::visit(spec, &mut views) else {
+        let Ok(decoder) = blocks::Decoder::visit(&spec, &mut views) else {
             return Err(gpu.budget().oom(Component::Weights, bytes).into());
         };
         let visited = images.map(|images| blocks::Encoder::visit(images, &mut views));
@@ -154,21 +156,22 @@ impl GpuWeights {
             );
         }
         if let LoadFormat::Dummy { seed } = format {
-            fill_matrices(&layout.parts, &slab, gpu, kernels, seed)?;
+            fill_matrices(&layout.parts, spec.shard.rank, &slab, gpu, kernels, seed)?;
             gpu.synchronize()?;
         }
         upload_orders(&layout.parts, &jobs, &slab, gpu)?;
         let stored = jobs.iter().map(|job| job.stored_bytes(job.part().rows()) as u64);
         let mut done = Progress {
             done: 0,
-            total: stored.sum(),
+            // Of all ranks, which read as much each.
+            total: stored.sum::<u64>() * spec.shard.ranks as u64,
         };
         transfer(gpu, &slab, &jobs, &options.cancel, |bytes| {
             done.done += bytes as u64;
             progress(done);
         })?;
         Ok(Self {
-            spec: spec.clone(),
+            spec,
             decoder,
             encoder,
             ropes,
@@ -306,9 +309,10 @@ fn upload_orders(parts: &[Part], jobs: &[Job<'_>], slab: &GpuSlab, gpu: &Gpu) ->
     Ok(())
 }
 
-/// Random matrices that keep the variance of what they are applied to.
+/// Random matrices that keep the variance of what they are applied to: on all ranks the same, but for those of which each has a part.
 fn fill_matrices(
     parts: &[Part],
+    rank: usize,
     slab: &GpuSlab,
     gpu: &Gpu,
     kernels: &FusedKernels,
@@ -317,11 +321,17 @@ fn fill_matrices(
     /// Of random codes less 8.
     const CODE_DEVIATION: f32 = 4.64;
     let (mut experts, mut int4, mut gguf) = (None, None, None);
-    for (index, part) in (0_u64..).zip(parts) {
-        let Stored::Matrix(matrix) = &part.stored else {
-            continue;
-        };
-        let (seed, deviation) = (seed.wrapping_add(index), 1.0 / (matrix.inputs as f32).sqrt());
+    // Ranks may differ in vectors.
+    let matrices = parts.iter().filter_map(|part| match &part.stored {
+        Stored::Matrix(matrix) => Some((part, matrix)),
+        Stored::Vector(_) => None,
+    });
+    for (index, (part, matrix)) in (0_u64..).zip(matrices) {
+        let of_rank = matrix.share.as_ref().map_or(0, |_| (rank as u64) << 32);
+        let seed = seed.wrapping_add(index).wrapping_add(of_rank);
+        // Its inputs are those of all ranks.
+        let inputs = matrix.stored_shape()[1];
+        let deviation = 1.0 / (inputs as f32).sqrt();
         match part.scale_span() {
             None if part.element == Element::Mxfp4 => {
                 if experts.is_none() {

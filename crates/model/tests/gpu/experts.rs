@@ -17,6 +17,7 @@ fn shape(setup: &Setup) -> GpuStateShape {
             enforce_eager: setup.enforce_eager,
         },
         serve_as: Default::default(),
+        shard: plimsoll_model::Shard::WHOLE,
     }
 }
 

@@ -100,6 +100,7 @@ fn told(path: &Path) -> u64 {
         block_size: BlockSize::new(16).unwrap(),
         options: Default::default(),
         serve_as: Default::default(),
+        shard: plimsoll_model::Shard::WHOLE,
         kv_cache_dtype: Default::default(),
     };
     GpuFootprint::assumed(path, shape).unwrap().weights_bytes()

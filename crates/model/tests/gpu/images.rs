@@ -258,6 +258,7 @@ fn images_take_what_the_footprint_says_and_nothing_more_while_they_are_served() 
                 kv_cache_dtype: KvCacheDtype::Auto,
                 options: GpuOptions::default(),
                 serve_as: options(KvCacheDtype::Auto, limits).serve_as,
+                shard: plimsoll_model::Shard::WHOLE,
             };
             let footprint = GpuFootprint::assumed(&golden_path(name), shape).unwrap();
             let held = |component| gpu.budget().meters().by_component.get(component);

@@ -162,6 +162,7 @@ fn models_in_floats_are_quantised_at_load() {
             block_size: BlockSize::new(16).unwrap(),
             options: Default::default(),
             serve_as: quantising(LoadFormat::Auto).serve_as,
+            shard: plimsoll_model::Shard::WHOLE,
             kv_cache_dtype: Default::default(),
         };
         let told = GpuFootprint::assumed(&golden_path(name), shape)

@@ -17,6 +17,7 @@ impl<'a> Step<'a, '_> {
         let Some(Unsettled { added, scalar, eps }) = self.unsettled.take() else {
             return Ok(());
         };
+        self.sum_delta()?;
         let width = self.decoder.weights.spec.hidden_size;
         let [hidden, delta] = [self.act.hidden, self.act.delta].map(|slice| self.rows(slice, width));
         let norm = added.as_ref().map(|weight| GpuNorm {
@@ -86,6 +87,8 @@ impl<'a> Step<'a, '_> {
         eps: f32,
         beside: &Beside<GpuLinear, GpuVector>,
     ) -> Result<(), GpuError> {
+        // Of the MLP.
+        self.sum_delta()?;
         let (decoder, moe) = (self.decoder, &beside.moe);
         let width = moe.router.inputs();
         let [hidden, normed, delta] =
@@ -105,6 +108,7 @@ impl<'a> Step<'a, '_> {
         // Attention is done with it.
         let out = self.rows(self.act.qkv, width);
         self.sum_experts(spec, &routes, normed, None, out)?;
+        decoder.all_reduce().map_or(Ok(()), |ranks| ranks.sum(out))?;
         let weights = [&beside.post_norms[0], &beside.post_norms[1]].map(GpuVector::slice);
         decoder.fused.sum_norms(delta, out, weights, eps)
     }

@@ -19,6 +19,8 @@ pub(super) struct Head {
 #[derive(Clone, Copy)]
 pub(super) struct Logits<'a> {
     pub(super) out: GpuSlice<'a, f32>,
+    /// Room for those of the rank's part of the vocabulary; nothing where that is all.
+    pub(super) part: GpuSlice<'a, f32>,
     pub(super) room: LinearRoom<'a>,
 }
 
@@ -46,8 +48,20 @@ impl Decoder {
         normed: GpuSlice<'_, bf16>,
         logits: Logits<'_>,
     ) -> Result<(), GpuError> {
-        let Logits { out: logits, room } = logits;
-        self.linears.forward_f32_in(room, normed, &head.linear, logits)?;
+        let Logits {
+            out: logits,
+            part,
+            room,
+        } = logits;
+        match self.all_reduce().filter(|_| !part.is_empty()) {
+            None => self.linears.forward_f32_in(room, normed, &head.linear, logits)?,
+            Some(ranks) => {
+                let rows = normed.len() / head.linear.inputs();
+                let part = part.range(0..rows * head.linear.outputs());
+                self.linears.forward_f32_in(room, normed, &head.linear, part)?;
+                ranks.gather(part, rows, logits)?;
+            }
+        }
         match self.weights.spec.logit_soft_cap {
             None => Ok(()),
             Some(cap) => self.fused.soft_cap(logits, cap),
@@ -90,7 +104,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Log-probabilities of prompt tokens from the normalised rows before them, some rows at a time in the memory of `logits`.
+    /// Log-probabilities of prompt tokens from the normalised rows before them, some rows at a time in the memory of `room`.
     pub(super) fn score(
         &self,
         head: &Head,
@@ -98,19 +112,19 @@ impl Decoder {
         state: &StepState,
         normed: GpuSlice<'_, bf16>,
         scores: &ScoreSlices<'_>,
-        Logits { out, room }: Logits<'_>,
+        room: Logits<'_>,
     ) -> Result<(), GpuError> {
         let (width, vocab) = (self.weights.spec.hidden_size, self.weights.spec.vocab_size);
         let inputs = &state.inputs;
         for first in (0..input.scored).step_by(SCORE_ROWS) {
             let rows = first..(first + SCORE_ROWS).min(input.scored);
-            let logits = out.range(0..rows.len() * vocab);
+            let logits = room.out.range(0..rows.len() * vocab);
             let (best, likeliest) = (
                 scores.best.range(rows.clone()),
                 scores.likeliest.range(rows.clone()),
             );
             let normed = normed.range(rows.start * width..rows.end * width);
-            self.logits(head, normed, Logits { out: logits, room })?;
+            self.logits(head, normed, Logits { out: logits, ..room })?;
             head.sampler.sample(&SampleArgs {
                 logits,
                 rows: scores.sample_rows.range(0..rows.len()),

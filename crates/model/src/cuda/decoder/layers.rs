@@ -4,7 +4,7 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DeltaArgs, DeltaKernels, GpuDeltaGates, GpuFp8Rows, GpuLinear, GpuNorm, GpuResidual, GpuRows,
+    DeltaArgs, DeltaKernels, GpuAdded, GpuDeltaGates, GpuFp8Rows, GpuLinear, GpuNorm, GpuResidual, GpuRows,
     LinearOutput, Linears,
 };
 
@@ -125,6 +125,8 @@ pub(super) struct Step<'a, 'b> {
     pub(super) rows: usize,
     /// Nothing is to be added to the residual stream yet.
     pub(super) is_fresh: bool,
+    /// What is to be added to the residual stream is this rank's part of it.
+    pub(super) is_partial: bool,
     /// What the residual stream becomes before anything else reads it.
     pub(super) unsettled: Option<Unsettled>,
     /// Only rows that are given out are computed.
@@ -234,7 +236,6 @@ impl<'a, 'b> Step<'a, 'b> {
     ) -> Result<(), GpuError> {
         let width = norms.weight.slice().len();
         let [hidden, delta] = [self.act.hidden, self.act.delta].map(|slice| self.rows(slice, width));
-        let fused = &self.decoder.fused;
         if std::mem::take(&mut self.is_fresh) {
             return match self.unsettled.take() {
                 Some(Unsettled {
@@ -242,19 +243,30 @@ impl<'a, 'b> Step<'a, 'b> {
                     scalar,
                     eps,
                 }) if eps == norms.eps => {
-                    let scalar = scalar.as_ref().map(GpuVector::slice);
-                    fused.sandwich_norm(hidden, delta, added.slice(), scalar, norm(norms), normed)
+                    let added = GpuAdded {
+                        delta,
+                        weight: added.slice(),
+                        scalar: scalar.as_ref().map(GpuVector::slice),
+                    };
+                    self.sandwich(hidden, added, norm(norms), normed)
                 }
                 unsettled => {
                     self.unsettled = unsettled;
                     self.complete()?;
-                    fused.rms_norm(hidden, norm(norms), normed)
+                    self.decoder.fused.rms_norm(hidden, norm(norms), normed)
                 }
             };
         }
         match norms.added {
-            None => fused.add_rms_norm(hidden, delta, norm(norms), normed),
-            Some(added) => fused.sandwich_norm(hidden, delta, added.slice(), None, norm(norms), normed),
+            None => self.add_and_norm(hidden, delta, norm(norms), normed),
+            Some(added) => {
+                let added = GpuAdded {
+                    delta,
+                    weight: added.slice(),
+                    scalar: None,
+                };
+                self.sandwich(hidden, added, norm(norms), normed)
+            }
         }
     }
 
@@ -268,7 +280,8 @@ impl<'a, 'b> Step<'a, 'b> {
     ) -> Result<(), GpuError> {
         let linears = &self.decoder.linears;
         let width = linear.inputs();
-        if fusion.norm && !self.is_fresh && norms.added.is_none() {
+        // Where ranks are summed first, that kernel makes the norm.
+        if fusion.norm && !self.is_fresh && !self.is_partial && norms.added.is_none() {
             let residual = GpuResidual {
                 hidden: self.rows(self.act.hidden, width),
                 delta: self.rows(self.act.delta, width),
@@ -462,6 +475,12 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         // Quantised with the activation.
         let inputs = self.inputs_of(down, LinearOutput::Bf16, self.act.activated)?;
         self.multiply(inputs, down, LinearOutput::Bf16, delta)
+    }
+
+    /// With what follows.
+    fn sum_ranks(&mut self) -> Result<(), GpuError> {
+        self.is_partial = self.decoder.all_reduce().is_some();
+        Ok(())
     }
 
     fn experts(

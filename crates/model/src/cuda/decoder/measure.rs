@@ -2,7 +2,6 @@
 
 use half::bf16;
 use plimsoll_core::Component;
-use plimsoll_device::cuda::DeviceError;
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{GpuLinear, LinearOutput, LinearScratch, LinearUse};
 
@@ -11,7 +10,7 @@ use crate::blocks::{LayerInput, Mixer, Widths};
 use crate::cuda::experts::Experts;
 use crate::cuda::step::{dequantised, dequantised_head};
 use crate::cuda::weights::{GpuLayer, GpuVector, GpuWeights};
-use crate::{DecoderSpec, OutputHead};
+use crate::{DecoderSpec, ModelError, OutputHead};
 
 /// Numbers of rows that linear layers are measured for: those of decode steps, and of prompts.
 const MEASURED_ROWS: [usize; 16] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 2048, 8192];
@@ -64,8 +63,8 @@ impl Scratch {
 }
 
 impl Decoder {
-    /// Finds the fastest way for each linear layer and number of rows.
-    pub(super) fn measure_linears(&mut self) -> Result<(), DeviceError> {
+    /// Finds the fastest way for each linear layer and number of rows: on all ranks the same.
+    pub(super) fn measure_linears(&mut self) -> Result<(), ModelError> {
         let GpuWeights { spec, decoder, .. } = &self.weights;
         let head: Vec<_> = self.head.iter().map(|head| &head.linear).collect();
         let Scratch { x, out, codes } = Scratch::new(spec);
@@ -143,7 +142,12 @@ impl Decoder {
                 ..plain(&head, LinearOutput::F32)
             });
         }
-        self.linears.measure(&uses, scratch)?;
+        match &self.link {
+            None => self.linears.measure(&uses, scratch)?,
+            Some(link) => {
+                (self.linears).measure_together(&uses, scratch, &mut |times| link.longest(times))?
+            }
+        }
         for choice in self.linears.choices() {
             tracing::debug!(%choice, "linear layer");
         }

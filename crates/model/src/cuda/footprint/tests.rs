@@ -42,6 +42,7 @@ fn footprint_with(report: &Value, kv_cache_dtype: KvCacheDtype) -> GpuFootprint 
         kv_cache_dtype,
         options: GpuOptions::default(),
         serve_as: ServeAs::default(),
+        shard: Shard::WHOLE,
     };
     GpuFootprint::assumed(dir.path(), shape).unwrap()
 }

@@ -1,0 +1,200 @@
+//! How a rank on a GPU meets the others.
+//!
+//! On the device in sums of activations ([`AllReduce`]); on the host before each step and each phase of a build ([`Exchange`]): nobody
+//! launches what waits for another GPU before all ranks have the memory for it. So a rank that runs out of memory ends the step on all
+//! of them before it has begun, and steps in flight are none the worse for it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use plimsoll_core::{BuildError, StepError};
+use plimsoll_device::cuda::{DeviceError, GpuError};
+use plimsoll_kernels::Exchange;
+use plimsoll_kernels::cuda::AllReduce;
+
+use crate::ModelError;
+
+/// One rank's ends of what connects it with the others, which its model and its states share.
+#[derive(Clone, Debug)]
+pub struct RankLink {
+    /// Where GPUs meet.
+    pub all_reduce: Arc<AllReduce>,
+    /// Where their threads meet.
+    pub exchange: Arc<Mutex<Exchange>>,
+}
+
+/// Most ways of one product that are measured.
+const MOST_WAYS: usize = 31;
+
+impl RankLink {
+    /// A step, a build or a load begins. To be called on all ranks, before anything of it can fail.
+    pub(super) fn begin(&self) {
+        self.lock().begin_step();
+    }
+
+    /// Waits until all ranks can go on with their step: from here on they launch work that waits for others.
+    ///
+    /// # Errors
+    /// [`StepError::OtherRank`] where one cannot, [`StepError::RankLost`] where one does not come.
+    pub(super) fn agree(&self) -> Result<(), StepError> {
+        self.lock().agree()
+    }
+
+    /// The same between phases of a build, to which ranks may come later.
+    pub(super) fn agree_to_build(&self) -> Result<(), BuildError> {
+        let agreed = self.lock().agree_in_time();
+        agreed.map_err(|error| match error {
+            StepError::OtherRank(rank) => BuildError::OtherRank(rank),
+            error => BuildError::RankLost(error.to_string()),
+        })
+    }
+
+    /// This rank cannot go on with what has begun: others that wait for it on the host learn of it. Where it may have launched
+    /// work (`launched`), so do their GPUs, and the group is of no use until a state is built again.
+    pub(super) fn abandon(&self, launched: bool) {
+        self.lock().abandon();
+        if launched {
+            self.all_reduce.abandon();
+        }
+    }
+
+    /// A state is about to be built: no rank has work on its GPU any more, and what was abandoned before is forgotten.
+    ///
+    /// # Errors
+    /// [`BuildError`], also where another rank fails.
+    pub(super) fn renew(&self, settle: impl FnOnce() -> Result<(), BuildError>) -> Result<(), BuildError> {
+        settle()?;
+        self.agree_to_build()?;
+        self.all_reduce.renew().map_err(DeviceError::Gpu)?;
+        self.agree_to_build()
+    }
+
+    /// Whether the GPU has waited for another in vain: to be asked behind a step. What it computed is of no use then.
+    ///
+    /// # Errors
+    /// As [`Self::agree`].
+    pub(super) fn check(&self) -> Result<(), StepError> {
+        self.all_reduce.check().map_err(|error| match error {
+            GpuError::Abandoned { rank } => StepError::OtherRank(self.lock().abandoned_by().unwrap_or(rank)),
+            error => StepError::RankLost(error.to_string()),
+        })
+    }
+
+    /// Waits until all ranks have come so far with loading.
+    pub(super) fn agree_to_load(&self) -> Result<(), ModelError> {
+        self.lock().agree_in_time().map_err(not_loaded)
+    }
+
+    /// Replaces microseconds by the longest of all ranks, which measure the same ways: so all choose alike.
+    ///
+    /// # Errors
+    /// As [`Self::agree_to_load`]; [`GpuError::NoCommonWay`] where ranks have other ways.
+    pub(super) fn longest(&self, times: &mut [f32]) -> Result<(), ModelError> {
+        longest(&mut self.lock(), times)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Exchange> {
+        // A step that panicked has left it whole.
+        self.exchange.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// See [`RankLink::longest`].
+fn longest(exchange: &mut Exchange, times: &mut [f32]) -> Result<(), ModelError> {
+    assert!(times.len() <= MOST_WAYS, "{} ways of a product", times.len());
+    let mut own = [f32::INFINITY; 1 + MOST_WAYS];
+    own[0] = times.len() as f32;
+    own[1..][..times.len()].copy_from_slice(times);
+    let mut all = vec![0.0; exchange.ranks() * own.len()];
+    exchange.gather(&own, 1, &mut all).map_err(not_loaded)?;
+    for rank in all.chunks_exact(own.len()) {
+        if rank[0] != own[0] {
+            return Err(ModelError::Gpu(GpuError::NoCommonWay));
+        }
+        for (time, other) in times.iter_mut().zip(&rank[1..]) {
+            *time = time.max(*other);
+        }
+    }
+    Ok(())
+}
+
+/// A rank that fails says why itself.
+fn not_loaded(error: StepError) -> ModelError {
+    match error {
+        StepError::OtherRank(_) => ModelError::Cancelled,
+        error => ModelError::RankLost(error.to_string()),
+    }
+}
+
+/// Abandons what has begun unless it was kept: for whatever ends it early, panics too.
+#[derive(Debug)]
+pub(super) struct Abandon<'a> {
+    link: Option<&'a RankLink>,
+    pub(super) launched: bool,
+}
+
+impl<'a> Abandon<'a> {
+    pub(super) fn new(link: Option<&'a RankLink>) -> Self {
+        Self {
+            link,
+            launched: false,
+        }
+    }
+
+    /// It has come to its end, or ended because of another rank.
+    pub(super) fn keep(mut self) {
+        self.link = None;
+    }
+}
+
+impl Drop for Abandon<'_> {
+    fn drop(&mut self) {
+        if let Some(link) = self.link {
+            link.abandon(self.launched);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    /// What each rank comes to with these times.
+    fn on_all(times: &[&[f32]]) -> Vec<Result<Vec<f32>, ModelError>> {
+        thread::scope(|scope| {
+            let ranks = Exchange::group(times.len()).into_iter().zip(times);
+            let threads: Vec<_> = ranks
+                .map(|(mut exchange, times)| {
+                    scope.spawn(move || {
+                        let mut times = times.to_vec();
+                        exchange.begin_step();
+                        longest(&mut exchange, &mut times).map(|()| times)
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn the_slowest_rank_decides_for_all() {
+        let failed = f32::INFINITY;
+        for found in on_all(&[&[3.0, 5.0, 1.0], &[4.0, 2.0, failed], &[1.0, 1.0, 1.0]]) {
+            assert_eq!(found.unwrap(), [4.0, 5.0, failed]);
+        }
+        for found in on_all(&[&[], &[]]) {
+            assert!(found.unwrap().is_empty());
+        }
+    }
+
+    #[test]
+    fn ranks_with_other_ways_are_an_error_on_all() {
+        for found in on_all(&[&[3.0, 5.0], &[4.0]]) {
+            assert!(
+                matches!(found, Err(ModelError::Gpu(GpuError::NoCommonWay))),
+                "{found:?}"
+            );
+        }
+    }
+}

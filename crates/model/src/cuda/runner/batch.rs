@@ -1,0 +1,100 @@
+//! What becomes of the rows of a plan.
+
+use plimsoll_core::{Pooling, RequestId, ScoreSpec, StepPlan};
+
+use crate::cuda::graphs::Graphs;
+use crate::cuda::shape::BatchShape;
+use crate::images;
+
+/// A run of a step that was launched.
+#[derive(Clone, Debug)]
+pub(super) struct LaunchedRun {
+    pub(super) request: RequestId,
+    /// The row of its sample, and whether it wants log-probabilities.
+    pub(super) sample: Option<(u32, bool)>,
+    /// Which of the scored rows is its first, and what it wants of them.
+    pub(super) score: Option<(usize, ScoreSpec)>,
+    /// Which of the pooled vectors is its own.
+    pub(super) vector: Option<usize>,
+}
+
+/// How the rows of a step are laid out.
+pub(super) struct Batch {
+    pub(super) shape: BatchShape,
+    /// Rows that are sampled from, padding left out.
+    pub(super) samples: usize,
+    pub(super) runs: Vec<LaunchedRun>,
+}
+
+impl Batch {
+    /// A step of decoding requests takes the graph of its size.
+    pub(super) fn new(plan: &StepPlan, graphs: &Graphs) -> Self {
+        let decodes = plan
+            .runs
+            .iter()
+            .all(|run| run.input.len() == 1 && run.sample.is_some() && run.score.is_none())
+            // Graphs know nothing of images, whose last row may be that which is sampled from.
+            && images::rows_of(plan).is_none();
+        let size = graphs.size_for(plan.runs.len()).filter(|_| decodes);
+        let (mut row, mut at, mut scored) = (0, Vec::new(), 0);
+        let runs = plan.runs.iter().map(|run| {
+            row += run.input.len();
+            let sample = run.sample.as_ref().map(|spec| {
+                at.push((row - 1) as i32);
+                ((at.len() - 1) as u32, spec.params.logprobs().is_some())
+            });
+            let score = run.score.as_ref().map(|spec| {
+                scored += spec.targets.len();
+                (scored - spec.targets.len(), spec.clone())
+            });
+            LaunchedRun {
+                request: run.request,
+                sample,
+                score,
+                vector: None,
+            }
+        });
+        let runs = runs.collect();
+        Self {
+            samples: at.len(),
+            runs,
+            shape: size.map_or(BatchShape::Exact(at), BatchShape::Decode),
+        }
+    }
+
+    /// A step of a model for embeddings: last rows are picked, means are of all rows.
+    pub(super) fn pooled(plan: &StepPlan) -> Self {
+        let (mut row, mut at, mut spans) = (0, Vec::new(), Vec::new());
+        let mut all = false;
+        let runs = plan.runs.iter().map(|run| {
+            let (first, len) = (row, run.input.len() as i32);
+            row += len;
+            let span = run.pool.map(|pooling| match pooling {
+                Pooling::Last => {
+                    at.push(row - 1);
+                    [at.len() as i32 - 1, 1]
+                }
+                Pooling::Mean => {
+                    all = true;
+                    [first, len]
+                }
+            });
+            let vector = span.map(|span| {
+                spans.push(span);
+                spans.len() - 1
+            });
+            LaunchedRun {
+                request: run.request,
+                sample: None,
+                score: None,
+                vector,
+            }
+        });
+        let runs = runs.collect();
+        Self {
+            samples: 0,
+            runs,
+            shape: BatchShape::Pool((!all).then_some(at), spans),
+        }
+    }
+}
