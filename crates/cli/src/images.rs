@@ -63,6 +63,16 @@ pub(crate) enum EncoderDevice {
     Gpu,
 }
 
+impl EncoderDevice {
+    /// One GPU, or a rank on each of several.
+    pub(crate) fn of_gpus(number: usize) -> Self {
+        match number {
+            1 => Self::Gpu,
+            _ => Self::Ranks,
+        }
+    }
+}
+
 /// The settings of a start of this model. Where what would encode its images cannot, they are for text alone, unless a flag asks for
 /// images: then the start will say what is wrong.
 ///

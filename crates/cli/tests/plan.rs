@@ -394,3 +394,35 @@ fn a_budget_for_weights_alone_leads_to_one_that_serves() {
     let bytes: u64 = flag.strip_suffix("MiB").unwrap().parse().unwrap();
     assert!((300..400).contains(&bytes), "{flag}");
 }
+
+/// Of two GPUs each holds half the matrices and half the keys and values, and what sums are exchanged in.
+#[test]
+fn ranks_on_gpus_are_planned_without_them() {
+    let dir = model(LLAMA_8B);
+    let plan = |flags: &str| {
+        let flags = format!("--device cuda --device-memory 80GiB --max-model-len 8192 {flags}");
+        plimsoll("plan", dir.path(), &format!("{flags} --json"))
+    };
+    let [one, two] = [1, 2].map(|ranks| json(&plan(&format!("--tensor-parallel-size {ranks}"))));
+    let bytes = |document: &Value, name: &str| {
+        let parts = document["ready"]["components"].as_array().unwrap().iter();
+        let mut parts = parts.filter(|part| part["name"] == name);
+        parts.next().map_or(0, |part| part["bytes"].as_u64().unwrap())
+    };
+    let weights = [&one, &two].map(|document| bytes(document, "weights"));
+    assert!(
+        weights[1] * 2 >= weights[0] && weights[1] * 2 < weights[0] + (8 << 20),
+        "{weights:?}"
+    );
+    let communication = [&one, &two].map(|document| bytes(document, "communication"));
+    assert_eq!(communication, [0, 50 << 20]);
+    let tokens = [&one, &two].map(|document| number(document, "/kv_tokens"));
+    assert!(tokens[1] > 2.0 * tokens[0], "{tokens:?}");
+    // Numbers of ranks that GPUs do not have, or heads cannot be divided among.
+    for (ranks, code) in [(3, 2), (6, 2)] {
+        let refused = plan(&format!("--tensor-parallel-size {ranks}"));
+        assert_eq!(refused.status.code(), Some(code));
+        let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(text.contains("1, 2, 4 or 8 GPUs"), "{text}");
+    }
+}

@@ -132,8 +132,8 @@ impl ModelArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Device")]
 pub struct DeviceArgs {
-    /// Device: cpu, cuda, cuda:N (GPU number N, from 0), or auto (the first GPU; the CPU if there is no GPU, no driver, or no
-    /// GPU code in this binary)
+    /// Device: cpu, cuda (the first GPU, or one for each rank), cuda:N (GPU number N, from 0) or cuda:N,M,..., or auto (as cuda; the
+    /// CPU if there is no GPU, no driver, or no GPU code in this binary)
     #[arg(long, value_name = "DEVICE", default_value_t)]
     pub device: DeviceChoice,
     /// Data type of weights; auto: bfloat16 on a GPU, the model's own on a CPU, which keeps them as they are stored
@@ -146,8 +146,8 @@ pub struct DeviceArgs {
     )]
     pub dtype: DType,
     /// Ranks that serve the model together, each with a part of every layer: 1 to 8, as many as heads and widths of the model can
-    /// be divided among. On a CPU they are threads, each with an equal part of the memory, or with --device-memory; a GPU serves with 1.
-    /// Also -tp N, as in vLLM
+    /// be divided among. On GPUs (1, 2, 4 or 8) each rank has one; on a CPU they are threads, each with an equal part of the memory,
+    /// or with --device-memory. Also -tp N, as in vLLM
     #[arg(long, aliases = ["tp-size", "tp"], value_name = "N", default_value = "1", value_parser = ranks)]
     pub tensor_parallel_size: usize,
     /// Directory of lock files, by which servers that start on the same device wait for each other. Containers that share a

@@ -9,7 +9,8 @@ use plimsoll_kernels::Exchange;
 
 use super::gpu::holders;
 use super::{
-    AssumedBytes, AssumedGpu, Backend, CpuBackend, CpuRank, Device, GpuBackend, RanksBackend, SimBackend,
+    AssumedBytes, AssumedGpu, Backend, CpuBackend, CpuRank, Device, GpuBackend, GpuPart, RanksBackend,
+    SimBackend, ranks_on_gpus,
 };
 use crate::args::{DType, DeviceChoice, KvDtype};
 use crate::bytes::Bytes;
@@ -38,9 +39,9 @@ pub fn look(source: &Source, settings: &Arc<EngineSettings>) -> Result<Box<dyn D
 /// Where models would run: a device that is only looked at, once for all of them.
 #[derive(Debug)]
 pub enum Place {
-    /// A GPU that is here.
-    Gpu(Gpu),
-    /// A GPU that is not here.
+    /// GPUs that are here, one for each rank.
+    Gpus(Vec<Gpu>),
+    /// GPUs that are not here.
     Assumed(AssumedBytes),
     /// The CPU, within the budget of each rank.
     Cpu(Vec<Budget>),
@@ -61,13 +62,14 @@ impl Place {
             ),
             settings.device_memory,
         ) {
-            (Ok(Chosen { gpu: Some(gpu), .. }), _) => {
-                check_gpu(settings)?;
-                Ok(Self::Gpu(gpu))
-            }
-            (Ok(Chosen { gpu: None, .. }), _) => {
+            (Ok(Chosen { gpus, .. }), _) if gpus.is_empty() => {
                 check_cpu(settings)?;
                 Ok(Self::Cpu(cpu_budgets(settings)?))
+            }
+            (Ok(Chosen { gpus, .. }), _) => {
+                check_gpu(settings)?;
+                ranks_on_gpus::check_alike(&gpus)?;
+                Ok(Self::Gpus(gpus))
             }
             (Err(Error::Gpu(error)), Some(bytes)) if is_absent(&error) => {
                 check_gpu(settings)?;
@@ -86,12 +88,13 @@ impl Place {
     /// For people.
     pub fn name(&self) -> String {
         match self {
-            Self::Gpu(gpu) => format!(
-                "cuda:{} ({}), {}",
-                gpu.info().ordinal,
-                gpu.info().name,
-                Bytes(gpu.budget().meters().total)
-            ),
+            Self::Gpus(gpus) => {
+                let name = |gpu: &Gpu| {
+                    let bytes = Bytes(gpu.budget().meters().total);
+                    format!("cuda:{} ({}), {bytes}", gpu.info().ordinal, gpu.info().name)
+                };
+                gpus.iter().map(name).collect::<Vec<_>>().join("; ")
+            }
             Self::Assumed(AssumedBytes(bytes)) => format!("cuda (assumed), {}", Bytes(*bytes)),
             Self::Cpu(budgets) => format!("cpu, {}", Bytes(total(budgets))),
         }
@@ -102,9 +105,17 @@ impl Place {
     /// # Errors
     /// Where the files that say how images are taken cannot be read.
     pub fn with(&self, model: &Path, settings: &Arc<EngineSettings>) -> Result<Box<dyn Device>, Error> {
-        let with_images = || images::settings_of(model, settings, EncoderDevice::Gpu);
+        let encoder = EncoderDevice::of_gpus(settings.tensor_parallel_size);
+        let with_images = || images::settings_of(model, settings, encoder);
         Ok(match self {
-            Self::Gpu(gpu) => Box::new(GpuBackend::new(model, &with_images()?, gpu.clone())),
+            Self::Gpus(gpus) => match &gpus[..] {
+                [gpu] => Box::new(GpuBackend::new(
+                    model,
+                    &with_images()?,
+                    GpuPart::whole(gpu.clone()),
+                )),
+                gpus => Box::new(RanksBackend::planned_on_gpus(model, &with_images()?, gpus)),
+            },
             Self::Assumed(bytes) => Box::new(AssumedGpu::new(model, &with_images()?, *bytes)),
             Self::Cpu(budgets) => match &budgets[..] {
                 [budget] => Box::new(cpu(model, settings, budget)?),
@@ -135,21 +146,30 @@ pub fn open(
         Ok(uuids) => settings.locks.take_all(&uuids)?,
         Err(_) => DeviceLock::none(),
     };
-    let Chosen { gpu, why } = choose(
+    let Chosen { gpus, why } = choose(
         &settings.device,
         &numbers,
         |ordinal| open_gpu(ordinal, settings),
         holders,
     )?;
-    if let Some(gpu) = gpu {
+    if !gpus.is_empty() {
         check_gpu(settings)?;
-        let info = gpu.info();
-        let (major, minor) = info.compute_capability;
-        let (ordinal, name, bytes) = (info.ordinal, &info.name, Bytes(gpu.budget().meters().total));
-        tracing::info!("device: cuda:{ordinal}, {name}, compute capability {major}.{minor}, {bytes}");
-        terminal::phase("device", format_args!("cuda:{ordinal}, {name}, {bytes}"));
-        let settings = images::settings_of(model, settings, EncoderDevice::Gpu)?;
-        return Ok((Arc::new(GpuBackend::new(model, &settings, gpu)), gpu_lock));
+        for gpu in &gpus {
+            let info = gpu.info();
+            let (major, minor) = info.compute_capability;
+            let (ordinal, name, bytes) = (info.ordinal, &info.name, Bytes(gpu.budget().meters().total));
+            tracing::info!("device: cuda:{ordinal}, {name}, compute capability {major}.{minor}, {bytes}");
+            terminal::phase("device", format_args!("cuda:{ordinal}, {name}, {bytes}"));
+        }
+        let settings = images::settings_of(model, settings, EncoderDevice::of_gpus(gpus.len()))?;
+        let backend: Arc<dyn Backend> = match &gpus[..] {
+            [gpu] => Arc::new(GpuBackend::new(model, &settings, GpuPart::whole(gpu.clone()))),
+            gpus => {
+                let exchanges = Exchange::group(gpus.len());
+                Arc::new(RanksBackend::on_gpus(model, &settings, gpus, exchanges)?)
+            }
+        };
+        return Ok((backend, gpu_lock));
     }
     drop(gpu_lock);
     check_cpu(settings)?;
@@ -246,9 +266,9 @@ fn open_gpu(ordinal: usize, settings: &EngineSettings) -> Result<Gpu, GpuError> 
 /// What a choice came to.
 #[derive(Debug)]
 struct Chosen<G> {
-    /// The GPU; without one it is the CPU.
-    gpu: Option<G>,
-    /// Why there is no GPU, where one was looked for.
+    /// The GPUs, one for each rank; without any it is the CPU.
+    gpus: Vec<G>,
+    /// Why there is none, where one was looked for.
     why: Option<GpuError>,
 }
 
@@ -256,30 +276,29 @@ struct Chosen<G> {
 fn choose<G>(
     choice: &DeviceChoice,
     numbers: &[usize],
-    open: impl FnOnce(usize) -> Result<G, GpuError>,
+    mut open: impl FnMut(usize) -> Result<G, GpuError>,
     holders: impl FnOnce(usize) -> Vec<Holder>,
 ) -> Result<Chosen<G>, Error> {
-    // One serves.
-    let Some(&ordinal) = numbers.first() else {
-        return Ok(Chosen { gpu: None, why: None });
-    };
-    match open(ordinal) {
-        Ok(gpu) => Ok(Chosen {
-            gpu: Some(gpu),
-            why: None,
-        }),
-        Err(why) if *choice == DeviceChoice::Auto && is_absent(&why) => Ok(Chosen {
-            gpu: None,
-            why: Some(why),
-        }),
-        // A model that is made for a GPU would take minutes for an answer on a CPU: nobody wants that unasked.
-        Err(error) if error.is_out_of_memory() => Err(Error::GpuFull {
-            ordinal,
-            holders: holders(ordinal),
-            error,
-        }),
-        Err(error) => Err(error.into()),
+    let mut gpus = Vec::new();
+    for &ordinal in numbers {
+        match open(ordinal) {
+            Ok(gpu) => gpus.push(gpu),
+            Err(why) if *choice == DeviceChoice::Auto && gpus.is_empty() && is_absent(&why) => {
+                let why = Some(why);
+                return Ok(Chosen { gpus, why });
+            }
+            // A model that is made for a GPU would take minutes for an answer on a CPU: nobody wants that unasked.
+            Err(error) if error.is_out_of_memory() => {
+                return Err(Error::GpuFull {
+                    ordinal,
+                    holders: holders(ordinal),
+                    error,
+                });
+            }
+            Err(error) => return Err(error.into()),
+        }
     }
+    Ok(Chosen { gpus, why: None })
 }
 
 /// Whether there is no GPU, or none that this binary was made for.
@@ -322,10 +341,10 @@ fn total(budgets: &[Budget]) -> u64 {
 
 /// Refuses what only a CPU can do.
 fn check_gpu(settings: &EngineSettings) -> Result<(), Error> {
-    if settings.tensor_parallel_size > 1 {
+    if !matches!(settings.tensor_parallel_size, 1 | 2 | 4 | 8) {
         return Err(Error::configuration(
             "--tensor-parallel-size",
-            "a model is served by one GPU: leave the flag out and start a server on each GPU, or give --device cpu",
+            "a model is served by 1, 2, 4 or 8 GPUs; --device cpu has other numbers too",
         ));
     }
     if !matches!(settings.dtype, DType::Auto | DType::Bfloat16) {
@@ -392,7 +411,16 @@ mod tests {
     #[test]
     fn auto_takes_the_first_gpu_that_can_be_used() {
         let chosen = choose(&DeviceChoice::Auto, &[0], Ok, nobody).unwrap();
-        assert_eq!((chosen.gpu, chosen.why), (Some(0), None));
+        assert_eq!((chosen.gpus, chosen.why), (vec![0], None));
+        let both = choose(&DeviceChoice::Auto, &[0, 1], Ok, nobody).unwrap();
+        assert_eq!(both.gpus, [0, 1]);
+        // Fewer than were asked for are no reason to take the CPU.
+        let one_of = |ordinal| match ordinal {
+            0 => Ok(0),
+            ordinal => Err(GpuError::NoDevice { ordinal, count: 1 }),
+        };
+        let error = choose(&DeviceChoice::Auto, &[0, 1], one_of, nobody).unwrap_err();
+        assert!(error.to_string().contains("there is no GPU 1"), "{error}");
         let reasons = [
             GpuError::NoDriver,
             GpuError::NoDevice { ordinal: 0, count: 0 },
@@ -400,7 +428,7 @@ mod tests {
         ];
         for why in reasons {
             let chosen = choose::<()>(&DeviceChoice::Auto, &[0], |_| Err(why.clone()), nobody).unwrap();
-            assert_eq!((chosen.gpu, chosen.why), (None, Some(why)));
+            assert_eq!((chosen.gpus.len(), chosen.why), (0, Some(why)));
         }
         // One that is there and cannot be used is no reason to be a hundred times slower.
         let broken = GpuError::Call {
@@ -449,7 +477,7 @@ mod tests {
     #[test]
     fn a_gpu_that_was_asked_for_is_that_gpu_or_an_error() {
         let third = DeviceChoice::Gpus(vec![3]);
-        assert_eq!(choose(&third, &[3], Ok, nobody).unwrap().gpu, Some(3));
+        assert_eq!(choose(&third, &[3], Ok, nobody).unwrap().gpus, [3]);
         let error = choose::<()>(&DeviceChoice::Cuda, &[0], |_| Err(old()), nobody).unwrap_err();
         assert!(error.to_string().contains("7.5"), "{error}");
         assert_eq!(error.exit_code(), 7);
@@ -457,8 +485,8 @@ mod tests {
         assert!(
             choose(&DeviceChoice::Cpu, &[], never, nobody)
                 .unwrap()
-                .gpu
-                .is_none()
+                .gpus
+                .is_empty()
         );
     }
 
@@ -469,7 +497,7 @@ mod tests {
             ("--dtype float32", "--dtype"),
             ("--kv-cache-dtype float16", "--kv-cache-dtype"),
             ("--threads 2", "--threads"),
-            ("--tensor-parallel-size 2", "--tensor-parallel-size"),
+            ("--tensor-parallel-size 3", "--tensor-parallel-size"),
         ];
         let on_cpu = [
             ("--kv-cache-dtype bfloat16", "--kv-cache-dtype"),
@@ -492,6 +520,7 @@ mod tests {
         ))
         .unwrap();
         check_gpu(&settings("--kv-cache-dtype fp8")).unwrap();
+        check_gpu(&settings("--tensor-parallel-size 4")).unwrap();
         check_gpu(&settings("--kv-cache-dtype fp8_e4m3")).unwrap();
         check_cpu(&settings("--kv-cache-dtype float32 --threads 2 --enforce-eager")).unwrap();
         for flags in ["", "--dtype auto --kv-cache-dtype auto"] {

@@ -10,7 +10,7 @@ use plimsoll_device::Budget;
 use plimsoll_device::cuda::{self, Gpu, GpuError, Holder};
 use plimsoll_kernels::WeightType;
 use plimsoll_kernels::cuda::{FP8_CAPABILITY, HOPPER_HEAD_DIMS};
-use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape};
+use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape, RankLink};
 use plimsoll_model::{Cancel, LoadOptions, ModelConfig, Progress, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKind, ScenarioShape};
 
@@ -35,20 +35,46 @@ fn defaults(total: u64) -> Defaults {
 /// GPUs that are sold with 80 GB have somewhat less.
 const LARGE_GPU: u64 = 70 << 30;
 
-/// A model on a GPU.
-pub type GpuBackend = ModelOn<Gpu>;
+/// A model on a GPU, or a rank's part of it.
+pub type GpuBackend = ModelOn<GpuPart>;
 
-/// A model on a GPU that is not here: like an H200, but for the size of its memory. It is planned for, and not loaded.
+/// A rank on a GPU, or all of them.
+#[derive(Debug)]
+pub struct GpuPart {
+    gpu: Gpu,
+    shard: Shard,
+    /// Where it meets the other ranks, if there are any and they are to serve.
+    link: Option<RankLink>,
+}
+
+impl GpuPart {
+    /// All of a model.
+    pub fn whole(gpu: Gpu) -> Self {
+        Self {
+            gpu,
+            shard: Shard::WHOLE,
+            link: None,
+        }
+    }
+
+    /// A part of one. Without a link it is only planned for.
+    pub fn part(gpu: Gpu, shard: Shard, link: Option<RankLink>) -> Self {
+        Self { gpu, shard, link }
+    }
+}
+
+/// A model on GPUs that are not here, one for each rank: like an H200, but for the size of their memory. It is planned for, and not
+/// loaded.
 pub type AssumedGpu = ModelOn<AssumedBytes>;
 
-/// Memory of a GPU that is not here.
+/// Memory of each GPU that is not here.
 #[derive(Clone, Copy, Debug)]
 pub struct AssumedBytes(pub u64);
 
-fn state_shape(settings: &EngineSettings, limits: StepLimits) -> GpuStateShape {
+fn state_shape(settings: &EngineSettings, shard: Shard, limits: StepLimits) -> GpuStateShape {
     GpuStateShape {
         limits,
-        shard: Shard::WHOLE,
+        shard,
         serve_as: settings.serve_as.clone(),
         block_size: settings.block_size,
         kv_cache_dtype: settings.load_options().kv_cache_dtype,
@@ -69,8 +95,13 @@ fn facts_and_footprint(model: GpuFootprint, device: Meters) -> (ModelFacts, Box<
         model.kv_bytes_per_token(),
         model.state_bytes(),
     );
-    let model = Rc::new(model);
-    (facts, Box::new(PredictedGpu { model, device }))
+    let held = device.by_component.get(Component::Communication);
+    let predicted = PredictedGpu {
+        communication: model.communication_bytes().saturating_sub(held),
+        model: Rc::new(model),
+        device,
+    };
+    (facts, Box::new(predicted))
 }
 
 impl Device for GpuBackend {
@@ -79,16 +110,16 @@ impl Device for GpuBackend {
     }
 
     fn name(&self) -> String {
-        let info = self.device.info();
+        let info = self.device.gpu.info();
         format!("cuda:{} ({})", info.ordinal, info.name)
     }
 
     fn defaults(&self) -> Defaults {
-        defaults(self.device.info().total_bytes)
+        defaults(self.device.gpu.info().total_bytes)
     }
 
     fn largest(&self) -> Option<u64> {
-        Some(self.device.info().total_bytes)
+        Some(self.device.gpu.info().total_bytes)
     }
 
     fn max_model_len(&self) -> Result<usize, Error> {
@@ -108,20 +139,22 @@ impl Device for GpuBackend {
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
-        let shape = state_shape(&self.settings, limits);
-        let model = GpuFootprint::on(&self.device, &self.model, shape)?;
-        Ok(facts_and_footprint(model, self.device.meters()))
+        let shape = state_shape(&self.settings, self.device.shard, limits);
+        let model = GpuFootprint::on(&self.device.gpu, &self.model, shape)?;
+        Ok(facts_and_footprint(model, self.device.gpu.meters()))
     }
 }
 
 impl Backend for GpuBackend {
     fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
+        let GpuPart { gpu, shard, link } = &self.device;
         let load_options = LoadOptions {
+            shard: *shard,
             cancel: cancel.clone(),
             ..self.settings.load_options()
         };
-        let model = GpuModel::load(&self.model, load_options, &self.device, progress)?;
-        let capability = self.device.info().compute_capability;
+        let model = GpuModel::load_rank(&self.model, load_options, gpu, link.clone(), progress)?;
+        let capability = gpu.info().compute_capability;
         let mut head_dims: Vec<usize> = model
             .spec()
             .attention()
@@ -160,36 +193,36 @@ impl Backend for GpuBackend {
     }
 
     fn account(&self) -> &Budget {
-        self.device.budget()
+        self.device.gpu.budget()
     }
 
     fn meters(&self) -> Meters {
-        self.device.meters()
+        self.device.gpu.meters()
     }
 
     fn allocations(&self) -> u64 {
-        self.device.allocations()
+        self.device.gpu.allocations()
     }
 
     fn reset_high_water(&self) {
-        report(self.device.reset_high_water());
+        report(self.device.gpu.reset_high_water());
     }
 
     fn settle_runtime(&self) {
-        report(self.device.settle_runtime());
+        report(self.device.gpu.settle_runtime());
     }
 
     fn trim(&self) {
-        report(self.device.trim());
+        report(self.device.gpu.trim());
     }
 
     fn plan_key(&self) -> DeviceKey {
-        DeviceKey::gpu(&self.device, self.settings.enforce_eager)
+        DeviceKey::gpu(&self.device.gpu, self.settings.enforce_eager)
     }
 
     fn log_neighbours(&self) {
-        if self.device.meters().peers() > 0 {
-            let ordinal = self.device.info().ordinal;
+        if self.device.gpu.meters().peers() > 0 {
+            let ordinal = self.device.gpu.info().ordinal;
             for holder in holders(ordinal) {
                 tracing::warn!("memory of cuda:{ordinal}: {holder}");
             }
@@ -198,6 +231,7 @@ impl Backend for GpuBackend {
 
     fn watch(&self, on: bool) -> Result<(), Error> {
         self.device
+            .gpu
             .watch(on)
             .map_err(|error| Error::Bench(error.to_string()))
     }
@@ -325,10 +359,15 @@ impl Device for AssumedGpu {
     }
 
     fn name(&self) -> String {
-        format!(
-            "a GPU of {} (not here; assumed to be like an H200)",
-            Bytes(self.device.0)
-        )
+        let bytes = Bytes(self.device.0);
+        match self.ranks() {
+            1 => format!("a GPU of {bytes} (not here; assumed to be like an H200)"),
+            ranks => format!("{ranks} GPUs of {bytes} each (not here; assumed to be like H200s)"),
+        }
+    }
+
+    fn ranks(&self) -> usize {
+        self.settings.tensor_parallel_size
     }
 
     fn is_assumed(&self) -> bool {
@@ -356,7 +395,12 @@ impl Device for AssumedGpu {
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
-        let model = GpuFootprint::assumed(&self.model, state_shape(&self.settings, limits))?;
+        let first = Shard {
+            rank: 0,
+            ranks: self.ranks(),
+        };
+        let shape = state_shape(&self.settings, first, limits);
+        let model = GpuFootprint::assumed(&self.model, shape)?;
         let empty = Meters {
             total: self.device.0,
             free: self.device.0,
@@ -370,19 +414,25 @@ impl Device for AssumedGpu {
 /// What a model on a GPU would take.
 struct PredictedGpu {
     model: Rc<GpuFootprint>,
+    /// What ranks exchange sums in, as far as it is not there yet.
+    communication: u64,
     /// With what the runtime takes, before the model is loaded.
     device: Meters,
 }
 
 impl Footprint for PredictedGpu {
     fn idle(&self) -> Meters {
-        let parts = [(Component::Weights, self.model.weights_bytes())];
+        let parts = [
+            (Component::Communication, self.communication),
+            (Component::Weights, self.model.weights_bytes()),
+        ];
         holding(&self.device, &parts, self.model.slack_bytes(0))
     }
 
     fn with_state(&self, kv: KvConfig, arena: u64) -> Meters {
         let staging = self.model.staging_bytes();
         let parts = [
+            (Component::Communication, self.communication),
             (Component::Weights, self.model.weights_bytes()),
             (Component::Kv, self.model.kv_bytes(kv)),
             (Component::States, self.model.states_bytes(kv.state_slots)),
@@ -409,6 +459,7 @@ impl Footprint for PredictedGpu {
     fn for_limits(&self, limits: &StepLimits) -> Box<dyn Footprint> {
         Box::new(Self {
             model: Rc::new(self.model.for_limits(limits)),
+            communication: self.communication,
             device: self.device,
         })
     }

@@ -5,6 +5,7 @@ mod cpu;
 mod gpu;
 mod predicted;
 mod ranks;
+mod ranks_on_gpus;
 mod sim;
 
 use std::fmt;
@@ -27,7 +28,7 @@ use crate::settings::EngineSettings;
 
 pub use choose::{Place, look, open};
 pub use cpu::{CpuBackend, CpuRank};
-pub use gpu::{AssumedBytes, AssumedGpu, GpuBackend};
+pub use gpu::{AssumedBytes, AssumedGpu, GpuBackend, GpuPart};
 pub(crate) use ranks::Targets;
 pub use ranks::{RanksBackend, SharedExchange};
 pub use sim::SimBackend;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use plimsoll_core::{Executor, StepLimits};
+use plimsoll_core::{Executor, Meters, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_engine::FanOut;
 use plimsoll_kernels::Exchange;
@@ -54,7 +54,9 @@ impl Device for RanksBackend {
     }
 
     fn name(&self) -> String {
-        format!("{} ranks on {}", self.ranks.len(), self.first().name())
+        let mut names: Vec<_> = self.all().map(Device::name).collect();
+        names.dedup();
+        format!("{} ranks on {}", self.ranks.len(), names.join(", "))
     }
 
     fn ranks(&self) -> usize {
@@ -66,7 +68,7 @@ impl Device for RanksBackend {
     }
 
     fn largest(&self) -> Option<u64> {
-        self.first().largest()
+        self.all().filter_map(Device::largest).min()
     }
 
     fn max_model_len(&self) -> Result<usize, Error> {
@@ -132,6 +134,14 @@ impl Backend for RanksBackend {
         self.all().map(|rank| rank.account()).collect()
     }
 
+    fn meters(&self) -> Meters {
+        self.first().meters()
+    }
+
+    fn allocations(&self) -> u64 {
+        self.all().map(Backend::allocations).sum()
+    }
+
     fn reset_high_water(&self) {
         self.all().for_each(|rank| rank.reset_high_water());
     }
@@ -149,7 +159,11 @@ impl Backend for RanksBackend {
     }
 
     fn log_neighbours(&self) {
-        self.first().log_neighbours();
+        self.all().for_each(Backend::log_neighbours);
+    }
+
+    fn watch(&self, on: bool) -> Result<(), Error> {
+        self.all().try_for_each(|rank| rank.watch(on))
     }
 
     fn parts(&self) -> &[(Arc<dyn Backend>, SharedExchange)] {

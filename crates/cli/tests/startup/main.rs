@@ -22,7 +22,7 @@ use clap::Parser;
 use futures::StreamExt;
 use plimsoll_cli::Error;
 use plimsoll_cli::args::{Cli, Command};
-use plimsoll_cli::backend::{Backend, CpuBackend, CpuRank, GpuBackend, SimBackend};
+use plimsoll_cli::backend::{Backend, CpuBackend, CpuRank, GpuBackend, GpuPart, SimBackend};
 use plimsoll_cli::plan_cache::PlanCache;
 use plimsoll_cli::settings::EngineSettings;
 use plimsoll_cli::source::Source;
@@ -97,7 +97,11 @@ impl Model {
     }
 
     fn on_gpu(&self, settings: &Arc<EngineSettings>, gpu: &Gpu) -> Arc<dyn Backend> {
-        Arc::new(GpuBackend::new(self.dir.path(), settings, gpu.clone()))
+        Arc::new(GpuBackend::new(
+            self.dir.path(),
+            settings,
+            GpuPart::whole(gpu.clone()),
+        ))
     }
 
     fn load_on(&self, settings: &Arc<EngineSettings>, backend: Arc<dyn Backend>) -> Result<Loaded, Error> {
