@@ -5,6 +5,7 @@ mod ballast;
 mod chats;
 mod gpu;
 mod gpu_neighbours;
+mod gpu_ranks;
 mod neighbours;
 mod plan_cache;
 mod prediction;

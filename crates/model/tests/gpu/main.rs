@@ -9,6 +9,7 @@ mod golden;
 mod images;
 mod kv;
 mod memory;
+mod ranks;
 mod reference;
 mod rows;
 mod sampling;

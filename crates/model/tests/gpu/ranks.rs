@@ -1,0 +1,367 @@
+//! Models that two GPUs compute together: logits and text are those of one, and a rank that fails ends what has begun on both.
+//!
+//! Each rank's part of a sum is rounded to bf16 before it is added, so logits are a little further from transformers' than those of
+//! one GPU.
+
+use std::panic::resume_unwind;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use plimsoll_core::{BuildError, Component, Executor, Scratch, StepError, TokenId};
+use plimsoll_device::cuda::Gpu;
+use plimsoll_kernels::Exchange;
+use plimsoll_kernels::cuda::{AllReduce, AllReducePath, communication_bytes};
+use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuStateShape, RankLink};
+use plimsoll_model::{KvCacheDtype, LoadOptions, ModelError, Shard};
+
+use crate::common::fp8::is_fp8;
+use crate::common::requests::{Disturbance, Request, serve};
+use crate::common::*;
+use crate::golden::in_chunks;
+use crate::reference::VOCAB;
+use crate::setup::{LIMITS, MODELS, Setup, load, report};
+
+const RANKS: usize = 2;
+
+const SETUP: Setup = Setup {
+    block_size: 16,
+    tokens: 256,
+    enforce_eager: true,
+};
+
+/// One rank with its part of a model.
+struct Rank {
+    rank: usize,
+    gpu: Gpu,
+    model: Arc<GpuModel>,
+}
+
+/// The first GPUs, where there are enough: otherwise says so.
+fn gpus() -> Option<Vec<Gpu>> {
+    let gpus: Result<Vec<_>, _> = (0..RANKS).map(Gpu::open).collect();
+    match gpus {
+        Ok(gpus) => Some(gpus),
+        Err(error) => {
+            report(format_args!(
+                "SKIPPED, NOTHING WAS TESTED: this test needs {RANKS} GPUs ({error})"
+            ));
+            None
+        }
+    }
+}
+
+/// What both ranks come to with a golden model, or why it cannot be divided so.
+fn on_ranks<T: Send>(
+    gpus: &[Gpu],
+    name: &str,
+    work: impl Fn(&Rank) -> T + Sync,
+) -> Result<Vec<T>, ModelError> {
+    let group = AllReduce::group(gpus, AllReducePath::Peers).expect("GPUs that reach each other");
+    thread::scope(|scope| {
+        let parts = gpus.iter().zip(group).zip(Exchange::group(RANKS)).enumerate();
+        let threads: Vec<_> = parts
+            .map(|(rank, ((gpu, all_reduce), exchange))| {
+                let work = &work;
+                scope.spawn(move || {
+                    let link = RankLink {
+                        all_reduce: Arc::new(all_reduce),
+                        exchange: Arc::new(Mutex::new(exchange)),
+                    };
+                    let options = LoadOptions {
+                        shard: Shard { rank, ranks: RANKS },
+                        ..LoadOptions::default()
+                    };
+                    let model =
+                        GpuModel::load_rank(&golden_path(name), options, gpu, Some(link), &mut |_| ())?;
+                    let gpu = gpu.clone();
+                    Ok(work(&Rank { rank, gpu, model }))
+                })
+            })
+            .collect();
+        let ends = threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        let mut all = Vec::new();
+        let mut why = None;
+        for end in ends {
+            match end {
+                Ok(value) => all.push(value),
+                // A rank that fails says why; the other was only told to stop.
+                Err(ModelError::Cancelled) => {}
+                Err(error) => why = Some(error),
+            }
+        }
+        why.map_or(Ok(all), Err)
+    })
+}
+
+/// Whether a model was not divided for a reason that names the flag.
+fn is_refused(name: &str, error: &ModelError) {
+    let text = error.to_string();
+    let is_named = ["--tensor-parallel-size", "on a GPU", "stored"]
+        .iter()
+        .any(|said| text.contains(said));
+    assert!(is_named, "{name}: {text}");
+    report(format_args!("{name} is not divided: {text}"));
+}
+
+/// Whole prompts, chunks over a cached prefix, and token after token; of all formats that can be divided.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn logits_of_ranks_are_close_to_transformers() {
+    let Some(gpus) = gpus() else { return };
+    let mut served = Vec::new();
+    for name in MODELS.into_iter().chain(EXPERT_MODELS) {
+        let cases = golden(name).cases;
+        let found = on_ranks(&gpus, name, |rank| {
+            let of_chunks = |len| {
+                let mut runner = SETUP.build(&rank.model);
+                cases
+                    .iter()
+                    .map(|case| in_chunks(&mut runner, &SETUP, case, len))
+                    .collect::<Vec<_>>()
+            };
+            [128, 17, 1].map(of_chunks)
+        });
+        let found = match found {
+            Ok(found) => found,
+            Err(error) => {
+                is_refused(name, &error);
+                continue;
+            }
+        };
+        assert!(found[0] == found[1], "{name}: ranks came to different logits");
+        let theirs =
+            (cases.iter().map(|case| case.bf16_error.powi(2)).sum::<f64>() / cases.len() as f64).sqrt();
+        let has_experts = EXPERT_MODELS.contains(&name);
+        for (len, logits) in [128, 17, 1].into_iter().zip(&found[0]) {
+            let mut errors: Vec<f64> = logits
+                .iter()
+                .zip(&cases)
+                .map(|(logits, case)| relative_error(logits, &case.last_logits.concat()))
+                .collect();
+            report(format_args!(
+                "{name}, chunks of {len}: {errors:.4?}, transformers {theirs:.4}"
+            ));
+            // One prompt may go to other experts.
+            errors.sort_unstable_by(f64::total_cmp);
+            let middle = errors[errors.len() / 2];
+            let worst = errors[errors.len() - 1];
+            let (usual, most) = match (has_experts, is_fp8(name)) {
+                (true, _) => (2.5, f64::INFINITY),
+                (_, true) => (2.0, 4.0),
+                _ => (1.6, 4.0),
+            };
+            assert!(
+                middle < usual * theirs && worst < most * theirs,
+                "{name}, chunks of {len}: {errors:?}"
+            );
+        }
+        served.push(name);
+    }
+    assert!(served.len() >= 15, "{served:?}");
+}
+
+/// Text is the same with graphs and without, alone and in batches that are disturbed, on both ranks; and mostly that of one GPU.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn text_of_ranks_does_not_depend_on_scheduling() {
+    let Some(gpus) = gpus() else { return };
+    for name in ["llama", "qwen3-f16", "gemma3", "gemma4", "mistral-window"] {
+        let cases = golden(name).cases;
+        let table = blocks(0..SETUP.num_blocks() as u32);
+        let alone = |model: &Arc<GpuModel>, enforce_eager| {
+            let setup = Setup {
+                enforce_eager,
+                ..SETUP
+            };
+            let mut runner = setup.build(model);
+            let text = |case: &Case| greedy_alone(&mut runner, &case.prompt, &table, case.greedy.len());
+            cases.iter().map(text).collect::<Vec<_>>()
+        };
+        let served = |model: &Arc<GpuModel>, depth| {
+            let mut requests = Request::random(8, 11, VOCAB, 60);
+            let how = Disturbance {
+                block_size: 16,
+                num_blocks: 64,
+                limits: LIMITS,
+                seed: 5,
+                depth,
+            };
+            let setup = Setup {
+                tokens: 1024,
+                enforce_eager: false,
+                ..SETUP
+            };
+            let mut runner = setup.build_for(model, &LIMITS, Scratch::Growable);
+            serve(&mut runner, &mut requests, how, &mut |_, sampled| sampled.token);
+            requests
+                .into_iter()
+                .map(|request| request.output)
+                .collect::<Vec<_>>()
+        };
+        let found = on_ranks(&gpus, name, |rank| {
+            let model = &rank.model;
+            let texts = [alone(model, true), alone(model, false)];
+            (texts, [1, 2].map(|depth| served(model, depth)))
+        })
+        .unwrap();
+        assert!(found[0] == found[1], "{name}: ranks came to different text");
+        let (texts, _) = &found[0];
+        let whole = alone(&load(&gpus[0], name), false);
+        let same = |a: &[Vec<TokenId>], b: &[Vec<TokenId>]| {
+            let pairs = a.iter().zip(b);
+            pairs.filter(|(a, b)| a == b).count()
+        };
+        report(format_args!(
+            "{name}: of {} texts {} are the same with graphs, {} those of one GPU",
+            cases.len(),
+            same(&texts[0], &texts[1]),
+            same(&texts[1], &whole),
+        ));
+        assert!(
+            2 * same(&texts[1], &whole) >= cases.len(),
+            "{name}: {texts:?}, {whole:?}"
+        );
+    }
+}
+
+/// Whichever rank finds no memory for a step, nothing of it is launched on either; a step in flight ends well, and so does the next.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn a_step_that_fails_on_one_gpu_ends_on_both() {
+    let Some(gpus) = gpus() else { return };
+    let case = &golden("llama").cases[0];
+    let begun = Instant::now();
+    for bad in 0..RANKS {
+        on_ranks(&gpus, "llama", |rank| {
+            let mut runner = Setup {
+                enforce_eager: false,
+                ..SETUP
+            }
+            .build(&rank.model);
+            let table = blocks(0..8);
+            let prompt = || {
+                let mut run = run(1, 0, &case.prompt, &table);
+                run.sample = Some(greedy_spec(0));
+                plan(vec![run])
+            };
+            for _ in 0..3 {
+                runner.launch(&prompt()).unwrap();
+                if rank.rank == bad {
+                    rank.gpu.budget().fail_step(1);
+                }
+                match runner.launch(&prompt()).unwrap_err() {
+                    StepError::Oom(_) => assert_eq!(rank.rank, bad),
+                    error => assert_eq!(error, StepError::OtherRank(bad), "rank {}", rank.rank),
+                }
+                let output = runner.finish().unwrap();
+                let sampled = output.samples[0].as_ref().unwrap();
+                assert_eq!(sampled.token, case.greedy[0], "rank {}", rank.rank);
+            }
+        })
+        .unwrap();
+    }
+    assert!(begun.elapsed() < Duration::from_secs(60), "nobody waits in vain");
+}
+
+/// Whichever allocation of a state fails on one rank, the other ends too, and the next state serves.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn any_allocation_of_a_state_may_fail_on_one_gpu() {
+    let Some(gpus) = gpus() else { return };
+    let begun = Instant::now();
+    let case = &golden("llama").cases[0];
+    on_ranks(&gpus, "llama", |rank| {
+        let build = || {
+            let config = state_config(16, 16);
+            rank.model
+                .build_state(&config, &LIMITS, GpuOptions::default(), &mut |_, _| {})
+        };
+        let count = || rank.gpu.budget().meters().allocations;
+        drop(build().unwrap());
+        let before = count();
+        drop(build().unwrap());
+        let allocations = count() - before;
+        for bad in 0..RANKS {
+            for n in 1..=allocations {
+                if rank.rank == bad {
+                    rank.gpu.budget().fail_allocation(n);
+                }
+                match build() {
+                    // What fails behind the last agreement is for the profile to tell the others.
+                    Ok(_) => assert_ne!(rank.rank, bad, "allocation {n}"),
+                    Err(BuildError::Oom(_)) => assert_eq!(rank.rank, bad, "allocation {n}"),
+                    Err(error) => assert_eq!(error, BuildError::OtherRank(bad), "allocation {n}"),
+                }
+                rank.gpu.budget().fail_allocation(0);
+            }
+        }
+        let mut runner = build().unwrap();
+        let text = greedy_alone(&mut runner, &case.prompt, &blocks(0..16), case.greedy.len());
+        assert_eq!(text[0], case.greedy[0]);
+    })
+    .unwrap();
+    report(format_args!("{:?}", begun.elapsed()));
+}
+
+/// A rank whose steps never come: the other gives up, and says who is missing.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn a_gpu_whose_step_never_comes_is_named() {
+    let Some(gpus) = gpus() else { return };
+    let case = &golden("llama").cases[0];
+    let begun = Instant::now();
+    on_ranks(&gpus, "llama", |rank| {
+        let mut runner = SETUP.build(&rank.model);
+        let mut step = run(1, 0, &case.prompt, &blocks(0..8));
+        step.sample = Some(greedy_spec(0));
+        if rank.rank == 1 {
+            // Longer than anybody waits on the host.
+            thread::sleep(Duration::from_secs(70));
+            return;
+        }
+        match runner.launch(&plan(vec![step])).unwrap_err() {
+            StepError::RankLost(why) => assert!(why.contains("rank 1 did not come"), "{why}"),
+            error => panic!("{error:?}"),
+        }
+    })
+    .unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(100));
+}
+
+/// Each rank holds what is predicted for it: its part of the weights, and what sums are exchanged in.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn ranks_hold_what_is_predicted() {
+    let Some(gpus) = gpus() else { return };
+    for name in ["llama", "qwen3-f16", "mixtral", "llama-fp8-channel"] {
+        let whole = load(&gpus[0], name).kv_bytes_per_token();
+        on_ranks(&gpus, name, |rank| {
+            let shape = GpuStateShape {
+                limits: LIMITS,
+                block_size: state_config(16, 16).kv.block_size,
+                kv_cache_dtype: KvCacheDtype::Auto,
+                options: GpuOptions::default(),
+                serve_as: Default::default(),
+                shard: Shard {
+                    rank: rank.rank,
+                    ranks: RANKS,
+                },
+            };
+            let told = GpuFootprint::assumed(&golden_path(name), shape).unwrap();
+            let held = rank.gpu.budget().meters().by_component;
+            assert_eq!(told.weights_bytes(), held.get(Component::Weights), "{name}");
+            assert_eq!(
+                told.communication_bytes(),
+                held.get(Component::Communication),
+                "{name}"
+            );
+            assert_eq!(told.communication_bytes(), communication_bytes(RANKS) as u64);
+            assert_eq!(told.kv_bytes_per_token(), rank.model.kv_bytes_per_token());
+            assert!(rank.model.kv_bytes_per_token() <= whole);
+        })
+        .unwrap();
+    }
+}
