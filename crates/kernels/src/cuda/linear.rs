@@ -36,7 +36,7 @@ pub use matrix::{
     PART_OUTPUTS, int4_pitch, mxfp4_pitch,
 };
 pub use stream::{LinearCut, LinearOutput};
-pub use tune::{LinearChoice, LinearScratch, LinearUse};
+pub use tune::{LinearChoice, LinearScratch, LinearUse, TimedWay};
 
 /// How products of a shape are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +52,16 @@ impl Choice {
         match self {
             Self::Stream(_) => None,
             Self::Lt(_) => key.shape.scaling(),
+        }
+    }
+}
+
+impl Choice {
+    /// The same on all GPUs that have this way of a product: see [`TimedWay`].
+    fn number(self) -> u32 {
+        match self {
+            Self::Stream(cut) => ((cut.row_warps * 16 + cut.cluster) * 16 + cut.blocks_per_sm) as u32,
+            Self::Lt(algorithm) => 1 << 23 | algorithm.hash() & ((1 << 23) - 1),
         }
     }
 }

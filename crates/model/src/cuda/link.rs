@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use plimsoll_core::{BuildError, StepError};
 use plimsoll_device::cuda::{DeviceError, GpuError};
 use plimsoll_kernels::Exchange;
-use plimsoll_kernels::cuda::AllReduce;
+use plimsoll_kernels::cuda::{AllReduce, TimedWay};
 
 use crate::ModelError;
 
@@ -84,12 +84,13 @@ impl RankLink {
         self.lock().agree_in_time().map_err(not_loaded)
     }
 
-    /// Replaces microseconds by the longest of all ranks, which measure the same ways: so all choose alike.
+    /// Replaces the microseconds of each way of a product by the longest of all ranks, infinite where one has no such way: so all
+    /// choose alike, in whatever order their ways are.
     ///
     /// # Errors
-    /// As [`Self::agree_to_load`]; [`GpuError::NoCommonWay`] where ranks have other ways.
-    pub(super) fn longest(&self, times: &mut [f32]) -> Result<(), ModelError> {
-        longest(&mut self.lock(), times)
+    /// As [`Self::agree_to_load`].
+    pub(super) fn longest(&self, ways: &mut [TimedWay]) -> Result<(), ModelError> {
+        longest(&mut self.lock(), ways)
     }
 
     fn lock(&self) -> MutexGuard<'_, Exchange> {
@@ -99,19 +100,22 @@ impl RankLink {
 }
 
 /// See [`RankLink::longest`].
-fn longest(exchange: &mut Exchange, times: &mut [f32]) -> Result<(), ModelError> {
-    assert!(times.len() <= MOST_WAYS, "{} ways of a product", times.len());
-    let mut own = [f32::INFINITY; 1 + MOST_WAYS];
-    own[0] = times.len() as f32;
-    own[1..][..times.len()].copy_from_slice(times);
-    let mut all = vec![0.0; exchange.ranks() * own.len()];
-    exchange.gather(&own, 1, &mut all).map_err(not_loaded)?;
-    for rank in all.chunks_exact(own.len()) {
-        if rank[0] != own[0] {
-            return Err(ModelError::Gpu(GpuError::NoCommonWay));
-        }
-        for (time, other) in times.iter_mut().zip(&rank[1..]) {
-            *time = time.max(*other);
+fn longest(exchange: &mut Exchange, ways: &mut [TimedWay]) -> Result<(), ModelError> {
+    assert!(ways.len() <= MOST_WAYS, "{} ways of a product", ways.len());
+    // Ways by number, which are exact in `f32`, and their times.
+    let mut own = [[-1.0, f32::INFINITY]; MOST_WAYS];
+    for (own, way) in own.iter_mut().zip(&*ways) {
+        *own = [way.way as f32, way.us];
+    }
+    let mut all = vec![0.0; exchange.ranks() * own.as_flattened().len()];
+    exchange
+        .gather(own.as_flattened(), 1, &mut all)
+        .map_err(not_loaded)?;
+    for rank in all.chunks_exact(own.as_flattened().len()) {
+        for way in &mut *ways {
+            let mut known = rank.as_chunks::<2>().0.iter();
+            let found = known.find(|known| known[0] == way.way as f32);
+            way.us = found.map_or(f32::INFINITY, |known| way.us.max(known[1]));
         }
     }
     Ok(())
@@ -160,16 +164,17 @@ mod tests {
 
     use super::*;
 
-    /// What each rank comes to with these times.
-    fn on_all(times: &[&[f32]]) -> Vec<Result<Vec<f32>, ModelError>> {
+    /// What each rank comes to with these ways and times.
+    fn on_all(ranks: &[&[(u32, f32)]]) -> Vec<Vec<(u32, f32)>> {
         thread::scope(|scope| {
-            let ranks = Exchange::group(times.len()).into_iter().zip(times);
+            let ranks = Exchange::group(ranks.len()).into_iter().zip(ranks);
             let threads: Vec<_> = ranks
-                .map(|(mut exchange, times)| {
+                .map(|(mut exchange, ways)| {
                     scope.spawn(move || {
-                        let mut times = times.to_vec();
+                        let mut ways: Vec<_> = ways.iter().map(|&(way, us)| TimedWay { way, us }).collect();
                         exchange.begin_step();
-                        longest(&mut exchange, &mut times).map(|()| times)
+                        longest(&mut exchange, &mut ways).unwrap();
+                        ways.into_iter().map(|way| (way.way, way.us)).collect()
                     })
                 })
                 .collect();
@@ -180,21 +185,30 @@ mod tests {
     #[test]
     fn the_slowest_rank_decides_for_all() {
         let failed = f32::INFINITY;
-        for found in on_all(&[&[3.0, 5.0, 1.0], &[4.0, 2.0, failed], &[1.0, 1.0, 1.0]]) {
-            assert_eq!(found.unwrap(), [4.0, 5.0, failed]);
+        let most = (1 << 24) - 1;
+        let found = on_all(&[
+            &[(1, 3.0), (2, 5.0), (most, 1.0)],
+            &[(1, 4.0), (2, 2.0), (most, failed)],
+            &[(1, 1.0), (2, 1.0), (most, 1.0)],
+        ]);
+        for found in found {
+            assert_eq!(found, [(1, 4.0), (2, 5.0), (most, failed)]);
         }
-        for found in on_all(&[&[], &[]]) {
-            assert!(found.unwrap().is_empty());
-        }
+        assert_eq!(on_all(&[&[], &[]]), [[], []]);
     }
 
+    /// Of two chips of one kind, one may run more clusters at once.
     #[test]
-    fn ranks_with_other_ways_are_an_error_on_all() {
-        for found in on_all(&[&[3.0, 5.0], &[4.0]]) {
-            assert!(
-                matches!(found, Err(ModelError::Gpu(GpuError::NoCommonWay))),
-                "{found:?}"
-            );
-        }
+    fn ranks_choose_among_ways_that_all_have() {
+        let found = on_all(&[
+            &[(7, 1.0), (5, 3.0), (6, 2.0)],
+            &[(6, 4.0), (8, 0.5), (5, 3.5), (9, 0.5)],
+        ]);
+        let none = f32::INFINITY;
+        assert_eq!(found[0], [(7, none), (5, 3.5), (6, 4.0)]);
+        assert_eq!(found[1], [(6, 4.0), (8, none), (5, 3.5), (9, none)]);
+        // Without any in common nothing is left.
+        let found = on_all(&[&[(1, 1.0)], &[(2, 1.0), (3, 1.0)]]);
+        assert!(found.iter().flatten().all(|(_, us)| *us == none), "{found:?}");
     }
 }

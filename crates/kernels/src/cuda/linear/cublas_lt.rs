@@ -86,6 +86,16 @@ impl Operands {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Algorithm(sys::cublasLtMatmulAlgo_t);
 
+impl Algorithm {
+    /// Of all that the library knows about it (FNV-1a): it has no addresses, so processes may exchange it.
+    pub(super) fn hash(&self) -> u32 {
+        let bytes = self.0.data.iter().flat_map(|word| word.to_le_bytes());
+        bytes.fold(0x811c_9dc5, |hash, byte| {
+            (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
+        })
+    }
+}
+
 impl fmt::Display for Algorithm {
     /// Kind, tile, stages and parts of k, by the library's numbers.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -24,8 +24,17 @@ const REPEATS: usize = 3;
 const MOST_CUTS: usize = 6;
 const MOST_ALGORITHMS: usize = 3;
 
+/// A way of a product that was measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TimedWay {
+    /// The same on all GPUs that have it, below 2^24.
+    pub way: u32,
+    /// Microseconds, infinite where it failed.
+    pub us: f32,
+}
+
 /// See [`Linears::measure_together`].
-type Agree<'a, E> = dyn FnMut(&mut [f32]) -> Result<(), E> + 'a;
+type Agree<'a, E> = dyn FnMut(&mut [TimedWay]) -> Result<(), E> + 'a;
 
 /// Layers of one shape, and the numbers of rows they will see.
 #[derive(Clone, Copy, Debug)]
@@ -176,9 +185,9 @@ impl Linears {
         self.measure_together(uses, scratch, &mut |_| Ok(()))
     }
 
-    /// As [`Self::measure`], on several GPUs at once that are to come to the same choices, as what all compute must have the same
-    /// bits: `agree` gets the microseconds of each way of a product, infinite where it failed, and replaces them by those that count
-    /// for all.
+    /// As [`Self::measure`], on several GPUs at once that compute the same and are to come to the same bits, so that they choose alike.
+    /// `agree` gets the ways of a product and replaces their times by those that count for all: infinite ones where a GPU has no such
+    /// way. GPUs of one kind do not have all of them alike, as chips differ in which of their parts are in use.
     ///
     /// # Errors
     /// [`GpuError`] of the device, and those of `agree`.
@@ -304,19 +313,21 @@ impl Clock<'_> {
             candidates.push(Choice::Stream(linears.slow_cut(key)?));
         }
         let mut failure = GpuError::NoCommonWay;
-        let times = candidates.iter().map(|&choice| self.time(one, key, choice));
-        let mut times: Vec<f32> = times
-            .map(|time| {
-                time.unwrap_or_else(|error| {
-                    failure = error;
-                    f32::INFINITY
-                })
-            })
-            .collect();
+        let times = candidates.iter().map(|&choice| TimedWay {
+            way: choice.number(),
+            us: self.time(one, key, choice).unwrap_or_else(|error| {
+                failure = error;
+                f32::INFINITY
+            }),
+        });
+        let mut times: Vec<_> = times.collect();
         agree(&mut times)?;
         let times = candidates.into_iter().zip(times);
-        let best = (times.filter(|(_, us)| us.is_finite())).min_by(|(_, a), (_, b)| a.total_cmp(b));
-        Ok(best.ok_or(failure)?)
+        // Of equal ones everywhere the same, in whatever order they are.
+        let best = times
+            .filter(|(_, time)| time.us.is_finite())
+            .min_by(|(_, a), (_, b)| a.us.total_cmp(&b.us).then(a.way.cmp(&b.way)));
+        Ok(best.map(|(choice, time)| (choice, time.us)).ok_or(failure)?)
     }
 
     /// Microseconds of one product, among others like it in a graph.

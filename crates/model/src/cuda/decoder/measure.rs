@@ -63,7 +63,8 @@ impl Scratch {
 }
 
 impl Decoder {
-    /// Finds the fastest way for each linear layer and number of rows: on all ranks the same.
+    /// Finds the fastest way for each linear layer and number of rows: on all ranks the same, where all compute the same. Of their own
+    /// parts they may choose as they like, and may not even have the same ways: one alone has the bias of a sum.
     pub(super) fn measure_linears(&mut self) -> Result<(), ModelError> {
         let GpuWeights { spec, decoder, .. } = &self.weights;
         let head: Vec<_> = self.head.iter().map(|head| &head.linear).collect();
@@ -107,7 +108,7 @@ impl Decoder {
             output,
             rows: &MEASURED_ROWS,
         };
-        let mut uses = Vec::new();
+        let (mut uses, mut shared) = (Vec::new(), Vec::new());
         let activations = [Activation::Silu, Activation::GeluTanh];
         let used = |activation: &Activation| {
             let mut mlps = spec.layers.iter().filter_map(|layer| layer.mlp_of_all());
@@ -119,12 +120,17 @@ impl Decoder {
             (&output, LinearOutput::Bf16),
             (&gate_up, LinearOutput::Bf16),
             (&down, LinearOutput::Bf16),
+        ] {
+            uses.extend(groups.iter().map(|layers| plain(layers, kind)));
+        }
+        // What every rank computes whole.
+        for (groups, kind) in [
             (&input_gates, LinearOutput::Bf16),
             (&inputs, LinearOutput::Bf16),
             (&all_inputs, LinearOutput::Bf16),
             (&routers, LinearOutput::F32),
         ] {
-            uses.extend(groups.iter().map(|layers| plain(layers, kind)));
+            shared.extend(groups.iter().map(|layers| plain(layers, kind)));
         }
         let whole = by_shape(layers, |layer| {
             let gate_up = &layer.mlp.of_all()?.gate_up;
@@ -135,6 +141,10 @@ impl Decoder {
             uses.extend(whole.iter().map(|layers| plain(layers, kind)));
         }
         if !head.is_empty() {
+            let uses = match spec.vocab_shard.ranks {
+                1 => &mut shared,
+                _ => &mut uses,
+            };
             uses.push(LinearUse {
                 rows: MEASURED_ROWS
                     .split_at(MEASURED_ROWS.partition_point(|&rows| rows <= MEASURED_HEAD_ROWS))
@@ -142,10 +152,12 @@ impl Decoder {
                 ..plain(&head, LinearOutput::F32)
             });
         }
+        self.linears.measure(&uses, scratch)?;
+        // Behind the others: where shapes are the same, these choices hold.
         match &self.link {
-            None => self.linears.measure(&uses, scratch)?,
+            None => self.linears.measure(&shared, scratch)?,
             Some(link) => {
-                (self.linears).measure_together(&uses, scratch, &mut |times| link.longest(times))?
+                (self.linears).measure_together(&shared, scratch, &mut |ways| link.longest(ways))?
             }
         }
         for choice in self.linears.choices() {
