@@ -1,6 +1,6 @@
 use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use cudarc::driver::sys;
 
@@ -28,6 +28,8 @@ struct Inner {
     runtime: Runtime,
     /// Device allocations made so far, by whatever means.
     allocations: AtomicU64,
+    /// See [`Gpu::has_peers`].
+    has_peers: AtomicBool,
 }
 
 // SAFETY: the handles belong to the driver, whose functions may be called from any thread.
@@ -138,6 +140,7 @@ impl Gpu {
             runtime,
             budget,
             allocations: AtomicU64::new(0),
+            has_peers: AtomicBool::new(false),
         })))
     }
 
@@ -159,6 +162,17 @@ impl Gpu {
     /// Device allocations made so far, by whatever means.
     pub fn allocations(&self) -> u64 {
         self.0.allocations.load(Ordering::Relaxed)
+    }
+
+    /// Kernels of this GPU will wait for those of others: from now on each is loaded to the last byte when it is asked for. A driver
+    /// that does so at the first launch may wait for what runs, and what runs may wait for a launch.
+    pub fn expect_peers(&self) {
+        self.0.has_peers.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether [`Self::expect_peers`] was called.
+    pub(super) fn has_peers(&self) -> bool {
+        self.0.has_peers.load(Ordering::Relaxed)
     }
 
     /// Free and total bytes, as the driver sees them.

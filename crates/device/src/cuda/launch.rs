@@ -103,6 +103,10 @@ impl Module {
             },
             other => other,
         })?;
+        if self.0.gpu.has_peers() {
+            // SAFETY: the function was found.
+            check("cuFuncLoad", unsafe { sys::cuFuncLoad(handle) })?;
+        }
         Ok(Function {
             handle,
             module: Arc::clone(&self.0),

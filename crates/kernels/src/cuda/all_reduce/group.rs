@@ -29,6 +29,7 @@ impl AllReduce {
     /// If there are not two, four or eight GPUs.
     pub fn group(gpus: &[Gpu], path: AllReducePath) -> Result<Vec<Self>, DeviceError> {
         assert!(matches!(gpus.len(), 2 | 4 | 8), "groups are of 2, 4 or 8 ranks");
+        gpus.iter().for_each(Gpu::expect_peers);
         let through_peers = match path {
             AllReducePath::Nccl => None,
             AllReducePath::Peers | AllReducePath::Fastest => match Self::through_peers(gpus) {
