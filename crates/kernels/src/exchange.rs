@@ -4,6 +4,7 @@
 //! each reads what the others gave, in the order of ranks, so that all get the same bits. No wait lasts longer than a bound, and a
 //! rank that cannot go on says so ([`Exchange::abandon`]), so that nobody waits for it.
 
+use std::cmp::Reverse;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -118,10 +119,12 @@ impl Exchange {
         self.shared.changed.notify_all();
     }
 
-    /// A rank that has abandoned this step, or one that follows it.
+    /// The rank that has abandoned a step last.
     pub fn abandoned_by(&self) -> Option<usize> {
         let ranks = self.shared.lock();
-        ranks.iter().position(|rank| rank.abandoned >= Some(self.at.step))
+        let abandoned = ranks.iter().enumerate();
+        let abandoned = abandoned.filter_map(|(rank, known)| Some((known.abandoned?, Reverse(rank))));
+        abandoned.max().map(|(_, Reverse(rank))| rank)
     }
 
     /// This rank takes part in nothing any more: whatever others wait for ends with [`StepError::RankLost`].
@@ -357,6 +360,7 @@ mod tests {
                     false => exchange.agree(),
                     true => exchange.agree_in_time(),
                 };
+                assert_eq!(exchange.abandoned_by(), None);
                 exchange.begin_step();
                 let first = agree(&mut exchange);
                 exchange.begin_step();
@@ -367,8 +371,9 @@ mod tests {
                     }
                     _ => agree(&mut exchange),
                 };
-                assert_eq!(exchange.abandoned_by(), Some(1));
+                // Also when the next step has begun.
                 exchange.begin_step();
+                assert_eq!(exchange.abandoned_by(), Some(1));
                 (first, second, agree(&mut exchange))
             });
             let other = Err(StepError::OtherRank(1));

@@ -79,6 +79,20 @@ impl RankLink {
         })
     }
 
+    /// Whether GPUs can still meet, for a step that begins: once a rank has failed in the middle of one they cannot, until a state is
+    /// built again. The engine builds one where memory ran out, and after other failures only a new process helps.
+    ///
+    /// # Errors
+    /// [`StepError::RankLost`].
+    pub(super) fn check_usable(&self) -> Result<(), StepError> {
+        self.check().map_err(|error| match error {
+            StepError::OtherRank(rank) => {
+                StepError::RankLost(format!("rank {rank} failed in the middle of a step"))
+            }
+            error => error,
+        })
+    }
+
     /// Waits until all ranks have come so far with loading.
     pub(super) fn agree_to_load(&self) -> Result<(), ModelError> {
         self.lock().agree_in_time().map_err(not_loaded)

@@ -406,6 +406,12 @@ impl GpuRunner {
 
     /// Launches a plan, and abandons the step where this rank cannot.
     fn launch_as_rank(&mut self, plan: &StepPlan, mut guard: Abandon<'_>) -> Result<(), StepError> {
+        let ready = self.model.link().map_or(Ok(()), RankLink::check_usable);
+        if ready.is_err() {
+            // Of the others none is better off.
+            guard.keep();
+            return ready;
+        }
         self.model.gpu().budget().begin_step()?;
         self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
         let batch = match self.bounds.pooling {
