@@ -8,7 +8,7 @@ use plimsoll_core::{
     Component, DeviceTime, Executor, FillMasks, Image, KvConfig, RequestId, StateConfig, StepError,
     StepLimits, StepOutput, StepPlan,
 };
-use plimsoll_device::cuda::{DeviceError, GpuArena, GpuError, GpuSlab};
+use plimsoll_device::cuda::{DeviceError, GpuArena, GpuError, GpuSlab, Graph};
 use plimsoll_kernels::SampleError;
 
 use super::GpuModel;
@@ -268,7 +268,7 @@ impl GpuRunner {
         let inputs = &mut self.state.inputs;
         let input = inputs.pack(0, plan, &self.last, &shape, &image_rows);
         self.last.clear();
-        self.agree(&input, guard)?;
+        self.agree(&input, false, guard)?;
         // SAFETY: nothing is in flight.
         unsafe { self.state.inputs.send(0, &input) }.map_err(failed)?;
         let decoder = self.model.decoder();
@@ -278,13 +278,21 @@ impl GpuRunner {
         Ok(logits)
     }
 
-    /// Goes on only where all ranks have the memory for the step: what is launched from here on waits for the others.
-    fn agree(&mut self, input: &StepInput, guard: &mut Abandon<'_>) -> Result<(), StepError> {
+    /// Goes on only where all ranks have the memory for the step, which its graph has if it `has_graph`: what is launched from here on
+    /// waits for the others.
+    fn agree(
+        &mut self,
+        input: &StepInput,
+        has_graph: bool,
+        guard: &mut Abandon<'_>,
+    ) -> Result<(), StepError> {
         let Some(link) = self.model.link() else {
             return Ok(());
         };
-        let decoder = self.model.decoder();
-        decoder.reserve(input, &self.state, &mut self.arena)?;
+        if !has_graph {
+            let decoder = self.model.decoder();
+            decoder.reserve(input, &self.state, &mut self.arena)?;
+        }
         link.agree()?;
         guard.launched = true;
         Ok(())
@@ -342,21 +350,26 @@ impl GpuRunner {
         let inputs = &mut self.state.inputs;
         let mut input = inputs.pack(slot, plan, &self.last, &batch.shape, &image_rows);
         input.scored = self.state.scores.pack(slot, plan);
-        self.agree(&input, guard)?;
+        let has_graph = self.graph(batch).is_some();
+        self.agree(&input, has_graph, guard)?;
         let launched = self.launch_input(step, input, batch);
         launched.map_err(|error| self.error(error))
+    }
+
+    /// What replays such a batch, if it is one of decoding requests and there are graphs.
+    fn graph(&self, batch: &Batch) -> Option<&Graph> {
+        match batch.shape {
+            BatchShape::Decode(size) => self.graphs.get(size),
+            BatchShape::Exact(_) | BatchShape::Pool(..) => None,
+        }
     }
 
     /// Launches a packed step.
     fn launch_input(&mut self, step: usize, input: StepInput, batch: &Batch) -> Result<(), DeviceError> {
         let slot = step % STEPS_IN_FLIGHT;
-        let graph = match batch.shape {
-            BatchShape::Decode(size) => self.graphs.get(size),
-            BatchShape::Exact(_) | BatchShape::Pool(..) => None,
-        };
         // SAFETY: the slot is packed again two steps from now, when this step has ended.
         unsafe { self.state.inputs.send(slot, &input)? };
-        match graph {
+        match self.graph(batch) {
             Some(graph) => {
                 graph.launch()?;
                 if input.late_rows.is_some() {
