@@ -58,15 +58,20 @@ fn start_on(model: &Model, flags: &str, gpus: &[Gpu]) -> Result<Started, Error> 
     start(&model.load_on(&settings, backend)?)
 }
 
-/// Nothing of a server is held any more, and nothing that ranks exchange sums in.
-fn assert_nothing_is_held(gpus: &[Gpu], when: &str) {
-    for gpu in gpus {
+/// Bytes of servers, and of what ranks exchange sums in.
+fn held(gpus: &[Gpu]) -> u64 {
+    let of_gpu = |gpu: &Gpu| {
         gpu.trim().unwrap();
         let meters = gpu.meters();
         let bytes = |component| meters.by_component.get(component);
-        let held = meters.reserved - bytes(Component::Runtime) - bytes(Component::Graphs);
-        assert_eq!(held, 0, "{when}: {meters:?}");
-    }
+        meters.reserved - bytes(Component::Runtime) - bytes(Component::Graphs)
+    };
+    gpus.iter().map(of_gpu).sum()
+}
+
+fn assert_nothing_is_held(gpus: &[Gpu], when: &str) {
+    let meters = || gpus.iter().map(Gpu::meters).collect::<Vec<_>>();
+    assert_eq!(held(gpus), 0, "{when}: {:?}", meters());
 }
 
 async fn stop(ready: Started, gpus: &[Gpu]) {
@@ -91,7 +96,7 @@ async fn two_gpus_prove_and_serve_one_model() {
         assert_eq!((ready.report.rank, ready.report.ranks), (0, 2));
         texts.push(answers(&ready.engine).await);
         assert_eq!(answers(&ready.engine).await, texts[0], "{flags}");
-        let ranks = ready.memory.ranks();
+        let ranks = ready.memory.meters();
         assert_eq!(ranks.len(), 2);
         for meters in ranks {
             let bytes = |component| meters.by_component.get(component);
@@ -115,7 +120,10 @@ async fn the_smaller_gpu_decides() {
     for limits in [[LIMIT; 2], [LIMIT / 2, LIMIT], [LIMIT, LIMIT / 2]] {
         let Some(gpus) = gpus(limits) else { return };
         let ready = start_on(&model, "--mem-fraction 1.0", &gpus).unwrap();
-        assert_eq!(ready.report.bound == Bound::OtherRank, limits[1] < limits[0]);
+        // Of two with the same limit, one has a few megabytes less.
+        if limits[0] != limits[1] {
+            assert_eq!(ready.report.bound == Bound::OtherRank, limits[1] < limits[0]);
+        }
         sizes.push(ready.report.kv_tokens);
         stop(ready, &gpus).await;
     }
@@ -135,8 +143,9 @@ async fn an_allocation_of_a_start_may_fail_on_either_gpu() {
     let before = count();
     stop(start_on(&model, flags, &gpus).unwrap(), &gpus).await;
     let allocations = count() - before;
+    let step = (allocations / 12).max(1);
     for (bad, gpu) in gpus.iter().enumerate() {
-        for n in (1 + bad as u64..=allocations).step_by(3) {
+        for n in (1 + bad as u64 * step / 2..=allocations).step_by(step as usize) {
             gpu.budget().fail_allocation(n);
             let begun = Instant::now();
             match start_on(&model, flags, &gpus) {
@@ -266,5 +275,12 @@ async fn a_gpu_whose_thread_hangs_ends_the_engine_by_name() {
         assert_eq!(ready.engine.health().phase, Phase::Dead);
         drop(end);
         holder.join().unwrap();
+        drop(ready);
+        // The rank's thread goes on to its step, which nobody waits for, and ends.
+        let ended = Instant::now();
+        while held(&gpus) > 0 {
+            assert!(ended.elapsed() < STEP, "a state is held for ever");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
     }
 }
