@@ -132,6 +132,13 @@ fn longest(exchange: &mut Exchange, ways: &mut [TimedWay]) -> Result<(), ModelEr
             way.us = found.map_or(f32::INFINITY, |known| way.us.max(known[1]));
         }
     }
+    // Of those that the library describes alike its first, which is the same on all ranks.
+    for at in 1..ways.len() {
+        let (known, rest) = ways.split_at_mut(at);
+        if known.iter().any(|known| known.way == rest[0].way) {
+            rest[0].us = f32::INFINITY;
+        }
+    }
     Ok(())
 }
 
@@ -221,6 +228,10 @@ mod tests {
         let none = f32::INFINITY;
         assert_eq!(found[0], [(7, none), (5, 3.5), (6, 4.0)]);
         assert_eq!(found[1], [(6, 4.0), (8, none), (5, 3.5), (9, none)]);
+        // Of ways with one number the first counts.
+        let found = on_all(&[&[(4, 2.0), (4, 1.0)], &[(4, 3.0), (4, 0.5), (1, 9.0)]]);
+        assert_eq!(found[0], [(4, 3.0), (4, none)]);
+        assert_eq!(found[1], [(4, 3.0), (4, none), (1, none)]);
         // Without any in common nothing is left.
         let found = on_all(&[&[(1, 1.0)], &[(2, 1.0), (3, 1.0)]]);
         assert!(found.iter().flatten().all(|(_, us)| *us == none), "{found:?}");

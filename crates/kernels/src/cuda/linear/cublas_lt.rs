@@ -87,12 +87,40 @@ impl Operands {
 pub(super) struct Algorithm(sys::cublasLtMatmulAlgo_t);
 
 impl Algorithm {
-    /// Of all that the library knows about it (FNV-1a): it has no addresses, so processes may exchange it.
+    /// What makes an algorithm, in numbers of the library, which mean the same everywhere.
+    const ATTRIBUTES: [(sys::cublasLtMatmulAlgoConfigAttributes_t, usize); 9] = {
+        use sys::cublasLtMatmulAlgoConfigAttributes_t as attribute;
+        [
+            (attribute::CUBLASLT_ALGO_CONFIG_ID, 4),
+            (attribute::CUBLASLT_ALGO_CONFIG_TILE_ID, 4),
+            (attribute::CUBLASLT_ALGO_CONFIG_STAGES_ID, 4),
+            (attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM, 4),
+            (attribute::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, 4),
+            (attribute::CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING, 4),
+            (attribute::CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, 4),
+            (attribute::CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID, 2),
+            (attribute::CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, 2),
+        ]
+    };
+
+    /// Of these attributes (FNV-1a).
     pub(super) fn hash(&self) -> u32 {
-        let bytes = self.0.data.iter().flat_map(|word| word.to_le_bytes());
+        let values = Self::ATTRIBUTES.map(|(attribute, bytes)| self.value(attribute, bytes));
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes());
         bytes.fold(0x811c_9dc5, |hash, byte| {
             (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
         })
+    }
+
+    /// An attribute of so many bytes, at most four; 0 if the algorithm has none.
+    fn value(&self, attribute: sys::cublasLtMatmulAlgoConfigAttributes_t, bytes: usize) -> u32 {
+        let (mut value, mut written) = (0_u32, 0);
+        // SAFETY: the library writes at most the size given; the value stays 0 if it refuses.
+        unsafe {
+            let to = (&raw mut value).cast();
+            let _ = sys::cublasLtMatmulAlgoConfigGetAttribute(&self.0, attribute, to, bytes, &mut written);
+        }
+        value
     }
 }
 
@@ -100,19 +128,10 @@ impl fmt::Display for Algorithm {
     /// Kind, tile, stages and parts of k, by the library's numbers.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         use sys::cublasLtMatmulAlgoConfigAttributes_t as attribute;
-        let value = |attribute| {
-            let (mut value, mut written) = (0_u32, 0);
-            // SAFETY: the library writes at most the size given; the value stays 0 if it refuses.
-            unsafe {
-                let to = (&raw mut value).cast();
-                let _ = sys::cublasLtMatmulAlgoConfigGetAttribute(&self.0, attribute, to, 4, &mut written);
-            }
-            value
-        };
-        let kind = value(attribute::CUBLASLT_ALGO_CONFIG_ID);
-        let tile = value(attribute::CUBLASLT_ALGO_CONFIG_TILE_ID);
-        let stages = value(attribute::CUBLASLT_ALGO_CONFIG_STAGES_ID);
-        let parts = value(attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM);
+        let kind = self.value(attribute::CUBLASLT_ALGO_CONFIG_ID, 4);
+        let tile = self.value(attribute::CUBLASLT_ALGO_CONFIG_TILE_ID, 4);
+        let stages = self.value(attribute::CUBLASLT_ALGO_CONFIG_STAGES_ID, 4);
+        let parts = self.value(attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM, 4);
         write!(f, "{kind} tile {tile} stages {stages} parts {parts}")
     }
 }
