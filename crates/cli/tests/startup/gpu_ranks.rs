@@ -116,7 +116,7 @@ async fn two_gpus_prove_and_serve_one_model() {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 async fn the_smaller_gpu_decides() {
     let model = model();
-    let mut sizes = Vec::new();
+    let (mut sizes, mut held) = (Vec::new(), Vec::new());
     for limits in [[LIMIT; 2], [LIMIT / 2, LIMIT], [LIMIT, LIMIT / 2]] {
         let Some(gpus) = gpus(limits) else { return };
         let ready = start_on(&model, "--mem-fraction 1.0", &gpus).unwrap();
@@ -125,11 +125,12 @@ async fn the_smaller_gpu_decides() {
             assert_eq!(ready.report.bound == Bound::OtherRank, limits[1] < limits[0]);
         }
         sizes.push(ready.report.kv_tokens);
+        held.push(ready.memory.meters());
         stop(ready, &gpus).await;
     }
     assert!(
         sizes[1].abs_diff(sizes[2]) < sizes[0] / 50 && 3 * sizes[1] < 2 * sizes[0],
-        "{sizes:?}"
+        "{sizes:?}, {held:#?}"
     );
 }
 
@@ -148,6 +149,7 @@ async fn an_allocation_of_a_start_may_fail_on_either_gpu() {
         for n in (1 + bad as u64 * step / 2..=allocations).step_by(step as usize) {
             gpu.budget().fail_allocation(n);
             let begun = Instant::now();
+            println!("allocation {n} of {allocations} on GPU {bad}");
             match start_on(&model, flags, &gpus) {
                 Ok(ready) => stop(ready, &gpus).await,
                 Err(error) => assert_eq!(error.exit_code(), 4, "allocation {n} of GPU {bad}: {error:?}"),
