@@ -64,6 +64,26 @@ def number(text):
         return 0.0
 
 
+@contextlib.contextmanager
+def neighbour(gib):
+    """Another process that holds so many GiB of the last GPU; needs a python3 with torch."""
+    hold = f"""
+import sys, torch
+last = torch.cuda.device_count() - 1
+held = torch.empty({gib} << 30, dtype=torch.uint8, device=f"cuda:{{last}}")
+print(last, flush=True)
+sys.stdin.read()
+"""
+    if not gib:
+        yield
+        return
+    with subprocess.Popen(["python3", "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        if not process.stdout.readline():
+            raise OSError("the neighbour could not take its memory")
+        # It ends when its input does.
+        yield
+
+
 # Run in a process of its own, by a Python with torch, so that it leaves nothing on the GPU. Random numbers: products of zeros
 # draw less power and are faster.
 MEASURE_RATES = """
