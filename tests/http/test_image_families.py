@@ -81,12 +81,16 @@ def write(directory, of) -> None:
     (directory / "chat_template.jinja").write_text(TEMPLATE.replace("%s", of.written))
 
 
+def flags(directory, of) -> list[str]:
+    return [str(directory), "--load-format", "dummy", "--served-model-name", "tiny", "--max-num-seqs", "8",
+            "--max-num-batched-tokens", str(of.batched), "--limit-mm-per-prompt", '{"image": 3}']
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def served(request, start, tmp_path_factory):
     directory, of = tmp_path_factory.mktemp(request.param), FAMILIES[request.param]
     write(directory, of)
-    with start(str(directory), "--load-format", "dummy", "--served-model-name", "tiny", "--max-num-seqs", "8",
-               "--max-num-batched-tokens", str(of.batched), "--limit-mm-per-prompt", '{"image": 3}') as server:
+    with start(*flags(directory, of)) as server:
         yield server, of
 
 
@@ -145,6 +149,17 @@ def test_the_encoders_memory_is_reserved(served):
     assert components["encoder"] > 0
     model = server.http.get("/v1/models").raise_for_status().json()["data"][0]
     assert model["input_modalities"] == ["text", "image"]
+
+
+def test_ranks_see_what_one_device_sees(served, start, tmp_path):
+    server, of = served
+    write(tmp_path, of)
+    words = lambda server, *seeds: ask(server, *(image(seed) for seed in seeds), text("What is it?")).choices[0].message.content
+    with start(*flags(tmp_path, of), "--tensor-parallel-size", "2") as ranks:
+        for seeds in [(1,), (2,), (3, 1, 2)]:
+            assert words(ranks, *seeds) == words(server, *seeds)
+        components = [rank["components"] for rank in ranks.http.get("/memory").raise_for_status().json()["ranks"]]
+    assert len(components) == 2 and components[0]["encoder"] == components[1]["encoder"] > 0
 
 
 GOLDEN_IMAGES = ROOT / "tests" / "golden" / "images"
@@ -244,20 +259,22 @@ def test_text_alone_is_served_as_before(start, tmp_path):
             ask(server, image(1), text("What is it?"))
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize("flags, named", [
     (["--device", "cpu", "--max-num-batched-tokens", "32", "--max-num-seqs", "32"], "cannot hold the 9 of an image, which see each other, "
      "beside one of each of 31 other requests"),
     (["--device", "cuda", "--device-memory", "80GiB", "--limit-mm-per-prompt", '{"image": 1}'], "vision_config.model_type"),
-    (["--device", "cpu", "--tensor-parallel-size", "2", "--limit-mm-per-prompt", '{"image": 1}'], "--tensor-parallel-size"),
 ])
-def test_images_that_were_asked_for_and_cannot_be_served_end_a_start(tmp_path, flags, named):
+def test_images_that_were_asked_for_and_cannot_be_served_end_a_start(tmp_path, flags, named, ranks):
     write(tmp_path, Gemma3)
-    ended = subprocess.run([BINARY, "plan", str(tmp_path), "--load-format", "dummy", *flags], capture_output=True, text=True, timeout=60)
+    plan = [BINARY, "plan", str(tmp_path), "--load-format", "dummy", "--tensor-parallel-size", ranks, *flags]
+    ended = subprocess.run(plan, capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0 and named in ended.stderr, ended.stderr
 
 
-@pytest.mark.parametrize("flags", [["--device", "cuda", "--device-memory", "80GiB"], ["--device", "cpu", "--tensor-parallel-size", "2"]])
-def test_without_being_asked_text_alone_is_served_where_there_is_no_encoder(tmp_path, flags):
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_without_being_asked_text_alone_is_served_where_there_is_no_encoder(tmp_path, ranks):
     write(tmp_path, Gemma3)
+    flags = ["--device", "cuda", "--device-memory", "80GiB", "--tensor-parallel-size", ranks]
     ended = subprocess.run([BINARY, "plan", str(tmp_path), "--load-format", "dummy", *flags], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and "images are not served" in ended.stderr, ended.stderr

@@ -57,20 +57,8 @@ pub(crate) fn processor(model: &Path, settings: &EngineSettings) -> Result<Optio
 pub(crate) enum EncoderDevice {
     /// A CPU, which has the operations of all encoders.
     Cpu,
-    /// Several ranks, which have those of none.
-    Ranks,
-    /// A GPU, which has those of some.
+    /// GPUs, which have those of some.
     Gpu,
-}
-
-impl EncoderDevice {
-    /// One GPU, or a rank on each of several.
-    pub(crate) fn of_gpus(number: usize) -> Self {
-        match number {
-            1 => Self::Gpu,
-            _ => Self::Ranks,
-        }
-    }
 }
 
 /// The settings of a start of this model. Where what would encode its images cannot, they are for text alone, unless a flag asks for
@@ -91,7 +79,6 @@ pub(crate) fn settings_of(
         .text_part_of
         .is_some_and(|around| around.is_encoded_on_gpus());
     let lack = match device {
-        EncoderDevice::Ranks => Some("one device encodes images, not several ranks"),
         EncoderDevice::Gpu if !on_gpu => Some("encoders of this family run on CPUs alone, so far"),
         EncoderDevice::Cpu | EncoderDevice::Gpu => None,
     };

@@ -154,6 +154,24 @@ impl ModelError {
             supported: supported.into(),
         }
     }
+
+    /// Of a rank's part of a model, where the whole is supported.
+    pub(crate) fn because_divided(self, ranks: usize) -> Self {
+        match self {
+            Self::Unsupported {
+                field,
+                value,
+                supported,
+            } => Self::Unsupported {
+                field,
+                value,
+                supported: format!(
+                    "{supported}; it is a part that each GPU has with --tensor-parallel-size {ranks}: undivided it is supported"
+                ),
+            },
+            other => other,
+        }
+    }
 }
 
 /// Errors of serde name types of Rust, and values of any length.

@@ -88,7 +88,6 @@ impl Footprint {
             all_f32: true,
         };
         let spec = description.about.spec().shard(options.shard)?;
-        description.about.check_shard(&spec)?;
         let decoder = blocks::Decoder::visit(&spec, &mut sizes)?;
         let all_f32 = sizes.all_f32;
         let encoder = match &description.about.config.encoder {

@@ -89,7 +89,6 @@ impl Model {
         let mut description = Description::read(path, &options.serve_as)?;
         description.read_scoring_row(options.format)?;
         let spec = description.about.spec().shard(options.shard)?;
-        description.about.check_shard(&spec)?;
         check_cpu(&spec)?;
         description.about.log_what_is_left_out();
         let source = description.source(options.format)?;
@@ -171,21 +170,6 @@ impl About {
     /// The network.
     pub fn spec(&self) -> &DecoderSpec {
         &self.config.spec
-    }
-
-    /// Refuses what ranks cannot do: `spec` is the part of one.
-    ///
-    /// # Errors
-    /// [`ModelError::Unsupported`].
-    pub(crate) fn check_shard(&self, spec: &DecoderSpec) -> Result<(), ModelError> {
-        match self.config.encoder.is_some() && spec.shard.ranks > 1 {
-            false => Ok(()),
-            true => Err(ModelError::unsupported(
-                "--tensor-parallel-size",
-                format!("{} for a model that takes images", spec.shard.ranks),
-                "1 is, or the text alone: --limit-mm-per-prompt image=0",
-            )),
-        }
     }
 
     /// Where only a part of the model is loaded.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::common::images::{IMAGE_LIMITS, IMAGE_MODELS, ImageCase, chunks, golden_images, image, options};
 use crate::common::*;
-use plimsoll_core::{Component, EncoderLimits, Executor, Image, RunInput, StepError};
+use plimsoll_core::{Component, EncoderLimits, Executor, Image, RunInput, StepError, TokenId};
 use plimsoll_device::Budget;
 use plimsoll_model::{Footprint, KvCacheDtype, LoadOptions, Model, Runner};
 use rand::rngs::StdRng;
@@ -27,7 +27,7 @@ fn image_of(model: &Model, seed: usize, grid: [usize; 3]) -> Image {
 }
 
 /// The logits of the last rows of a prompt.
-fn last_logits(runner: &mut Runner, case: &ImageCase, most: usize) -> Vec<f32> {
+pub(crate) fn last_logits(runner: &mut Runner, case: &ImageCase, most: usize) -> Vec<f32> {
     let first = case.prompt.len() - case.last_logits.len();
     let mut found = Vec::new();
     let mutual = is_mutual(runner.model());
@@ -36,6 +36,24 @@ fn last_logits(runner: &mut Runner, case: &ImageCase, most: usize) -> Vec<f32> {
             .map(|row| row - run.start)
             .collect();
         found.extend(runner.logits(&plan(vec![run]), &rows).unwrap());
+    }
+    found
+}
+
+/// As many tokens behind a prompt as are known, each the likeliest.
+pub(crate) fn greedy(runner: &mut Runner, case: &ImageCase) -> Vec<TokenId> {
+    let table = blocks(0..8);
+    let mut found = Vec::new();
+    let mut runs = chunks(&case.prompt, &case.spans(), &table, 30, is_mutual(runner.model()));
+    runs.last_mut().unwrap().sample = Some(greedy_spec(0));
+    for run in runs {
+        let output = runner.execute(&plan(vec![run])).unwrap();
+        found.extend(output.samples[0].as_ref().map(|sampled| sampled.token));
+    }
+    while found.len() < case.greedy.len() {
+        let last = case.next(found.len(), RunInput::LastSampled, &table);
+        let output = runner.execute(&plan(vec![last])).unwrap();
+        found.push(output.samples[0].as_ref().unwrap().token);
     }
     found
 }
@@ -92,20 +110,7 @@ fn greedy_continuations_of_prompts_with_images_equal_transformers() {
     for name in IMAGE_MODELS {
         let model = load_with_images(name);
         for case in golden_images(name).cases {
-            let mut runner = runner(&model, 16, 8);
-            let table = blocks(0..8);
-            let mut found = Vec::new();
-            let mut runs = chunks(&case.prompt, &case.spans(), &table, 30, is_mutual(&model));
-            runs.last_mut().unwrap().sample = Some(greedy_spec(0));
-            for run in runs {
-                let output = runner.execute(&plan(vec![run])).unwrap();
-                found.extend(output.samples[0].as_ref().map(|sampled| sampled.token));
-            }
-            while found.len() < case.greedy.len() {
-                let last = case.next(found.len(), RunInput::LastSampled, &table);
-                let output = runner.execute(&plan(vec![last])).unwrap();
-                found.push(output.samples[0].as_ref().unwrap().token);
-            }
+            let found = greedy(&mut runner(&model, 16, 8), &case);
             assert_eq!(found, case.greedy, "{name}");
         }
     }

@@ -4,8 +4,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread;
 
+use crate::common::images::{self, IMAGE_LIMITS, IMAGE_MODELS, ImageCase, golden_images};
 use crate::common::requests::{Disturbance, Request, serve};
 use crate::common::*;
+use crate::images::{greedy, last_logits};
 use plimsoll_core::{Component, Executor, StepError, TokenId};
 use plimsoll_device::Budget;
 use plimsoll_kernels::Exchange;
@@ -27,14 +29,6 @@ impl Rank {
     }
 }
 
-fn options(shard: Shard, kv_cache_dtype: KvCacheDtype) -> LoadOptions {
-    LoadOptions {
-        kv_cache_dtype,
-        shard,
-        ..Default::default()
-    }
-}
-
 /// What each rank of `ranks` comes to with a golden model, or why it cannot be divided so.
 fn on_ranks<T: Send>(
     name: &str,
@@ -42,15 +36,17 @@ fn on_ranks<T: Send>(
     kv_cache_dtype: KvCacheDtype,
     work: impl Fn(&Rank) -> T + Sync,
 ) -> Result<Vec<T>, ModelError> {
-    let format = LoadFormat::Auto;
-    on_ranks_of(&golden_path(name), format, ranks, kv_cache_dtype, work)
+    let options = LoadOptions {
+        kv_cache_dtype,
+        ..Default::default()
+    };
+    on_ranks_of(&golden_path(name), &options, ranks, work)
 }
 
 fn on_ranks_of<T: Send>(
     path: &Path,
-    format: LoadFormat,
+    options: &LoadOptions,
     ranks: usize,
-    kv_cache_dtype: KvCacheDtype,
     work: impl Fn(&Rank) -> T + Sync,
 ) -> Result<Vec<T>, ModelError> {
     thread::scope(|scope| {
@@ -63,8 +59,11 @@ fn on_ranks_of<T: Send>(
                         rank: exchange.rank(),
                         ranks,
                     };
-                    let (options, budget) = (options(shard, kv_cache_dtype), budget());
-                    let options = LoadOptions { format, ..options };
+                    let options = LoadOptions {
+                        shard,
+                        ..options.clone()
+                    };
+                    let budget = budget();
                     let exchange = (ranks > 1).then(|| Arc::new(Mutex::new(exchange)));
                     let model = Model::load_rank(path, options, &budget, exchange, &mut |_| ())?;
                     Ok(work(&Rank {
@@ -185,8 +184,12 @@ fn blocks_and_groups_are_divided_whole() {
         std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
         let prompt: Vec<TokenId> = (3..40).collect();
         let logits = |ranks| {
-            let format = LoadFormat::Dummy { seed: 3 };
-            let found = on_ranks_of(dir.path(), format, ranks, KvCacheDtype::F32, |rank| {
+            let options = LoadOptions {
+                format: LoadFormat::Dummy { seed: 3 },
+                kv_cache_dtype: KvCacheDtype::F32,
+                ..Default::default()
+            };
+            let found = on_ranks_of(dir.path(), &options, ranks, |rank| {
                 let prompt = plan(vec![run(1, 0, &prompt, &blocks(0..8))]);
                 rank.runner(16, 8).logits(&prompt, &[5, 20, 36]).unwrap()
             });
@@ -199,6 +202,57 @@ fn blocks_and_groups_are_divided_whole() {
         let tolerance = if name.contains("mxfp4") { 1e-2 } else { 1e-5 };
         assert!(error < tolerance, "{name}: {error:e}");
     }
+}
+
+/// Every rank encodes all of an image: its rows have the bits of one device's, and what is made of them is transformers'.
+#[test]
+fn images_in_prompts_of_ranks_equal_transformers() {
+    let mut served = Vec::new();
+    for name in IMAGE_MODELS {
+        let cases = golden_images(name).cases;
+        let work = |rank: &Rank| {
+            let of_case = |case: &ImageCase| {
+                let logits = [128, 5].map(|most| last_logits(&mut rank.runner(16, 8), case, most));
+                let mut runner = rank.runner(16, 8);
+                let rows = case
+                    .images
+                    .iter()
+                    .map(|image| runner.encode(&image.image()).unwrap());
+                (rows.collect::<Vec<_>>(), logits, greedy(&mut runner, case))
+            };
+            cases.iter().map(of_case).collect::<Vec<_>>()
+        };
+        let options = images::options(KvCacheDtype::F32, IMAGE_LIMITS);
+        let on = |ranks| on_ranks_of(&golden_path(name), &options, ranks, work);
+        let alone = on(1).unwrap().swap_remove(0);
+        for ranks in [2, 4] {
+            let found = match on(ranks) {
+                Ok(found) => found,
+                Err(error) => {
+                    let error = error.to_string();
+                    assert!(error.contains("--tensor-parallel-size"), "{name}: {error}");
+                    continue;
+                }
+            };
+            assert!(
+                found.iter().all(|of_rank| *of_rank == found[0]),
+                "{name}: {ranks} ranks differ"
+            );
+            for (case, (of_ranks, of_one)) in cases.iter().zip(found[0].iter().zip(&alone)) {
+                let (rows, [whole, chunks], text) = of_ranks;
+                assert_eq!((rows, text), (&of_one.0, &case.greedy), "{name} on {ranks} ranks");
+                assert_eq!(whole, chunks, "{name} on {ranks} ranks");
+                let error = relative_error(whole, &case.last_logits.concat());
+                assert!(error < 6e-5, "{name} on {ranks} ranks: relative error {error:e}");
+            }
+            served.push((name, ranks));
+        }
+    }
+    // Windows, features for the first layers, rows that see each other; with lines of an image apart.
+    for name in ["qwen2_5-vl", "qwen3-vl", "gemma3-vision", "mistral3-vision"] {
+        assert!(served.contains(&(name, 2)), "{name}: {served:?}");
+    }
+    assert!(served.iter().any(|&(_, ranks)| ranks == 4), "{served:?}");
 }
 
 /// All ranks go through the same steps, disturbed in the same way.
@@ -319,12 +373,18 @@ fn footprints_of_ranks_are_those_of_their_parts() {
         ("gemma4", 2),
     ] {
         let whole = load(name, KvCacheDtype::Auto);
+        let footprint = |shard| {
+            let options = LoadOptions {
+                shard,
+                ..Default::default()
+            };
+            Footprint::read(&golden_path(name), options).unwrap()
+        };
         let found = on_ranks(name, ranks, KvCacheDtype::Auto, |rank| {
-            let shard = Shard {
+            let footprint = footprint(Shard {
                 rank: rank.rank,
                 ranks,
-            };
-            let footprint = Footprint::read(&golden_path(name), options(shard, KvCacheDtype::Auto)).unwrap();
+            });
             let weights = rank.budget.meters().by_component.get(Component::Weights);
             assert_eq!(footprint.weights_bytes(), weights, "{name}, rank {}", rank.rank);
             assert_eq!(footprint.kv_bytes_per_token(), rank.model.kv_bytes_per_token());
@@ -336,13 +396,50 @@ fn footprints_of_ranks_are_those_of_their_parts() {
         })
         .unwrap();
         let all: u64 = found.iter().map(|(weights, _)| weights).sum();
-        let of_whole =
-            Footprint::read(&golden_path(name), options(Shard::WHOLE, KvCacheDtype::Auto)).unwrap();
+        let of_whole = footprint(Shard::WHOLE);
         assert!(all >= of_whole.weights_bytes(), "{name}: nothing is left out");
         assert!(found[0].0 < of_whole.weights_bytes() * 3 / 4, "{name}: {found:?}");
         assert!(
             found.iter().all(|(_, kv)| *kv <= whole.kv_bytes_per_token()),
             "{name}"
         );
+    }
+}
+
+/// An encoder is whole on every rank, and its memory that of one device.
+#[test]
+fn every_rank_holds_all_of_an_encoder() {
+    let options = images::options(KvCacheDtype::Auto, IMAGE_LIMITS);
+    for name in ["qwen3-vl", "gemma3-vision"] {
+        let told = |shard, with_images: bool| {
+            let mut options = LoadOptions {
+                shard,
+                ..options.clone()
+            };
+            options.serve_as.images = options.serve_as.images.filter(|_| with_images);
+            Footprint::read(&golden_path(name), options).unwrap()
+        };
+        let encoder = |shard| told(shard, true).weights_bytes() - told(shard, false).weights_bytes();
+        on_ranks_of(&golden_path(name), &options, 2, |rank| {
+            let shard = Shard {
+                rank: rank.rank,
+                ranks: 2,
+            };
+            assert_eq!(encoder(shard), encoder(Shard::WHOLE), "{name}");
+            let _runner = rank.runner(16, 8);
+            let held = rank.budget.meters().by_component;
+            let predicted = told(shard, true);
+            assert_eq!(
+                [Component::Weights, Component::Encoder].map(|component| held.get(component)),
+                [predicted.weights_bytes(), predicted.encoder_bytes()],
+                "{name}, rank {}",
+                rank.rank
+            );
+            assert_eq!(
+                predicted.encoder_bytes(),
+                told(Shard::WHOLE, true).encoder_bytes()
+            );
+        })
+        .unwrap();
     }
 }

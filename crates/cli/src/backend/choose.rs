@@ -105,8 +105,7 @@ impl Place {
     /// # Errors
     /// Where the files that say how images are taken cannot be read.
     pub fn with(&self, model: &Path, settings: &Arc<EngineSettings>) -> Result<Box<dyn Device>, Error> {
-        let encoder = EncoderDevice::of_gpus(settings.tensor_parallel_size);
-        let with_images = || images::settings_of(model, settings, encoder);
+        let with_images = || images::settings_of(model, settings, EncoderDevice::Gpu);
         Ok(match self {
             Self::Gpus(gpus) => match &gpus[..] {
                 [gpu] => Box::new(GpuBackend::new(
@@ -161,7 +160,7 @@ pub fn open(
             tracing::info!("device: cuda:{ordinal}, {name}, compute capability {major}.{minor}, {bytes}");
             terminal::phase("device", format_args!("cuda:{ordinal}, {name}, {bytes}"));
         }
-        let settings = images::settings_of(model, settings, EncoderDevice::of_gpus(gpus.len()))?;
+        let settings = images::settings_of(model, settings, EncoderDevice::Gpu)?;
         let backend: Arc<dyn Backend> = match &gpus[..] {
             [gpu] => Arc::new(GpuBackend::new(model, &settings, GpuPart::whole(gpu.clone()))),
             gpus => {
@@ -210,7 +209,7 @@ fn cpu_ranks(
     settings: &Arc<EngineSettings>,
     budgets: &[Budget],
 ) -> Result<RanksBackend, Error> {
-    let settings = images::settings_of(model, settings, EncoderDevice::Ranks)?;
+    let settings = images::settings_of(model, settings, EncoderDevice::Cpu)?;
     let group = Exchange::group(budgets.len());
     let ranks = budgets.iter().zip(group).map(|(budget, exchange)| {
         let exchange = Arc::new(Mutex::new(exchange));

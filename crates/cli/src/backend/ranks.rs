@@ -79,6 +79,10 @@ impl Device for RanksBackend {
         self.first().state_layers()
     }
 
+    fn tokens_at_once(&self) -> Result<usize, Error> {
+        self.first().tokens_at_once()
+    }
+
     fn vocab_size(&self) -> Result<usize, Error> {
         self.first().vocab_size()
     }

@@ -265,14 +265,14 @@ fn flags_of_other_servers_are_told_what_to_do_instead() {
         (
             "plimsoll serve -dp 2 sim",
             &[][..],
-            ["-dp: a flag of vLLM", "one device"],
+            ["-dp: a flag of vLLM", "by --tensor-parallel-size alone"],
         ),
         (
             "plimsoll serve sim --pipeline_parallel_size=2",
             &[],
             [
                 "--pipeline-parallel-size: a flag of vLLM and SGLang",
-                "one device",
+                "by --tensor-parallel-size alone",
             ],
         ),
         (

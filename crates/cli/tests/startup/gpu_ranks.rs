@@ -137,6 +137,7 @@ async fn the_smaller_gpu_decides() {
 /// Every few allocations of a start, on either GPU.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
+#[expect(clippy::print_stdout, reason = "where it was, should it hang")]
 async fn an_allocation_of_a_start_may_fail_on_either_gpu() {
     let Some(gpus) = gpus([LIMIT; 2]) else { return };
     let (model, flags) = (model(), "--max-total-token-num 4096");

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use plimsoll_cli::Error;
 use plimsoll_cli::backend::{Backend, CpuBackend, CpuRank, RanksBackend, SharedExchange};
 use plimsoll_cli::plan_cache::PlanCache;
-use plimsoll_cli::start::Started;
-use plimsoll_core::StepError;
+use plimsoll_cli::settings::EngineSettings;
+use plimsoll_cli::start::{Started, predict};
+use plimsoll_core::{Component, EncoderLimits, StepError};
 use plimsoll_device::Budget;
 use plimsoll_engine::Phase;
 use plimsoll_kernels::Exchange;
@@ -15,6 +16,7 @@ use plimsoll_profiler::{Bound, ProfileError};
 use plimsoll_server::Memory;
 use serde_json::{Value, json};
 
+use crate::prediction::compare;
 use crate::process::Process;
 use crate::recovery::{read, submit, until_ready};
 use crate::{BUDGET, Model, answers, start, stop};
@@ -40,6 +42,10 @@ impl Group {
 
     fn start(&self, model: &Model, flags: &str) -> Result<Started, Error> {
         let settings = model.settings(&format!("{flags} --threads 2"), PlanCache::off());
+        start(&model.load_on(&settings, self.backend(model, &settings)?)?)
+    }
+
+    fn backend(&self, model: &Model, settings: &Arc<EngineSettings>) -> Result<Arc<dyn Backend>, Error> {
         let ranks = self
             .budgets
             .iter()
@@ -47,11 +53,10 @@ impl Group {
             .map(|(budget, exchange)| {
                 let rank =
                     CpuRank::part(budget.clone(), Arc::clone(exchange)).map_err(Error::WeightsDoNotFit)?;
-                let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(model.dir.path(), &settings, rank));
+                let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(model.dir.path(), settings, rank));
                 Ok((backend, Arc::clone(exchange)))
             });
-        let backend = RanksBackend::new(ranks.collect::<Result<_, Error>>()?);
-        start(&model.load_on(&settings, Arc::new(backend))?)
+        Ok(Arc::new(RanksBackend::new(ranks.collect::<Result<_, Error>>()?)))
     }
 
     async fn stop(&self, ready: Started) {
@@ -92,6 +97,35 @@ async fn ranks_say_what_one_says() {
             assert_eq!(ready.memory.allocations_after_ready(), 0);
             group.stop(ready).await;
         }
+    }
+}
+
+/// Each rank proves and holds all of it, as predicted; rows that see each other are computed in one step on all.
+#[tokio::test(flavor = "multi_thread")]
+async fn every_rank_proves_the_encoder_of_images() {
+    for name in ["qwen3-vl", "gemma3-vision"] {
+        let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden");
+        let config = std::fs::read_to_string(format!("{golden}/{name}/config.json")).unwrap();
+        let model = Model::of(&config);
+        let mut settings = EngineSettings::clone(&model.settings("--threads 2", PlanCache::off()));
+        settings.serve_as.images = Some(EncoderLimits {
+            max_patches: 48,
+            max_images_per_prompt: 2,
+        });
+        let settings = Arc::new(settings);
+        let group = Group::of(&[BUDGET; 2]);
+        let backend = group.backend(&model, &settings).unwrap();
+        let rows_at_once = if name == "gemma3-vision" { 9 } else { 1 };
+        assert_eq!(backend.tokens_at_once().unwrap(), rows_at_once);
+        let predicted = predict(&settings, &*backend).unwrap();
+        let ready = start(&model.load_on(&settings, backend).unwrap()).unwrap();
+        compare(&predicted, &ready.report, name);
+        let held = ready.memory.meters().into_iter();
+        let held: Vec<_> = held
+            .map(|meters| meters.by_component.get(Component::Encoder))
+            .collect();
+        assert!(held[0] > 0 && held == [held[0]; 2], "{name}: {held:?}");
+        group.stop(ready).await;
     }
 }
 

@@ -174,6 +174,7 @@ impl Decoder {
         Some(Products {
             linears: &self.linears,
             weights,
+            all_reduce: self.all_reduce(),
         })
     }
 

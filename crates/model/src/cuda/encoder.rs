@@ -11,7 +11,7 @@ use plimsoll_core::{Component, Image, ImageGrid};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
 use plimsoll_kernels::Gelu;
 use plimsoll_kernels::cuda::{
-    EncoderKernels, GpuLayerNorm, GpuLinear, KeptRows, Linears, PatchAttention, PatchGrid,
+    AllReduce, EncoderKernels, GpuLayerNorm, GpuLinear, KeptRows, Linears, PatchAttention, PatchGrid,
 };
 
 use super::staging::{Layout, STEPS_IN_FLIGHT, Section};
@@ -115,6 +115,8 @@ impl Encoder {
 pub(super) struct Products<'a> {
     pub(super) linears: &'a Linears,
     pub(super) weights: &'a GpuEncoderWeights,
+    /// Where GPUs meet, if there are several: each encodes all of an image.
+    pub(super) all_reduce: Option<&'a AllReduce>,
 }
 
 /// Where everything lies that is on the device for images of up to so many patches.
@@ -170,6 +172,23 @@ pub(super) struct EncoderState {
     host: Vec<Input>,
 }
 
+/// Where an image's rows are, or will be once it is encoded.
+#[derive(Debug)]
+pub(super) struct PlacedImage<'a> {
+    image: &'a Image,
+    pages: EncodedImage,
+    is_kept: bool,
+    /// What is kept from then on, beside an image that is new.
+    images: KeptImages,
+}
+
+impl PlacedImage<'_> {
+    /// Which of all rows that are kept a row of it is.
+    pub(super) fn place(&self, row: usize) -> i32 {
+        place(&self.pages, row) as i32
+    }
+}
+
 /// What an encode takes from the host.
 #[derive(Debug)]
 struct Input {
@@ -200,7 +219,13 @@ impl EncoderState {
             images: KeptImages::new(spec),
             host: (0..STEPS_IN_FLIGHT).map(input).collect::<Result<_, _>>()?,
         };
-        state.encode(products, &largest_image(spec), 0)?;
+        // Nobody reads these rows, and other ranks may not have the memory for theirs.
+        let alone = Products {
+            all_reduce: None,
+            ..products
+        };
+        let image = largest_image(spec);
+        state.encode(alone, state.look_up(&image), 0)?;
         gpu.synchronize()?;
         state.images.clear();
         Ok(state)
@@ -238,29 +263,44 @@ impl EncoderState {
         }
     }
 
-    /// Launches what makes the image's rows, unless they are kept, as a part of step slot `slot`, whose last step has ended.
-    pub(super) fn encode(
-        &mut self,
-        products: Products<'_>,
-        image: &Image,
-        slot: usize,
-    ) -> Result<EncodedImage, DeviceError> {
-        if let Some(kept) = self.images.find(&image.hash) {
-            return Ok(kept);
-        }
-        let place = self.images.place(image.grid.patches() / self.spec.merged());
-        match self.launch(products, image, &place, slot) {
-            Ok(()) => Ok(self.images.keep(image.hash, place)),
-            Err(error) => {
-                self.images.give_back(&place);
-                Err(error)
-            }
+    /// Finds the image's rows, or room for them. Nothing changes before it is encoded: a step that one rank cannot begin leaves the same
+    /// images on all of them, which then encode the same again.
+    pub(super) fn look_up<'a>(&self, image: &'a Image) -> PlacedImage<'a> {
+        let mut images = self.images.clone();
+        let kept = images.find(&image.hash);
+        PlacedImage {
+            image,
+            is_kept: kept.is_some(),
+            pages: kept.unwrap_or_else(|| images.place(image.grid.patches() / self.spec.merged())),
+            images,
         }
     }
 
-    /// Which of all rows that are kept a row of an image is.
-    pub(super) fn place(encoded: &EncodedImage, row: usize) -> i32 {
-        place(encoded, row) as i32
+    /// Launches what makes the image's rows, unless they are kept, as a part of step slot `slot`, whose last step has ended. Nothing was
+    /// encoded since it was looked up.
+    pub(super) fn encode(
+        &mut self,
+        products: Products<'_>,
+        placed: PlacedImage<'_>,
+        slot: usize,
+    ) -> Result<EncodedImage, DeviceError> {
+        let PlacedImage {
+            image,
+            pages,
+            is_kept,
+            images,
+        } = placed;
+        self.images = images;
+        if is_kept {
+            return Ok(pages);
+        }
+        match self.launch(products, image, &pages, slot) {
+            Ok(()) => Ok(self.images.keep(image.hash, pages)),
+            Err(error) => {
+                self.images.give_back(&pages);
+                Err(error)
+            }
+        }
     }
 
     /// Rows of an encoded image, `[rows, row_size]`, when all work is done.
@@ -302,10 +342,12 @@ impl EncoderState {
         }
         let form = Form::of(spec).expect(CHECKED);
         let mut step = Step {
+            gpu: &self.gpu,
             spec,
             form,
             kernels: &self.kernels,
             linears: products.linears,
+            all_reduce: products.all_reduce,
             grid,
             rows: patches / spec.merged(),
             is_added: true,
@@ -330,10 +372,12 @@ const CHECKED: &str = "a model whose encoder has another form is not loaded";
 
 /// The activations of one image.
 struct Step<'a> {
+    gpu: &'a Gpu,
     spec: &'a EncoderSpec,
     form: Form,
     kernels: &'a EncoderKernels,
     linears: &'a Linears,
+    all_reduce: Option<&'a AllReduce>,
     grid: ImageGrid,
     /// Rows that it becomes.
     rows: usize,
@@ -373,6 +417,18 @@ impl<'a> Step<'a> {
             eps: self.spec.eps,
         };
         self.kernels.layer_norm(self.hidden, delta, norm, self.normed)
+    }
+
+    /// Chips of one kind may compute a product in different ways, which differ in the last bits, and ranks that sample different tokens
+    /// are an error. So all take the rows of the first: a sum with zeros is exact.
+    fn take_rows_of_first_rank(&self) -> Result<(), GpuError> {
+        let Some(all_reduce) = self.all_reduce else {
+            return Ok(());
+        };
+        if all_reduce.rank() > 0 {
+            self.gpu.fill(self.merged.cast(), 0)?;
+        }
+        all_reduce.sum(self.merged)
     }
 }
 
@@ -429,6 +485,7 @@ impl EncoderOperations<GpuLinear, GpuVector> for Step<'_> {
         self.linears.forward(self.normed, up, self.delta)?;
         self.kernels.gelu(Gelu::Exact, self.delta)?;
         self.linears.forward(self.delta, down, self.merged)?;
+        self.take_rows_of_first_rank()?;
         let kept = KeptRows {
             column: part * self.spec.out_size,
             ..self.kept

@@ -23,7 +23,7 @@ use super::shape::{ImageInputs, Sampling};
 use super::states::States;
 use super::step::StepLayout;
 use super::weights::weights_bytes;
-use super::{GpuOptions, check, kv_element};
+use super::{GpuOptions, kv_element, part_of};
 use crate::footprint::{ArenaUse, StepSize};
 use crate::model::Description;
 use crate::spec::Mlp;
@@ -306,11 +306,8 @@ impl GpuFootprint {
 fn read_config(path: &Path, shape: &GpuStateShape) -> Result<(ModelConfig, GpuKvElement), ModelError> {
     let element = kv_element(shape.kv_cache_dtype)?;
     let mut about = Description::read(path, &shape.serve_as)?.about;
-    let spec = about.spec().shard(shape.shard)?;
-    about.check_shard(&spec)?;
-    about.config.spec = spec;
+    about.config.spec = part_of(about.spec(), shape.shard)?;
     let config = about.config;
-    check(&config.spec)?;
     config.encoder.as_ref().map_or(Ok(()), encoder::check)?;
     Ok((config, element))
 }

@@ -44,7 +44,7 @@ use crate::encoder::SlowestEncode;
 use crate::model::Description;
 use crate::spec::Mlp;
 use crate::state::StateCache;
-use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress};
+use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress, Shard};
 use decoder::Decoder;
 use encoder::Encoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
@@ -136,9 +136,7 @@ impl GpuModel {
         let kv_element = kv_element(options.kv_cache_dtype)?;
         let mut description = Description::read(path, &options.serve_as)?;
         description.read_scoring_row(options.format)?;
-        let spec = description.about.spec().shard(options.shard)?;
-        description.about.check_shard(&spec)?;
-        check(&spec)?;
+        let spec = part_of(description.about.spec(), options.shard)?;
         let images = description.about.config().encoder.as_ref();
         images.map_or(Ok(()), encoder::check)?;
         description.about.log_what_is_left_out();
@@ -295,6 +293,19 @@ fn kv_element(dtype: KvCacheDtype) -> Result<GpuKvElement, ModelError> {
 
 /// Tokens of the smallest blocks.
 const LEAST_BLOCK: usize = 8;
+
+/// The part of a network that a rank has, which the kernels can compute.
+///
+/// # Errors
+/// [`ModelError::Unsupported`], which says so where the whole could be computed.
+fn part_of(whole: &DecoderSpec, shard: Shard) -> Result<DecoderSpec, ModelError> {
+    let part = whole.shard(shard)?;
+    match check(&part) {
+        Ok(()) => Ok(part),
+        Err(error) if shard.ranks > 1 && check(whole).is_ok() => Err(error.because_divided(shard.ranks)),
+        Err(error) => Err(error),
+    }
+}
 
 /// What the kernels ask of a model, beyond what the CPU does.
 fn check(spec: &DecoderSpec) -> Result<(), ModelError> {

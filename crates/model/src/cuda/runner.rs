@@ -14,7 +14,7 @@ use plimsoll_kernels::SampleError;
 use super::GpuModel;
 use super::clock::Clocks;
 use super::decoder::StepState;
-use super::encoder::EncoderState;
+use super::encoder::{EncoderState, PlacedImage};
 use super::graphs::{Graphs, ladder};
 use super::input::{StepInput, StepInputs};
 use super::link::{Abandon, RankLink};
@@ -242,14 +242,22 @@ impl GpuRunner {
                 "rows {rows:?} of a batch of {tokens} are not ascending rows of it"
             )));
         }
+        self.on_all_ranks(|runner, guard| runner.compute_logits(plan, rows, guard))
+    }
+
+    /// Does what all ranks do, beside their steps: they learn where this one cannot go on.
+    fn on_all_ranks<T>(
+        &mut self,
+        work: impl FnOnce(&mut Self, &mut Abandon<'_>) -> Result<T, StepError>,
+    ) -> Result<T, StepError> {
         let model = Arc::clone(&self.model);
         model.link().iter().for_each(|link| link.begin());
         let mut guard = Abandon::new(model.link());
-        let computed = self.compute_logits(plan, rows, &mut guard);
-        if let Ok(_) | Err(StepError::OtherRank(_) | StepError::RankLost(_)) = computed {
+        let done = work(self, &mut guard);
+        if let Ok(_) | Err(StepError::OtherRank(_) | StepError::RankLost(_)) = done {
             guard.keep();
         }
-        computed
+        done
     }
 
     fn compute_logits(
@@ -264,11 +272,12 @@ impl GpuRunner {
             return Ok(logits);
         }
         let shape = BatchShape::Exact(rows.iter().map(|&row| row as i32).collect());
-        let image_rows = self.encode_image(0, plan)?;
+        let (image, image_rows) = self.look_up_image(plan);
         let inputs = &mut self.state.inputs;
         let input = inputs.pack(0, plan, &self.last, &shape, &image_rows);
         self.last.clear();
-        self.agree(&input, false, guard)?;
+        self.agree(Some(&input), guard)?;
+        self.encode_image(0, image)?;
         // SAFETY: nothing is in flight.
         unsafe { self.state.inputs.send(0, &input) }.map_err(failed)?;
         let decoder = self.model.decoder();
@@ -278,18 +287,13 @@ impl GpuRunner {
         Ok(logits)
     }
 
-    /// Goes on only where all ranks have the memory for the step, which its graph has if it `has_graph`: what is launched from here on
-    /// waits for the others.
-    fn agree(
-        &mut self,
-        input: &StepInput,
-        has_graph: bool,
-        guard: &mut Abandon<'_>,
-    ) -> Result<(), StepError> {
+    /// Goes on only where all ranks have the memory for what they do, a step that is launched kernel by kernel or what takes nothing from
+    /// the arena: what is launched from here on waits for the others.
+    fn agree(&mut self, step: Option<&StepInput>, guard: &mut Abandon<'_>) -> Result<(), StepError> {
         let Some(link) = self.model.link() else {
             return Ok(());
         };
-        if !has_graph {
+        if let Some(input) = step {
             let decoder = self.model.decoder();
             decoder.reserve(input, &self.state, &mut self.arena)?;
         }
@@ -313,28 +317,46 @@ impl GpuRunner {
                 "an encode while steps are in flight".to_owned(),
             ));
         }
-        let (state, products) = (self.state.encoder.as_mut(), self.model.decoder().encoder());
-        let (Some(input), Some(state), Some(products)) = (self.bounds.images, state, products) else {
+        self.on_all_ranks(|runner, guard| runner.compute_rows(image, guard))
+    }
+
+    fn compute_rows(&mut self, image: &Image, guard: &mut Abandon<'_>) -> Result<Vec<f32>, StepError> {
+        let model = Arc::clone(&self.model);
+        let (input, products) = (self.bounds.images, model.decoder().encoder());
+        let (Some(input), Some(products)) = (input, products) else {
             return Err(StepError::Failed("the model is served without images".to_owned()));
         };
         let (patches, most) = (image.grid.patches(), input.limits.max_patches);
         let rows = input.rows(image.grid).filter(|_| patches <= most);
         let rows = rows.ok_or_else(|| StepError::Failed(format!("an image of {patches} patches")))?;
-        let encoded = state.encode(products, image, 0)?;
-        state.download(&encoded, rows).map_err(failed)
+        self.agree(None, guard)?;
+        let state = self.state.encoder.as_mut();
+        let state = state.expect("a model that has an encoder has a state of it");
+        let encoded = state.encode(products, state.look_up(image), 0)?;
+        let rows = state.download(&encoded, rows).map_err(failed)?;
+        self.check_ranks()?;
+        Ok(rows)
     }
 
-    /// Launches the encode of the image of a checked plan, if it has one and its rows are not kept. Returns the rows of the plan that
-    /// are its: of each, which of the batch, and which of those that are kept.
-    fn encode_image(&mut self, slot: usize, plan: &StepPlan) -> Result<Vec<[i32; 2]>, DeviceError> {
-        let (state, products) = (self.state.encoder.as_mut(), self.model.decoder().encoder());
-        let (Some((image, rows)), Some(state), Some(products)) = (images::rows_of(plan), state, products)
-        else {
-            return Ok(Vec::new());
+    /// Where the rows of the image of a checked plan are or will be, if it has one, and the rows of the plan that are its: of each, which
+    /// of the batch, and which of those that are kept.
+    fn look_up_image<'a>(&self, plan: &'a StepPlan) -> (Option<PlacedImage<'a>>, Vec<[i32; 2]>) {
+        let Some(((image, rows), state)) = images::rows_of(plan).zip(self.state.encoder.as_ref()) else {
+            return (None, Vec::new());
         };
-        let encoded = state.encode(products, image, slot)?;
-        let place = |(row, of_image)| [row as i32, EncoderState::place(&encoded, of_image)];
-        Ok(rows.into_iter().map(place).collect())
+        let placed = state.look_up(image);
+        let place = |(row, of_image)| [row as i32, placed.place(of_image)];
+        let rows = rows.into_iter().map(place).collect();
+        (Some(placed), rows)
+    }
+
+    /// Launches the encode of a step's image, if it has one and its rows are not kept.
+    fn encode_image(&mut self, slot: usize, image: Option<PlacedImage<'_>>) -> Result<(), DeviceError> {
+        let (state, products) = (self.state.encoder.as_mut(), self.model.decoder().encoder());
+        if let (Some(image), Some(state), Some(products)) = (image, state, products) {
+            state.encode(products, image, slot)?;
+        }
+        Ok(())
     }
 
     /// Launches all of a checked plan that is not empty, as step `step`, once all ranks can.
@@ -346,13 +368,14 @@ impl GpuRunner {
         guard: &mut Abandon<'_>,
     ) -> Result<(), StepError> {
         let slot = step % STEPS_IN_FLIGHT;
-        let image_rows = self.encode_image(slot, plan).map_err(|error| self.error(error))?;
+        let (image, image_rows) = self.look_up_image(plan);
         let inputs = &mut self.state.inputs;
         let mut input = inputs.pack(slot, plan, &self.last, &batch.shape, &image_rows);
         input.scored = self.state.scores.pack(slot, plan);
-        let has_graph = self.graph(batch).is_some();
-        self.agree(&input, has_graph, guard)?;
-        let launched = self.launch_input(step, input, batch);
+        let takes = self.graph(batch).is_none().then_some(&input);
+        self.agree(takes, guard)?;
+        let encoded = self.encode_image(slot, image);
+        let launched = encoded.and_then(|()| self.launch_input(step, input, batch));
         launched.map_err(|error| self.error(error))
     }
 

@@ -17,7 +17,7 @@ const LARGEST_KEPT: usize = 2;
 pub(crate) type EncodedImage = Arc<[usize]>;
 
 /// Which images have rows, and in which pages. Those used least recently go first.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct KeptImages {
     free: Vec<usize>,
     /// The least recently used first.

@@ -19,7 +19,7 @@ use crate::reference::root_mean_square;
 use crate::setup::{LIMITS, Setup, gpu, report};
 
 /// Those whose encoders have widths that the kernels know.
-const IMAGE_MODELS: [&str; 1] = ["qwen3-vl"];
+pub(crate) const IMAGE_MODELS: [&str; 1] = ["qwen3-vl"];
 
 fn load_for(gpu: &Gpu, name: &str, limits: EncoderLimits) -> Arc<GpuModel> {
     let options = options(KvCacheDtype::Auto, limits);
@@ -38,7 +38,7 @@ fn setup() -> Setup {
     }
 }
 
-fn mean(errors: &[f64]) -> f64 {
+pub(crate) fn mean(errors: &[f64]) -> f64 {
     (errors.iter().map(|error| error * error).sum::<f64>() / errors.len() as f64).sqrt()
 }
 
@@ -72,7 +72,7 @@ fn images_become_rows_as_close_to_transformers_as_bf16_allows() {
 }
 
 /// The logits of the last rows of a prompt.
-fn last_logits(runner: &mut GpuRunner, setup: &Setup, case: &ImageCase, most: usize) -> Vec<f32> {
+pub(crate) fn last_logits(runner: &mut GpuRunner, setup: &Setup, case: &ImageCase, most: usize) -> Vec<f32> {
     let first = case.prompt.len() - case.last_logits.len();
     let table = blocks(0..setup.num_blocks() as u32);
     let mut found = Vec::new();

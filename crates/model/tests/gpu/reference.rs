@@ -35,8 +35,6 @@ pub(crate) struct Expected {
     pub(crate) decided: bool,
     /// How far logits may be off.
     pub(crate) slack: f32,
-    /// Of the largest logit over the next.
-    pub(crate) lead: f32,
 }
 
 /// The text of each of `requests`, which fit `limits`, alone on the CPU.
@@ -102,15 +100,7 @@ fn expect_masked(logits: &[f32], spec: &SampleSpec, mask: Option<&[u32]>, noise:
         sampled,
         decided,
         slack: 4.0 * noise * scale,
-        lead: lead(logits),
     }
-}
-
-/// How far the largest of some logits is above the next.
-fn lead(logits: &[f32]) -> f32 {
-    let mut sorted = logits.to_vec();
-    sorted.sort_by(|a, b| b.total_cmp(a));
-    sorted[0] - sorted[1]
 }
 
 /// One sample for each copy of the logits.
@@ -154,7 +144,6 @@ impl Judge {
             sampled,
             decided,
             slack,
-            lead: _,
         } = expected;
         self.samples += 1;
         self.decided += usize::from(*decided);

@@ -131,6 +131,20 @@ fn images_take_what_the_largest_needs() {
     assert!(images.weights_bytes() > text.weights_bytes());
     assert!(images.staging_bytes() > text.staging_bytes());
 
+    // Each rank encodes all of an image.
+    let of_rank = |mut shape: GpuStateShape, with_images: bool| {
+        shape.shard = Shard { rank: 1, ranks: 2 };
+        shape.serve_as.images = shape.serve_as.images.filter(|_| with_images);
+        GpuFootprint::assumed(&golden("qwen3-vl"), shape).unwrap()
+    };
+    let [with, without] = [true, false].map(|with_images| of_rank(shape.clone(), with_images));
+    assert_eq!(with.encoder_bytes(), images.encoder_bytes());
+    assert_eq!(
+        with.weights_bytes() - without.weights_bytes(),
+        images.weights_bytes() - text.weights_bytes()
+    );
+    assert!(with.weights_bytes() < images.weights_bytes());
+
     let config = std::fs::read_to_string(golden("qwen3-vl").join("config.json")).unwrap();
     for (field, value) in [("num_heads", 4), ("intermediate_size", 60)] {
         let mut config: Value = serde_json::from_str(&config).unwrap();
@@ -267,4 +281,48 @@ fn scores_of_a_prompt_take_as_much_as_a_few_hundred_samples() {
         let few_samples = scratch(tokens, SCORE_ROWS, 0);
         assert!(with - few_samples <= 256 * tokens as u64 + (1 << 16), "{tokens}");
     }
+}
+
+/// What is too narrow only because it is divided is the flag's fault, and what is so undivided is not.
+#[test]
+fn parts_that_kernels_cannot_take_name_the_flag() {
+    let refused = |directory: &Path, ranks| {
+        let mut shape = footprint(&recorded("kv-full.json")).shape;
+        shape.shard = Shard { rank: 0, ranks };
+        let told = GpuFootprint::assumed(directory, shape);
+        told.err().map(|error| error.to_string())
+    };
+    let (mut divided, mut errors) = (0, String::new());
+    for entry in std::fs::read_dir(golden("")).unwrap() {
+        let path = entry.unwrap().path();
+        if !path.join("config.json").is_file() || refused(&path, 1).is_some() {
+            continue;
+        }
+        for ranks in [2, 4, 8] {
+            match refused(&path, ranks) {
+                None => divided += 1,
+                Some(error) => {
+                    assert!(
+                        error.contains("--tensor-parallel-size"),
+                        "{}: {error}",
+                        path.display()
+                    );
+                    errors += &error;
+                }
+            }
+        }
+    }
+    assert!(divided > 40, "{divided}");
+    for said in ["MXFP4 for 48 inputs", "of shape [64, 128]"] {
+        assert!(errors.contains(said), "{said} is missing: {errors}");
+    }
+    // Undivided it is no better.
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), CONFIG.replace("14336", "14340")).unwrap();
+    let error = refused(dir.path(), 2).unwrap();
+    assert!(
+        error.contains("intermediate_size") && error.contains("on a GPU"),
+        "{error}"
+    );
+    assert!(!error.contains("--tensor-parallel-size"), "{error}");
 }
