@@ -1,3 +1,6 @@
+use std::sync::{Mutex, PoisonError};
+
+use plimsoll_core::BlockSize;
 use plimsoll_device::cuda::{DeviceError, Gpu, Graph};
 
 /// Decode steps recorded as CUDA graphs, one per batch size of a ladder: a step of fewer requests runs the next larger one,
@@ -59,6 +62,21 @@ impl Drop for Graphs {
         if let Err(error) = self.gpu.destroy_graphs(|| self.ladder.clear()) {
             tracing::error!(%error, "the memory of graphs could not be measured");
         }
+    }
+}
+
+/// Whose decode steps have all run: what a first run loads is there, so that the next state of the same block size and most rows can
+/// capture its graphs at once.
+#[derive(Debug, Default)]
+pub(super) struct WarmedUp(Mutex<Option<(BlockSize, usize)>>);
+
+impl WarmedUp {
+    pub(super) fn is_for(&self, shape: (BlockSize, usize)) -> bool {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) == Some(shape)
+    }
+
+    pub(super) fn set(&self, shape: (BlockSize, usize)) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(shape);
     }
 }
 

@@ -48,6 +48,7 @@ use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress,
 use decoder::Decoder;
 use encoder::Encoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
+use graphs::WarmedUp;
 use link::Abandon;
 pub use link::RankLink;
 use planners::{Planners, planners, planners_on};
@@ -69,6 +70,7 @@ pub struct GpuModel {
     /// Of a model that takes images.
     encoder: Option<Encoder>,
     slowest_encode: SlowestEncode,
+    warmed_up: WarmedUp,
     kv_element: GpuKvElement,
 }
 
@@ -151,6 +153,7 @@ impl GpuModel {
             about: description.about,
             decoder,
             slowest_encode: SlowestEncode::default(),
+            warmed_up: WarmedUp::default(),
             kv_element,
         }))
     }
@@ -193,18 +196,21 @@ impl GpuModel {
         if options.enforce_eager || !runner.samples() {
             return Ok(runner);
         }
-        if let Some(link) = self.link() {
-            runner.reserve_for_graphs().map_err(failed)?;
-            link.agree_to_build()?;
-            guard.launched = true;
-        }
-        runner.warm_up(graphs).map_err(failed)?;
-        if let Some(link) = self.link() {
-            link.check().map_err(|error| match error {
-                StepError::OtherRank(rank) => BuildError::OtherRank(rank),
-                error => BuildError::RankLost(error.to_string()),
-            })?;
-            link.agree_to_build()?;
+        runner.reserve_for_graphs().map_err(failed)?;
+        self.link().map_or(Ok(()), RankLink::agree_to_build)?;
+        let shape = (config.kv.block_size, limits.max_num_seqs);
+        if !self.warmed_up.is_for(shape) {
+            guard.launched = self.link().is_some();
+            runner.warm_up(graphs).map_err(failed)?;
+            if let Some(link) = self.link() {
+                link.check().map_err(|error| match error {
+                    StepError::OtherRank(rank) => BuildError::OtherRank(rank),
+                    error => BuildError::RankLost(error.to_string()),
+                })?;
+                link.agree_to_build()?;
+            }
+            // Only now: all ranks know the same.
+            self.warmed_up.set(shape);
         }
         runner.capture_graphs(graphs).map_err(failed)?;
         Ok(runner)

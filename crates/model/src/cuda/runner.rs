@@ -166,8 +166,7 @@ impl GpuRunner {
         Ok(())
     }
 
-    /// Runs a decode step of each batch size of the ladder once for real: libraries settle, and the arena grows to what the largest
-    /// needs.
+    /// Runs a decode step of each batch size of the ladder once for real: libraries load what they need. Everything is reserved.
     pub(super) fn warm_up(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<(), DeviceError> {
         let Self {
             model, state, arena, ..

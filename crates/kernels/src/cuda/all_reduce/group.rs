@@ -173,7 +173,8 @@ impl AllReduce {
 
     fn times(&self) -> Result<Times, DeviceError> {
         let time = |way, bytes| self.time(way, bytes).map(Some);
-        let times = SIZES.map(|bytes| {
+        // Nothing more once one has failed: the other ranks would wait for what does not come.
+        let times = SIZES.into_iter().map(|bytes| {
             let bytes = bytes.next_multiple_of(VEC * size_of::<bf16>());
             Ok([
                 if bytes <= most_few(self.ranks) {
@@ -189,7 +190,7 @@ impl AllReduce {
                 },
             ])
         });
-        times.into_iter().collect()
+        times.collect()
     }
 
     /// What was measured when the group was made, one line for each size, and what follows from it: for logs.
