@@ -16,13 +16,16 @@ use rand::{Rng, SeedableRng};
 use crate::common::fp8::is_fp8;
 use crate::common::requests::Request;
 use crate::common::{blocks, budget, load, plan, state_config};
-use crate::setup::{HYBRID_MODELS, report};
+use crate::setup::{HYBRID_MODELS, LIMITS, report};
 
 /// Relative to the logits' root mean square. In bf16 transformers' logits of these models are off by 0.8 to 3.6 % by norm
 /// (`bf16_error` in the golden files), 1.5 % on average.
 pub(crate) const NOISE: f32 = 0.05;
 /// How much more a state adds to that: each token's rounding stays in it (prompts of 200 tokens, 1.3 to 4.4 % of up to 120).
 const STATE_NOISE: f32 = 2.0;
+/// How much more gemma4-shared loses in long texts: transformers' logits in bf16 are off by 10 % at one of their tokens, and the GPU's
+/// by 13 %, where other tokens lose 1 to 3 %.
+const SHARED_NOISE: f32 = 1.6;
 /// How much more log-probabilities may be off where prompts' products take inputs of eight bits, which loses 1 to 3 % of the logits
 /// on average, and more where attention is sharp; tokens alone are multiplied by inputs as they are.
 const FP8_SLACK: f32 = 3.0;
@@ -44,9 +47,10 @@ pub(crate) fn expected_texts(name: &str, requests: &[Request], limits: &StepLimi
         true => FP8_SLACK,
         false => 1.0,
     };
-    let noise = match HYBRID_MODELS.contains(&name) {
-        true => STATE_NOISE * NOISE,
-        false => NOISE,
+    let noise = match name {
+        "gemma4-shared" if limits.max_model_len > LIMITS.max_model_len => SHARED_NOISE * NOISE,
+        _ if HYBRID_MODELS.contains(&name) => STATE_NOISE * NOISE,
+        _ => NOISE,
     };
     let texts = requests.iter().map(|request| {
         let mut text = expected_text(&model, request.clone(), limits, noise);
