@@ -17,6 +17,7 @@ use plimsoll_server::Memory;
 use serde_json::{Value, json};
 
 use crate::process::Process;
+use crate::ranks::hang;
 use crate::recovery::{read, submit, until_ready};
 use crate::{CONFIG, Model, answers, start};
 
@@ -199,7 +200,7 @@ async fn a_gpu_that_runs_out_of_memory_is_built_again_with_the_other() {
     stop(ready, &gpus).await;
 }
 
-/// The whole server, from flags to JSON: one rank's thread that is held is named, and the process ends with its exit code.
+/// The whole server, from flags to JSON.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 async fn the_binary_serves_on_two_gpus_and_says_so() {
@@ -240,9 +241,9 @@ async fn the_binary_serves_on_two_gpus_and_says_so() {
             .unwrap();
         let ranks = memory["ranks"].as_array().unwrap();
         assert_eq!(ranks.len(), 2);
-        for now in ranks {
+        for rank in ranks {
             assert_eq!(
-                now["components"]["communication"].as_u64(),
+                rank["components"]["communication"].as_u64(),
                 Some(communication_bytes(2) as u64)
             );
         }
@@ -262,14 +263,7 @@ async fn a_gpu_whose_thread_hangs_ends_the_engine_by_name() {
         let backend = RanksBackend::on_gpus(model.dir.path(), &settings, &gpus, exchanges).unwrap();
         let exchange = Arc::clone(&backend.parts()[bad].1);
         let ready = start(&model.load_on(&settings, Arc::new(backend)).unwrap()).unwrap();
-        let (hangs, hanging) = std::sync::mpsc::channel();
-        let (end, ended) = std::sync::mpsc::channel::<()>();
-        let holder = std::thread::spawn(move || {
-            let _held = exchange.lock().unwrap();
-            hangs.send(()).unwrap();
-            let _ = ended.recv();
-        });
-        hanging.recv().unwrap();
+        let (end, holder) = hang(exchange);
         let error = read(submit(&ready.engine, 3, 20)).await.unwrap_err();
         let StepError::RankLost(why) = &error else {
             panic!("{error:?}")

@@ -1,6 +1,8 @@
 //! Ranks that serve one model together: sized by the least, and none waits for one that fails.
 
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use plimsoll_cli::Error;
@@ -225,6 +227,20 @@ async fn a_rank_that_runs_out_of_memory_is_built_again_with_the_others() {
     group.stop(ready).await;
 }
 
+/// Keeps a rank from entering its next step until what is returned is dropped, and then joined.
+pub(crate) fn hang(exchange: SharedExchange) -> (Sender<()>, JoinHandle<()>) {
+    let (hangs, hanging) = channel();
+    let (end, ended) = channel();
+    let holder = thread::spawn(move || {
+        let _held = exchange.lock().unwrap();
+        hangs.send(()).unwrap();
+        // Nothing is sent: it ends with the other end.
+        let _ = ended.recv();
+    });
+    hanging.recv().unwrap();
+    (end, holder)
+}
+
 /// It is named, and the engine ends: a supervisor starts another.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rank_that_hangs_ends_the_engine_by_name() {
@@ -235,14 +251,7 @@ async fn a_rank_that_hangs_ends_the_engine_by_name() {
         let begun = Instant::now();
         // It waits for ever to enter its next step.
         let exchange = Arc::clone(&group.exchanges[bad]);
-        let (hangs, hanging) = std::sync::mpsc::channel();
-        let (end, ended) = std::sync::mpsc::channel::<()>();
-        let holder = std::thread::spawn(move || {
-            let _held = exchange.lock().unwrap();
-            hangs.send(()).unwrap();
-            let _ = ended.recv();
-        });
-        hanging.recv().unwrap();
+        let (end, holder) = hang(exchange);
         let error = read(submit(&ready.engine, 3, 20)).await.unwrap_err();
         let StepError::RankLost(why) = &error else {
             panic!("{error:?}")

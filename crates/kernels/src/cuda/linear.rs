@@ -54,9 +54,7 @@ impl Choice {
             Self::Lt(_) => key.shape.scaling(),
         }
     }
-}
 
-impl Choice {
     /// The same on all GPUs that have this way of a product: see [`TimedWay`].
     fn number(self) -> u32 {
         match self {

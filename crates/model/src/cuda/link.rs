@@ -26,11 +26,6 @@ pub struct RankLink {
 const MOST_WAYS: usize = 31;
 
 impl RankLink {
-    /// A step, a build or a load begins. To be called on all ranks, before anything of it can fail.
-    pub(super) fn begin(&self) {
-        self.lock().begin_step();
-    }
-
     /// Waits until all ranks can go on with their step: from here on they launch work that waits for others.
     ///
     /// # Errors
@@ -150,7 +145,7 @@ fn not_loaded(error: StepError) -> ModelError {
     }
 }
 
-/// Abandons what has begun unless it was kept: for whatever ends it early, panics too.
+/// Abandons what has begun, whatever ends it early, panics too, unless [`Self::keep`] is called.
 #[derive(Debug)]
 pub(super) struct Abandon<'a> {
     link: Option<&'a RankLink>,
@@ -158,7 +153,9 @@ pub(super) struct Abandon<'a> {
 }
 
 impl<'a> Abandon<'a> {
-    pub(super) fn new(link: Option<&'a RankLink>) -> Self {
+    /// A step, a build or a load begins: to be called on all ranks, before anything of it can fail.
+    pub(super) fn begin(link: Option<&'a RankLink>) -> Self {
+        link.iter().for_each(|link| link.lock().begin_step());
         Self {
             link,
             launched: false,

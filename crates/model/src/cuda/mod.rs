@@ -119,8 +119,7 @@ impl GpuModel {
             options.shard.ranks > 1,
             "ranks of several meet the others"
         );
-        link.iter().for_each(RankLink::begin);
-        let guard = Abandon::new(link.as_ref());
+        let guard = Abandon::begin(link.as_ref());
         let loaded = Self::load_part(path, options, gpu, link.clone(), progress);
         if let Ok(_) | Err(ModelError::Cancelled | ModelError::RankLost(_)) = loaded {
             guard.keep();
@@ -170,8 +169,7 @@ impl GpuModel {
         options: GpuOptions,
         graphs: &mut dyn FnMut(usize, usize),
     ) -> Result<GpuRunner, BuildError> {
-        self.link().iter().for_each(|link| link.begin());
-        let mut guard = Abandon::new(self.link());
+        let mut guard = Abandon::begin(self.link());
         let built = self.build_part(config, limits, options, graphs, &mut guard);
         if let Ok(_) | Err(BuildError::OtherRank(_) | BuildError::RankLost(_)) = built {
             guard.keep();
@@ -209,7 +207,7 @@ impl GpuModel {
                 })?;
                 link.agree_to_build()?;
             }
-            // Only now: all ranks know the same.
+            // Behind the agreement, so that all ranks skip it for the same states.
             self.warmed_up.set(shape);
         }
         runner.capture_graphs(graphs).map_err(failed)?;

@@ -149,7 +149,7 @@ impl GpuRunner {
         })
     }
 
-    /// Whether it has steps that graphs are for: a prompt is none.
+    /// Whether its steps sample: those of a model for embeddings are prompts, which no graph replays.
     pub(super) fn samples(&self) -> bool {
         self.state.vectors.is_none()
     }
@@ -166,7 +166,7 @@ impl GpuRunner {
         Ok(())
     }
 
-    /// Runs a decode step of each batch size of the ladder once for real: libraries load what they need. Everything is reserved.
+    /// Runs a decode step of each batch size of the ladder once for real: libraries load what they need. The arena has been reserved.
     pub(super) fn warm_up(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<(), DeviceError> {
         let Self {
             model, state, arena, ..
@@ -250,8 +250,7 @@ impl GpuRunner {
         work: impl FnOnce(&mut Self, &mut Abandon<'_>) -> Result<T, StepError>,
     ) -> Result<T, StepError> {
         let model = Arc::clone(&self.model);
-        model.link().iter().for_each(|link| link.begin());
-        let mut guard = Abandon::new(model.link());
+        let mut guard = Abandon::begin(model.link());
         let done = work(self, &mut guard);
         if let Ok(_) | Err(StepError::OtherRank(_) | StepError::RankLost(_)) = done {
             guard.keep();
@@ -378,7 +377,7 @@ impl GpuRunner {
         launched.map_err(|error| self.error(error))
     }
 
-    /// What replays such a batch, if it is one of decoding requests and there are graphs.
+    /// The graph that replays such a batch, if it is one of decoding requests and there are graphs.
     fn graph(&self, batch: &Batch) -> Option<&Graph> {
         match batch.shape {
             BatchShape::Decode(size) => self.graphs.get(size),
@@ -443,7 +442,7 @@ impl GpuRunner {
     fn launch_as_rank(&mut self, plan: &StepPlan, mut guard: Abandon<'_>) -> Result<(), StepError> {
         let ready = self.model.link().map_or(Ok(()), RankLink::check_usable);
         if ready.is_err() {
-            // Of the others none is better off.
+            // All ranks find the same, so there is nobody to tell.
             guard.keep();
             return ready;
         }
@@ -514,9 +513,8 @@ impl Executor for GpuRunner {
             return Err(StepError::Failed("the previous step needs its masks".to_owned()));
         }
         let model = Arc::clone(&self.model);
-        model.link().iter().for_each(|link| link.begin());
         // Other ranks learn if this one cannot go on with its step, whatever the reason: they do not wait for it.
-        let guard = Abandon::new(model.link());
+        let guard = Abandon::begin(model.link());
         self.launch_as_rank(plan, guard)
     }
 

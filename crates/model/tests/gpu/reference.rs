@@ -182,7 +182,7 @@ impl Judge {
             self.decided, self.samples
         ));
         assert!(
-            6 * self.decided > self.samples,
+            5 * self.decided > self.samples,
             "{what}: only {} of {} tokens are decided",
             self.decided,
             self.samples

@@ -5,6 +5,7 @@
 
 use std::ffi::c_void;
 use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use cudarc::cublas::sys::cublasOperation_t;
 use cudarc::cublaslt::sys;
@@ -103,13 +104,13 @@ impl Algorithm {
         ]
     };
 
-    /// Of these attributes (FNV-1a).
+    /// Of these attributes: the same for all ranks, which are threads of one process.
     pub(super) fn hash(&self) -> u32 {
-        let values = Self::ATTRIBUTES.map(|(attribute, bytes)| self.value(attribute, bytes));
-        let bytes = values.iter().flat_map(|value| value.to_le_bytes());
-        bytes.fold(0x811c_9dc5, |hash, byte| {
-            (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
-        })
+        let mut hasher = DefaultHasher::new();
+        Self::ATTRIBUTES
+            .map(|(attribute, bytes)| self.value(attribute, bytes))
+            .hash(&mut hasher);
+        hasher.finish() as u32
     }
 
     /// An attribute of so many bytes, at most four; 0 if the algorithm has none.

@@ -58,15 +58,21 @@ impl Decoder {
     }
 }
 
-impl<'a> Step<'a, '_> {
+impl<'a, 'b> Step<'a, 'b> {
+    /// The ranks, if what is to be added to the residual stream is still this one's part: the caller sums it.
+    fn unsummed(&mut self) -> Option<&'b AllReduce> {
+        let decoder = self.decoder;
+        decoder
+            .all_reduce()
+            .filter(|_| std::mem::take(&mut self.is_partial))
+    }
+
     /// Sums what is to be added to the residual stream over the ranks, unless that was done.
     pub(super) fn sum_delta(&mut self) -> Result<(), GpuError> {
         let width = self.decoder.weights.spec.hidden_size;
-        match self.decoder.all_reduce() {
-            Some(ranks) if std::mem::take(&mut self.is_partial) => {
-                ranks.sum(self.rows(self.act.delta, width))
-            }
-            _ => Ok(()),
+        match self.unsummed() {
+            Some(ranks) => ranks.sum(self.rows(self.act.delta, width)),
+            None => Ok(()),
         }
     }
 
@@ -80,11 +86,9 @@ impl<'a> Step<'a, '_> {
         normed: GpuRows<'a>,
     ) -> Result<(), GpuError> {
         let fused = &self.decoder.fused;
-        match self.decoder.all_reduce() {
-            Some(ranks) if std::mem::take(&mut self.is_partial) => {
-                ranks.add_rms_norm(fused, hidden, delta, norm, normed)
-            }
-            _ => fused.add_rms_norm(hidden, delta, norm, normed),
+        match self.unsummed() {
+            Some(ranks) => ranks.add_rms_norm(fused, hidden, delta, norm, normed),
+            None => fused.add_rms_norm(hidden, delta, norm, normed),
         }
     }
 
@@ -97,11 +101,9 @@ impl<'a> Step<'a, '_> {
         normed: GpuRows<'a>,
     ) -> Result<(), GpuError> {
         let fused = &self.decoder.fused;
-        match self.decoder.all_reduce() {
-            Some(ranks) if std::mem::take(&mut self.is_partial) => {
-                ranks.sandwich_norm(fused, hidden, added, norm, normed)
-            }
-            _ => {
+        match self.unsummed() {
+            Some(ranks) => ranks.sandwich_norm(fused, hidden, added, norm, normed),
+            None => {
                 let GpuAdded {
                     delta,
                     weight,
