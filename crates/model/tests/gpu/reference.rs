@@ -27,8 +27,8 @@ const STATE_NOISE: f32 = 2.0;
 /// to 23 % at those of ministral3, whose queries grow with their position, where most tokens lose 1 to 4 %.
 const LONG_NOISE: [(&str, f32); 3] = [
     ("gemma4-shared", 1.6),
-    ("ministral3", 2.4),
-    ("ministral3-fp8", 2.4),
+    ("ministral3", 2.2),
+    ("ministral3-fp8", 2.2),
 ];
 /// How much more log-probabilities may be off where prompts' products take inputs of eight bits, which loses 1 to 3 % of the logits
 /// on average, and more where attention is sharp; tokens alone are multiplied by inputs as they are.
