@@ -241,10 +241,9 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(start, environment):
 @pytest.mark.parametrize("setting", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
 def test_plain_text_for_who_wants_it(sim, environment, setting):
     with terminal(environment | setting, "--url", sim.url) as chat:
-        chat.wait("ends")
+        chat.prompt()
         chat.type("<say>**bold**</say>\r")
         chat.wait("first after")
-        time.sleep(0.2)
         assert "\n**bold**" in plain(chat.output)
         assert not SGR.search(chat.output), chat.output
         if setting.get("TERM") == "dumb":
