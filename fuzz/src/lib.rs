@@ -48,7 +48,7 @@ impl Target {
             inputs: vec![model.files[name].clone()],
             words: words.iter().map(ToString::to_string).collect(),
         };
-        let tiny = files::Model::tiny;
+        let (tiny, embedder, reranker) = (files::Model::tiny, files::Model::embedder, files::Model::reranker);
         Some(match name {
             "config" => file(readers::config, tiny(), "config.json", corpus::JSON),
             "generation_config" => file(readers::generation_config, tiny(), "generation_config.json", corpus::JSON),
@@ -56,6 +56,27 @@ impl Target {
             "safetensors" => file(readers::safetensors, tiny(), files::SAFETENSORS, corpus::JSON),
             "tokenizer" => file(readers::tokenizer, tiny(), files::TOKENIZER, corpus::JSON),
             "tokenizer_config" => file(readers::tokenizer_config, tiny(), "tokenizer_config.json", corpus::JSON),
+            "shard_index" => file(readers::shard_index, files::Model::sharded(), files::INDEX, corpus::JSON),
+            "modules" => file(readers::modules, embedder(), files::MODULES, corpus::JSON),
+            "pooling" => file(readers::pooling, embedder(), files::POOLING, corpus::JSON),
+            "logit_score" => file(readers::logit_score, reranker(), files::LOGIT_SCORE, corpus::JSON),
+            "sentence_bert" => file(readers::sentence_bert, reranker(), files::BERT, corpus::JSON),
+            "sentence_transformers" => file(
+                readers::sentence_transformers,
+                reranker(),
+                files::SENTENCE_TRANSFORMERS,
+                corpus::JSON,
+            ),
+            "image_processor" => Self {
+                check: readers::image_processor,
+                inputs: readers::PROCESSORS
+                    .as_object()
+                    .expect("families by name")
+                    .values()
+                    .map(|family| family["preprocessor"].to_string().into_bytes())
+                    .collect(),
+                words: corpus::JSON.iter().map(ToString::to_string).collect(),
+            },
             "answer" => of(answers::answer, corpus::ANSWERS, corpus::MARKUP),
             "detokenizer" => of(targets::detokenizer, corpus::TEXTS, corpus::TEXTS),
             "grammar" => of(grammars::grammar, corpus::GRAMMARS, corpus::GRAMMAR_WORDS),

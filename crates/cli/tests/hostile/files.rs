@@ -1,4 +1,4 @@
-//! The models that are disturbed: a tiny one of safetensors, and the default model's GGUF file with a smaller vocabulary.
+//! The models that are disturbed: tiny ones of safetensors, and the default model's GGUF file with a smaller vocabulary.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,6 +17,17 @@ pub(crate) struct Model {
 pub(crate) const GGUF: &str = "model.gguf";
 pub(crate) const SAFETENSORS: &str = "model.safetensors";
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+const SHARDS: [&str; 3] = [
+    "model-00001-of-00003.safetensors",
+    "model-00002-of-00003.safetensors",
+    "model-00003-of-00003.safetensors",
+];
+pub(crate) const MODULES: &str = "modules.json";
+pub(crate) const POOLING: &str = "1_Pooling/config.json";
+pub(crate) const LOGIT_SCORE: &str = "1_LogitScore/config.json";
+pub(crate) const BERT: &str = "sentence_bert_config.json";
+pub(crate) const SENTENCE_TRANSFORMERS: &str = "config_sentence_transformers.json";
 
 pub(crate) const TEMPLATE: &str = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}{% endfor %}\
     {% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}assistant: {% endif %}";
@@ -29,28 +40,57 @@ fn root() -> &'static Path {
         .expect("the repository has golden models")
 }
 
-const GOLDEN: &str = "tests/golden/llama";
+const GOLDEN: &str = "tests/golden";
+
+/// A file of one of the golden models.
+pub(crate) fn golden(model: &str, name: &str) -> Vec<u8> {
+    let path = root().join(GOLDEN).join(model).join(name);
+    fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
 
 impl Model {
     /// A Llama of two layers and 160 tokens.
     pub(crate) fn tiny() -> Self {
-        let golden = root().join(GOLDEN);
+        Self::golden("llama", &["config.json", "generation_config.json", SAFETENSORS])
+    }
+
+    /// Weights in three files with an index.
+    pub(crate) fn sharded() -> Self {
+        Self::golden(
+            "qwen3-sharded",
+            &["config.json", INDEX, SHARDS[0], SHARDS[1], SHARDS[2]],
+        )
+    }
+
+    /// Serves embeddings.
+    pub(crate) fn embedder() -> Self {
+        let files = ["config.json", MODULES, POOLING, SAFETENSORS];
+        let mut model = Self::golden("qwen3-embedding", &files);
+        model.set_json(BERT, &json!({"max_seq_length": 64, "do_lower_case": false}));
+        model
+    }
+
+    /// Scores pairs of texts.
+    pub(crate) fn reranker() -> Self {
+        let files = [
+            "config.json",
+            MODULES,
+            LOGIT_SCORE,
+            BERT,
+            SENTENCE_TRANSFORMERS,
+            SAFETENSORS,
+        ];
+        Self::golden("qwen3-reranker", &files)
+    }
+
+    /// These files of a golden model, with a tokenizer and a chat template.
+    fn golden(model: &str, names: &[&'static str]) -> Self {
         let json = |value: &Value| serde_json::to_vec_pretty(value).unwrap();
-        let read = |name: &str| fs::read(golden.join(name)).unwrap();
-        Self {
-            files: [
-                ("config.json", read("config.json")),
-                ("generation_config.json", read("generation_config.json")),
-                (SAFETENSORS, read(SAFETENSORS)),
-                (TOKENIZER, json(&tokenizer())),
-                (
-                    "tokenizer_config.json",
-                    json(&json!({"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE})),
-                ),
-            ]
-            .into(),
-            length: 0,
-        }
+        let texts = json!({"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE});
+        let mut files: BTreeMap<_, _> = names.iter().map(|&name| (name, golden(model, name))).collect();
+        files.insert(TOKENIZER, json(&tokenizer()));
+        files.insert("tokenizer_config.json", json(&texts));
+        Self { files, length: 0 }
     }
 
     pub(crate) fn gguf() -> Self {
@@ -73,6 +113,7 @@ impl Model {
     pub(crate) fn write(&self, directory: &Path) {
         for (name, bytes) in &self.files {
             let path = directory.join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(&path, bytes).unwrap();
             if *name == GGUF {
                 let file = fs::OpenOptions::new().write(true).open(path).unwrap();

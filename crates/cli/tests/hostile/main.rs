@@ -30,7 +30,7 @@ use files::Model;
 pub(crate) const BINARY: &str = env!("CARGO_BIN_EXE_plimsoll");
 
 /// Files that are read, by as many processes as there are CPUs here.
-const CASES: u64 = 2400;
+const CASES: u64 = 3000;
 const PROCESSES: u64 = 2;
 /// Address space beside that of the program: some hundred times the files.
 const MAX_BYTES: u64 = 2 << 30;
@@ -59,15 +59,27 @@ fn mutated_files_are_read_or_refused() {
 /// Every beginning of each file, in steps.
 #[test]
 fn files_that_are_cut_off_are_read_or_refused() {
-    let (tiny, gguf) = (Model::tiny(), Model::gguf());
+    let (tiny, gguf, sharded) = (Model::tiny(), Model::gguf(), Model::sharded());
+    let (embedder, reranker) = (Model::embedder(), Model::reranker());
+    let processor = targets::PROCESSORS["qwen3-vl"]["preprocessor"].to_string();
     type Target = fn(&[u8]);
-    let targets: [(&[u8], Target); 6] = [
+    let targets: [(&[u8], Target); 13] = [
         (&gguf.files[files::GGUF], targets::gguf),
         (&tiny.files[files::SAFETENSORS], targets::safetensors),
         (&tiny.files["config.json"], targets::config),
         (&tiny.files["generation_config.json"], targets::generation_config),
         (&tiny.files[files::TOKENIZER], targets::tokenizer),
         (&tiny.files["tokenizer_config.json"], targets::tokenizer_config),
+        (&sharded.files[files::INDEX], targets::shard_index),
+        (&embedder.files[files::MODULES], targets::modules),
+        (&embedder.files[files::POOLING], targets::pooling),
+        (&reranker.files[files::LOGIT_SCORE], targets::logit_score),
+        (&reranker.files[files::BERT], targets::sentence_bert),
+        (
+            &reranker.files[files::SENTENCE_TRANSFORMERS],
+            targets::sentence_transformers,
+        ),
+        (processor.as_bytes(), targets::image_processor),
     ];
     for (bytes, target) in targets {
         (0..=40).for_each(|part| target(&bytes[..bytes.len() * part / 40]));
@@ -125,16 +137,27 @@ fn read_part(first: u64, step: u64) {
         path: BINARY.into(),
         args: vec!["render-templates".into()],
     });
-    let directory = tempfile::tempdir().unwrap();
-    let models = [Model::tiny(), Model::gguf()];
-    for model in &models {
+    // The first two have the most to read, and are disturbed the most.
+    let models = [
+        Model::tiny(),
+        Model::gguf(),
+        Model::sharded(),
+        Model::embedder(),
+        Model::reranker(),
+    ];
+    let models = models.map(|model| (model, tempfile::tempdir().unwrap()));
+    for (model, directory) in &models {
         model.write(directory.path());
         if let Err(error) = read(model, directory.path(), &renderer) {
             panic!("what is not disturbed: {error}");
         }
     }
     for case in (first..CASES).step_by(step as usize) {
-        let model = &models[(case / step % 2) as usize];
+        let turn = case / step;
+        let (model, directory) = match turn % 5 {
+            4 => &models[2 + (turn / 5 % 3) as usize],
+            often => &models[(often % 2) as usize],
+        };
         let (model, what) = mutator::disturb(model, case);
         println!("case {case}: {what}");
         model.write(directory.path());

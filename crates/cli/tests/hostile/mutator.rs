@@ -5,7 +5,7 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
-use crate::files::{GGUF, Model, SAFETENSORS};
+use crate::files::{GGUF, Model};
 
 const NUMBERS: [u64; 12] = [
     0,
@@ -44,6 +44,7 @@ pub(crate) fn disturb(model: &Model, case: u64) -> (Model, String) {
     let names: Vec<_> = model.files.keys().copied().collect();
     let name = *names.choose(&mut rng).unwrap();
     let is_json = name.ends_with(".json");
+    let is_safetensors = name.ends_with(".safetensors");
     let times = rng.random_range(1..4);
     let what = match name {
         // Half as their structure, half as bytes.
@@ -53,11 +54,11 @@ pub(crate) fn disturb(model: &Model, case: u64) -> (Model, String) {
             model.set_json(name, &value);
             done.join("; ")
         }
-        SAFETENSORS if rng.random_bool(0.6) => in_safetensors(&mut model, &mut rng),
+        _ if is_safetensors && rng.random_bool(0.6) => in_safetensors(&mut model, name, &mut rng),
         _ => {
             let bytes = model.files.get_mut(name).unwrap();
             // Of weights, the header; the end of a GGUF file describes its tensors.
-            let most = if name == SAFETENSORS { 2000 } else { bytes.len() };
+            let most = if is_safetensors { 2000 } else { bytes.len() };
             let done: Vec<_> = (0..times)
                 .map(|_| in_bytes(bytes, most, name == GGUF, &mut rng))
                 .collect();
@@ -123,8 +124,8 @@ fn list(value: &Value, at: String, places: &mut Vec<String>) {
 }
 
 /// Disturbs the JSON of the header, and keeps its length true.
-fn in_safetensors(model: &mut Model, rng: &mut StdRng) -> String {
-    let bytes = &model.files[SAFETENSORS];
+fn in_safetensors(model: &mut Model, name: &'static str, rng: &mut StdRng) -> String {
+    let bytes = &model.files[name];
     let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let mut header: Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
     let done = in_json(&mut header, rng);
@@ -132,7 +133,7 @@ fn in_safetensors(model: &mut Model, rng: &mut StdRng) -> String {
     let mut changed = (header.len() as u64).to_le_bytes().to_vec();
     changed.extend_from_slice(&header);
     changed.extend_from_slice(&bytes[8 + length..]);
-    model.files.insert(SAFETENSORS, changed);
+    model.files.insert(name, changed);
     done
 }
 

@@ -6,15 +6,20 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use plimsoll_device::Budget;
-use plimsoll_model::{GenerationConfig, GgufFile, HfOverrides, LoadOptions, Model, ModelConfig};
+use plimsoll_images::Processor;
+use plimsoll_model::{GenerationConfig, GgufFile, HfOverrides, LoadOptions, Model, ModelConfig, ServeAs};
 use plimsoll_text::{ChatTemplate, Renderer, Tokenizer};
 use tempfile::TempDir;
 
 use crate::files;
 
+fn directory() -> TempDir {
+    tempfile::tempdir().expect("there is room for files")
+}
+
 /// A directory with `data` as the file `name`.
-fn directory(name: &str, data: &[u8]) -> (TempDir, PathBuf) {
-    let directory = tempfile::tempdir().expect("there is room for files");
+fn directory_with(name: &str, data: &[u8]) -> (TempDir, PathBuf) {
+    let directory = directory();
     let path = directory.path().join(name);
     fs::write(&path, data).expect("there is room for a file");
     (directory, path)
@@ -28,7 +33,7 @@ fn told<T, E: std::fmt::Display>(result: Result<T, E>) -> Option<T> {
 }
 
 pub(crate) fn gguf(data: &[u8]) {
-    let (_directory, path) = directory("model.gguf", data);
+    let (_directory, path) = directory_with("model.gguf", data);
     let Some(file) = told(GgufFile::open(&path)) else {
         return;
     };
@@ -39,11 +44,15 @@ pub(crate) fn gguf(data: &[u8]) {
 }
 
 pub(crate) fn safetensors(data: &[u8]) {
-    let (directory, _path) = directory("model.safetensors", data);
+    let (directory, _path) = directory_with("model.safetensors", data);
     fs::write(directory.path().join("config.json"), &*CONFIG).expect("there is room for a file");
+    load(directory.path());
+}
+
+fn load(directory: &Path) {
     let budget = Budget::new(64 << 20);
     told(Model::load(
-        directory.path(),
+        directory,
         LoadOptions::default(),
         &budget,
         &mut |_| (),
@@ -70,19 +79,73 @@ pub(crate) fn generation_config(data: &[u8]) {
 }
 
 pub(crate) fn tokenizer(data: &[u8]) {
-    let (directory, _path) = directory("tokenizer.json", data);
+    let (directory, _path) = directory_with("tokenizer.json", data);
     if let Some(tokenizer) = told(Tokenizer::from_dir(directory.path())) {
         use_tokenizer(&tokenizer);
     }
 }
 
 pub(crate) fn tokenizer_config(data: &[u8]) {
-    let (directory, _path) = directory("tokenizer_config.json", data);
+    let (directory, _path) = directory_with("tokenizer_config.json", data);
     // Only a text that is no template is compiled here; templates have a target of their own.
     if !data.windows(2).any(|pair| pair == b"{%" || pair == b"{{") {
         told(ChatTemplate::from_dir(directory.path(), &Renderer::in_process()));
     }
 }
+
+pub(crate) fn shard_index(data: &[u8]) {
+    let (directory, mut model) = (directory(), files::Model::sharded());
+    model.files.insert(files::INDEX, data.to_vec());
+    model.write(directory.path());
+    load(directory.path());
+}
+
+pub(crate) fn modules(data: &[u8]) {
+    beside(files::Model::embedder(), files::MODULES, data);
+}
+
+pub(crate) fn pooling(data: &[u8]) {
+    beside(files::Model::embedder(), files::POOLING, data);
+}
+
+pub(crate) fn logit_score(data: &[u8]) {
+    beside(files::Model::reranker(), files::LOGIT_SCORE, data);
+}
+
+pub(crate) fn sentence_bert(data: &[u8]) {
+    beside(files::Model::embedder(), files::BERT, data);
+    beside(files::Model::reranker(), files::BERT, data);
+}
+
+pub(crate) fn sentence_transformers(data: &[u8]) {
+    beside(files::Model::reranker(), files::SENTENCE_TRANSFORMERS, data);
+}
+
+/// `data` as one of the settings beside config.json that say what a model is served for.
+fn beside(mut model: files::Model, name: &'static str, data: &[u8]) {
+    let directory = directory();
+    model.files.remove(files::SAFETENSORS);
+    model.files.insert(name, data.to_vec());
+    model.write(directory.path());
+    told(ModelConfig::read(directory.path(), &ServeAs::default()));
+}
+
+/// Settings of an image processor, for each family's config.json.
+pub(crate) fn image_processor(data: &[u8]) {
+    let Ok(settings) = serde_json::from_slice(data) else {
+        return;
+    };
+    for family in PROCESSORS.as_object().expect("families by name").values() {
+        told(Processor::new(&settings, &family["config"]));
+    }
+}
+
+/// Settings of each family's image processor, and its config.json.
+pub(crate) static PROCESSORS: LazyLock<serde_json::Value> = LazyLock::new(|| {
+    let golden: serde_json::Value =
+        serde_json::from_slice(&files::golden("images", "processors.json")).expect("it is JSON");
+    golden["processors"].clone()
+});
 
 fn use_tokenizer(tokenizer: &Tokenizer) {
     if let Some(tokens) = told(tokenizer.encode("Hello <s>é 123", true)) {

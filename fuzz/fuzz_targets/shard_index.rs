@@ -1,0 +1,3 @@
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(init: plimsoll_fuzz::begin("shard_index"), |data: &[u8]| plimsoll_fuzz::check(data));
