@@ -24,6 +24,7 @@ use crate::client::ClientArgs;
 use crate::display;
 use crate::error::Error;
 use crate::signals::Signal;
+use crate::terminal;
 
 /// Where a server listens by default.
 const DEFAULT_URL: &str = "http://127.0.0.1:8000";
@@ -173,7 +174,7 @@ async fn converse(
     let note = Note::on_terminal(styled);
     let mut editor = Editor::new(styled)?;
     editor.problem().iter().for_each(|text| note.say(text));
-    note.say(&session.greeting());
+    note.say(&terminal::fitted(&session.greeting()));
     loop {
         let (back, line) = editor.read().await?;
         editor = back;
