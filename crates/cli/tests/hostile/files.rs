@@ -43,7 +43,7 @@ fn root() -> &'static Path {
 const GOLDEN: &str = "tests/golden";
 
 /// A file of one of the golden models.
-pub(crate) fn golden(model: &str, name: &str) -> Vec<u8> {
+pub(crate) fn golden_file(model: &str, name: &str) -> Vec<u8> {
     let path = root().join(GOLDEN).join(model).join(name);
     fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
@@ -54,7 +54,7 @@ impl Model {
         Self::golden("llama", &["config.json", "generation_config.json", SAFETENSORS])
     }
 
-    /// Weights in three files with an index.
+    /// A model whose weights are in three files with an index.
     pub(crate) fn sharded() -> Self {
         Self::golden(
             "qwen3-sharded",
@@ -62,7 +62,7 @@ impl Model {
         )
     }
 
-    /// Serves embeddings.
+    /// A model that serves embeddings.
     pub(crate) fn embedder() -> Self {
         let files = ["config.json", MODULES, POOLING, SAFETENSORS];
         let mut model = Self::golden("qwen3-embedding", &files);
@@ -70,7 +70,7 @@ impl Model {
         model
     }
 
-    /// Scores pairs of texts.
+    /// A model that scores pairs of texts.
     pub(crate) fn reranker() -> Self {
         let files = [
             "config.json",
@@ -87,7 +87,10 @@ impl Model {
     fn golden(model: &str, names: &[&'static str]) -> Self {
         let json = |value: &Value| serde_json::to_vec_pretty(value).unwrap();
         let texts = json!({"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE});
-        let mut files: BTreeMap<_, _> = names.iter().map(|&name| (name, golden(model, name))).collect();
+        let mut files: BTreeMap<_, _> = names
+            .iter()
+            .map(|&name| (name, golden_file(model, name)))
+            .collect();
         files.insert(TOKENIZER, json(&tokenizer()));
         files.insert("tokenizer_config.json", json(&texts));
         Self { files, length: 0 }

@@ -137,7 +137,7 @@ fn read_part(first: u64, step: u64) {
         path: BINARY.into(),
         args: vec!["render-templates".into()],
     });
-    // The first two have the most to read, and are disturbed the most.
+    // The first two have the most to read: they get four of five cases.
     let models = [
         Model::tiny(),
         Model::gguf(),
@@ -153,11 +153,11 @@ fn read_part(first: u64, step: u64) {
         }
     }
     for case in (first..CASES).step_by(step as usize) {
-        let turn = case / step;
-        let (model, directory) = match turn % 5 {
-            4 => &models[2 + (turn / 5 % 3) as usize],
-            often => &models[(often % 2) as usize],
-        };
+        let turn = (case / step) as usize;
+        let (model, directory) = &models[match turn % 5 {
+            4 => 2 + turn / 5 % 3,
+            other => other % 2,
+        }];
         let (model, what) = mutator::disturb(model, case);
         println!("case {case}: {what}");
         model.write(directory.path());

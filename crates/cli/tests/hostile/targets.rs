@@ -93,44 +93,51 @@ pub(crate) fn tokenizer_config(data: &[u8]) {
     }
 }
 
+static SHARDED: LazyLock<files::Model> = LazyLock::new(files::Model::sharded);
+static EMBEDDER: LazyLock<files::Model> = LazyLock::new(files::Model::embedder);
+static RERANKER: LazyLock<files::Model> = LazyLock::new(files::Model::reranker);
+
 pub(crate) fn shard_index(data: &[u8]) {
-    let (directory, mut model) = (directory(), files::Model::sharded());
-    model.files.insert(files::INDEX, data.to_vec());
-    model.write(directory.path());
-    load(directory.path());
+    load(with(&SHARDED, files::INDEX, data).path());
 }
 
 pub(crate) fn modules(data: &[u8]) {
-    beside(files::Model::embedder(), files::MODULES, data);
+    configure(&EMBEDDER, files::MODULES, data);
 }
 
 pub(crate) fn pooling(data: &[u8]) {
-    beside(files::Model::embedder(), files::POOLING, data);
+    configure(&EMBEDDER, files::POOLING, data);
 }
 
 pub(crate) fn logit_score(data: &[u8]) {
-    beside(files::Model::reranker(), files::LOGIT_SCORE, data);
+    configure(&RERANKER, files::LOGIT_SCORE, data);
 }
 
 pub(crate) fn sentence_bert(data: &[u8]) {
-    beside(files::Model::embedder(), files::BERT, data);
-    beside(files::Model::reranker(), files::BERT, data);
+    configure(&EMBEDDER, files::BERT, data);
+    configure(&RERANKER, files::BERT, data);
 }
 
 pub(crate) fn sentence_transformers(data: &[u8]) {
-    beside(files::Model::reranker(), files::SENTENCE_TRANSFORMERS, data);
+    configure(&RERANKER, files::SENTENCE_TRANSFORMERS, data);
 }
 
-/// `data` as one of the settings beside config.json that say what a model is served for.
-fn beside(mut model: files::Model, name: &'static str, data: &[u8]) {
+/// A directory with the model's files, but for `data` as the file `name`.
+fn with(model: &files::Model, name: &'static str, data: &[u8]) -> TempDir {
     let directory = directory();
-    model.files.remove(files::SAFETENSORS);
+    let mut model = model.clone();
     model.files.insert(name, data.to_vec());
     model.write(directory.path());
+    directory
+}
+
+/// Reads a model's configuration, with `data` as one of the files beside config.json that say what the model is served for.
+fn configure(model: &files::Model, name: &'static str, data: &[u8]) {
+    let directory = with(model, name, data);
     told(ModelConfig::read(directory.path(), &ServeAs::default()));
 }
 
-/// Settings of an image processor, for each family's config.json.
+/// `data` as the settings of an image processor, beside each family's config.json.
 pub(crate) fn image_processor(data: &[u8]) {
     let Ok(settings) = serde_json::from_slice(data) else {
         return;
@@ -143,7 +150,7 @@ pub(crate) fn image_processor(data: &[u8]) {
 /// Settings of each family's image processor, and its config.json.
 pub(crate) static PROCESSORS: LazyLock<serde_json::Value> = LazyLock::new(|| {
     let golden: serde_json::Value =
-        serde_json::from_slice(&files::golden("images", "processors.json")).expect("it is JSON");
+        serde_json::from_slice(&files::golden_file("images", "processors.json")).expect("it is JSON");
     golden["processors"].clone()
 });
 
