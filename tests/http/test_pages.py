@@ -100,7 +100,8 @@ def test_the_default_length_of_an_answer_gives_way_to_the_context(start, open_pa
         page = open_page(server.url, complaints=("status of 400",))
         asked = []
         page.on("request", lambda request: asked.append(request.post_data_json) if request.url.endswith("/chat/completions") else None)
-        send(page, "Be short, " * 20)
+        # An answer as long as the context would leave no room for the next question, whatever length that asks for.
+        send(page, "<say>Short.</say>" + "Be short, " * 20)
         answered(page, 1)
         expect(page.locator(".error")).to_have_count(0)
         # What the context can never hold is not asked for; beside this question it does not hold the default either.
