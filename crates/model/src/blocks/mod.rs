@@ -144,6 +144,16 @@ impl<E, L, V> Decoder<E, L, V> {
         spec: &DecoderSpec,
         step: &mut O,
     ) -> Result<(), O::Error> {
+        self.forward_through(0..self.layers.len(), spec, step)
+    }
+
+    /// The same through some of the layers alone, in order: a step that is to load what these need, and computes nothing of use.
+    pub(crate) fn forward_through<O: Operations<L, V>>(
+        &self,
+        layers: impl IntoIterator<Item = usize>,
+        spec: &DecoderSpec,
+        step: &mut O,
+    ) -> Result<(), O::Error> {
         if let Some(per_layer) = &self.per_layer {
             step.make_layer_inputs(&per_layer.projection, &per_layer.norm, spec.final_norm.eps)?;
         }
@@ -153,7 +163,8 @@ impl<E, L, V> Decoder<E, L, V> {
         };
         let last_kept = self.layers.iter().rposition(keeps);
         let mut added = None;
-        for (index, layer) in self.layers.iter().enumerate() {
+        for index in layers {
+            let layer = &self.layers[index];
             let is_last = index + 1 == self.layers.len();
             step.begin_layer(index);
             layer.mixer.write(&layer.spec, added, step)?;

@@ -109,6 +109,9 @@ pub(super) struct Decoder {
     /// The first layer of each distinct specification and formats, and which of them each layer is like.
     kinds: Vec<usize>,
     kind_of: Vec<usize>,
+    /// Layers that launch all that any layer does: the first two of each kind, as before the very first nothing is added to the
+    /// residual stream, and the last, which goes on with the rows that are given out alone.
+    samples: Vec<usize>,
     /// A model for embeddings has no head, and samples nothing.
     head: Option<Head>,
     fused: FusedKernels,
@@ -140,9 +143,15 @@ impl Decoder {
                 kinds.push(index);
             }
         }
+        let is_sample = |&index: &usize| {
+            let before = kind_of[..index].iter().filter(|kind| **kind == kind_of[index]);
+            before.count() < 2 || index + 1 == kind_of.len()
+        };
+        let samples = (0..kind_of.len()).filter(is_sample).collect();
         let mut decoder = Self {
             gpu: gpu.clone(),
             link,
+            samples,
             kind_of,
             kinds,
             head: match &weights.decoder.head {
@@ -208,12 +217,35 @@ impl Decoder {
         arena: &mut GpuArena,
         logits: Option<&mut Vec<f32>>,
     ) -> Result<(), DeviceError> {
+        let layers = 0..self.kind_of.len();
+        self.step_through(layers, input, state, arena, logits)
+    }
+
+    /// Launches every kernel that such a step launches, for as few layers as have all of them. Nothing of use is computed.
+    pub(super) fn warm_up(
+        &self,
+        input: &StepInput,
+        state: &mut StepState,
+        arena: &mut GpuArena,
+    ) -> Result<(), DeviceError> {
+        let layers = self.samples.iter().copied();
+        self.step_through(layers, input, state, arena, None)
+    }
+
+    fn step_through(
+        &self,
+        layers: impl Iterator<Item = usize>,
+        input: &StepInput,
+        state: &mut StepState,
+        arena: &mut GpuArena,
+        logits: Option<&mut Vec<f32>>,
+    ) -> Result<(), DeviceError> {
         let spec = &self.weights.spec;
         let (layout, memory) = self.memory(input, state, arena)?;
         // SAFETY: the slot is packed again when this step has ended.
         let scores = unsafe { state.scores.send(input, layout.scores.within(memory))? };
         let act = layout.activations(memory);
-        let Some(normed) = self.forward(input, state, scores.as_ref(), act)? else {
+        let Some(normed) = self.forward(layers, input, state, scores.as_ref(), act)? else {
             return Ok(());
         };
         let given = layout.given.within(memory);
@@ -284,10 +316,11 @@ impl Decoder {
         Ok(())
     }
 
-    /// Runs all layers. Returns the normalised rows that are given out, if there are any: first those to sample from or to
+    /// Runs these layers. Returns the normalised rows that are given out, if there are any: first those to sample from or to
     /// pool, then those to be scored.
     fn forward<'a>(
         &self,
+        layers: impl Iterator<Item = usize>,
         input: &StepInput,
         state: &StepState,
         scores: Option<&ScoreSlices<'_>>,
@@ -329,7 +362,7 @@ impl Decoder {
             are_given: false,
             layer: 0,
         };
-        decoder.forward(spec, &mut step)?;
+        decoder.forward_through(layers, spec, &mut step)?;
         let given = step.rows_given();
         Ok((given > 0).then(|| step.act.normed.range(0..given * spec.hidden_size)))
     }

@@ -166,7 +166,8 @@ impl GpuRunner {
         Ok(())
     }
 
-    /// Runs a decode step of each batch size of the ladder once for real: libraries load what they need. The arena has been reserved.
+    /// Runs what a decode step of each batch size of the ladder launches once for real: libraries load what they need. The arena has
+    /// been reserved.
     pub(super) fn warm_up(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<(), DeviceError> {
         let Self {
             model, state, arena, ..
@@ -178,7 +179,7 @@ impl GpuRunner {
             let input = state.inputs.padding(size);
             // SAFETY: nothing is in flight.
             unsafe { state.inputs.send(0, &input)? };
-            decoder.step(&input, state, arena, None)?;
+            decoder.warm_up(&input, state, arena)?;
             gpu.synchronize()?;
         }
         Ok(())
