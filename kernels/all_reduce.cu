@@ -60,6 +60,29 @@ __device__ __forceinline__ void sum_norm_row(const Norm& norm, const Peers<N>& p
     });
 }
 
+// The same, where a copy engine has brought the other rank's rows.
+template <Rows kRows, int kVecs, bool kFp8>
+__device__ __forceinline__ void arrived_norm_row(const Norm& norm, const SentRows& sent, const Peers<2>& peers) {
+    norm_row<kRows, kVecs, kFp8>(norm, [&](Bf16x8(&delta)[kVecs], int64_t row) {
+        await_rows(peers, sent);
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) {
+            const int at = static_cast<int>(threadIdx.x + v * blockDim.x) * kVec;
+            if (at < norm.n) delta[v] = sum_of_two(peers, norm.delta + row + at, sent.rows + row + at);
+        }
+    });
+}
+
+// And where nothing else is done with the sum.
+__device__ __forceinline__ void sum_arrived(bf16* x, int64_t vecs, const SentRows& sent, const Peers<2>& peers) {
+    pdl_wait();
+    await_rows(peers, sent);
+    const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+    for (int64_t vec = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; vec < vecs; vec += stride) {
+        store8(x + vec * kVec, sum_of_two(peers, x + vec * kVec, sent.rows + vec * kVec));
+    }
+}
+
 constexpr RankFlags kScatteredFlags = &RingFlags::scattered, kGatheredFlags = &RingFlags::gathered;
 
 // Of two ranks, each sends the other everything: as many bytes as by shares, but one way across the link. Tiles are sent a turn ahead,
@@ -279,3 +302,29 @@ __device__ __forceinline__ Peers<N> peers_of(PEER_PARAMS) {
 KERNELS(2)
 KERNELS(4)
 KERNELS(8)
+
+#define ARRIVED_NORM(NAME, ROWS, VECS)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                        \
+        NAME##_arrived_##VECS(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight, bf16* out,     \
+                              const float* scalar, int n, float eps, const bf16* sent, uint32_t number, PEER_PARAMS) {        \
+        arrived_norm_row<ROWS, VECS, false>({hidden, delta, delta_weight, weight, out, {}, scalar, n, eps}, {sent, number},   \
+                                            PEERS(2));                                                                        \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                        \
+        NAME##_arrived_fp8_##VECS(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight,            \
+                                  uint8_t* values, float* scales, int stride, const float* scalar, int n, float eps,          \
+                                  const bf16* sent, uint32_t number, PEER_PARAMS) {                                           \
+        arrived_norm_row<ROWS, VECS, true>(                                                                                   \
+            {hidden, delta, delta_weight, weight, nullptr, {values, scales, stride}, scalar, n, eps}, {sent, number},         \
+            PEERS(2));                                                                                                        \
+    }
+
+ARRIVED_NORM(add_rms_norm, Rows::kAdd, 1)
+ARRIVED_NORM(add_rms_norm, Rows::kAdd, 2)
+ARRIVED_NORM(sandwich_norm, Rows::kSandwich, 1)
+ARRIVED_NORM(sandwich_norm, Rows::kSandwich, 2)
+
+extern "C" __global__ void __launch_bounds__(512, 2)
+    sum_arrived(bf16* x, int64_t vecs, const bf16* sent, uint32_t number, PEER_PARAMS) {
+    sum_arrived(x, vecs, {sent, number}, PEERS(2));
+}

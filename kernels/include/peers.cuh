@@ -11,7 +11,8 @@ constexpr int64_t kFewBytes = 8 << 20;
 constexpr int64_t kFewState = 0;  // FewState
 constexpr int64_t kTurns = 4 << 10;
 constexpr int64_t kFlags = 8 << 10;
-constexpr int64_t kFew = 64 << 10;  // [2][ranks][kFewBytes / ranks]
+constexpr int64_t kSentParts = 32 << 10;  // a word: up to which part the other rank has sent
+constexpr int64_t kFew = 64 << 10;        // [2][ranks][kFewBytes / ranks]
 constexpr int64_t kScattered = kFew + 2 * kFewBytes;
 constexpr int64_t kGathered = kScattered + 2 * int64_t{kRingBlocks} * kTileBytes;
 
@@ -251,3 +252,30 @@ struct Ring {
         if (threadIdx.x == 0) __stcg(turns(), first - 1 + turns_taken);
     }
 };
+
+// Rows of one sum that the other of two ranks has sent beside its kernels: where they are here, and their number. Each rank sends its
+// parts in order.
+struct SentRows {
+    const bf16* rows;
+    uint32_t number;
+};
+
+// Waits until they have arrived; for all threads of a block, after `pdl_wait`.
+__device__ __forceinline__ void await_rows(const Peers<2>& peers, const SentRows& sent) {
+    if (threadIdx.x == 0) {
+        const auto* const arrived = reinterpret_cast<const uint32_t*>(peers.mine + kSentParts);
+        wait_for_peers(peers.fault,
+                       [&] { return static_cast<int>(load_shared_word(arrived) - sent.number) >= 0 ? -1 : 1 - peers.rank; });
+        __threadfence_system();
+    }
+    __syncthreads();
+}
+
+// The sum of one's own vector and the other rank's, in the order of ranks.
+__device__ __forceinline__ Bf16x8 sum_of_two(const Peers<2>& peers, const bf16* own, const bf16* sent) {
+    const uint4 mine = as_words(load8(own)), theirs = __ldcg(reinterpret_cast<const uint4*>(sent));
+    RankSum<2> sum;
+    sum.add(0, peers.rank == 0 ? mine : theirs);
+    sum.add(1, peers.rank == 0 ? theirs : mine);
+    return sum.rounded();
+}

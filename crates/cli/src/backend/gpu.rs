@@ -414,7 +414,7 @@ impl Device for AssumedGpu {
 /// What a model on a GPU would take.
 struct PredictedGpu {
     model: Rc<GpuFootprint>,
-    /// What ranks exchange sums in, as far as it is not there yet.
+    /// What ranks exchange sums in before there is a state, as far as it is not there yet.
     communication: u64,
     /// With what the runtime takes, before the model is loaded.
     device: Meters,
@@ -432,7 +432,10 @@ impl Footprint for PredictedGpu {
     fn with_state(&self, kv: KvConfig, arena: u64) -> Meters {
         let staging = self.model.staging_bytes();
         let parts = [
-            (Component::Communication, self.communication),
+            (
+                Component::Communication,
+                self.communication + self.model.sent_bytes(),
+            ),
             (Component::Weights, self.model.weights_bytes()),
             (Component::Kv, self.model.kv_bytes(kv)),
             (Component::States, self.model.states_bytes(kv.state_slots)),

@@ -11,7 +11,7 @@ use plimsoll_core::{Component, StepError};
 use plimsoll_device::cuda::{Gpu, GpuLimit, GpuOptions};
 use plimsoll_engine::{Drained, Phase};
 use plimsoll_kernels::Exchange;
-use plimsoll_kernels::cuda::communication_bytes;
+use plimsoll_kernels::cuda::{communication_bytes, sent_bytes};
 use plimsoll_profiler::Bound;
 use plimsoll_server::Memory;
 use serde_json::{Value, json};
@@ -215,6 +215,8 @@ async fn the_binary_serves_on_two_gpus_and_says_so() {
         "4GiB",
         "--tensor-parallel-size",
         "2",
+        "--max-num-batched-tokens",
+        "4096",
     ];
     let with = |device: &'static str| [&flags[..], &["--device", device]].concat();
     let mut refused = Process::start("serve", model.dir.path(), locks.path(), &with("cuda:0"));
@@ -244,7 +246,7 @@ async fn the_binary_serves_on_two_gpus_and_says_so() {
         for rank in ranks {
             assert_eq!(
                 rank["components"]["communication"].as_u64(),
-                Some(communication_bytes(2) as u64)
+                Some((communication_bytes(2) + sent_bytes(2, 4096, 32)) as u64)
             );
         }
         assert_eq!(memory["device_allocs_after_ready"], 0);

@@ -11,6 +11,8 @@ pub struct Event {
 
 // SAFETY: the handle belongs to the driver, whose functions may be called from any thread.
 unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
 
 impl Gpu {
     /// An event, not yet recorded.

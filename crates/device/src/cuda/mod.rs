@@ -1,7 +1,7 @@
 //! NVIDIA GPUs, each by itself: context, memory, launches, graphs, through the driver library, which is opened when the first GPU is.
 //! Nothing is linked, so the same binary runs on machines without a driver.
 //!
-//! Work goes to one stream and runs in the order it was launched in. [`GpuSlice`] is a plain view of device memory: copies
+//! Work goes to one stream and runs in the order it was launched in; copies may go to a [`SideStream`]. [`GpuSlice`] is a plain view of device memory: copies
 //! of it may be read and written by kernels in that order, so nothing here prevents two views of the same bytes.
 
 mod arena;
@@ -18,6 +18,7 @@ mod meters;
 mod nccl;
 mod pinned;
 mod runtime;
+mod side;
 mod slab;
 mod upload;
 
@@ -35,5 +36,6 @@ pub use launch::{Arg, Function, Launch, Module};
 pub use nccl::Nccl;
 pub use pinned::PinnedSlab;
 pub use runtime::MemoryInfo;
+pub use side::SideStream;
 pub use slab::{GpuSlab, GpuSlice, POOL_CHUNK, POOL_UNIT};
 pub use upload::Uploader;

@@ -3,7 +3,7 @@ use std::marker::PhantomData;
 
 use cudarc::driver::sys;
 
-use super::{Event, Gpu, GpuError, GpuSlice, PinnedSlab, check};
+use super::{Event, Gpu, GpuError, GpuSlice, PinnedSlab, SideStream, check};
 
 /// A stream of its own for copies to the device, with two pinned buffers that take turns: one is filled while the other is
 /// copied. Each thread that uploads has one.
@@ -11,7 +11,7 @@ use super::{Event, Gpu, GpuError, GpuSlice, PinnedSlab, check};
 /// Nothing orders its copies against other streams: wait with [`Self::finish`] before launching what reads them.
 pub struct Uploader<'a> {
     gpu: Gpu,
-    stream: sys::CUstream,
+    stream: SideStream,
     buffers: [Buffer; 2],
     /// The buffer to fill next.
     next: usize,
@@ -24,9 +24,6 @@ struct Buffer {
     /// The last copy from it is done.
     copied: Event,
 }
-
-// SAFETY: the stream belongs to the driver, whose functions may be called from any thread.
-unsafe impl Send for Uploader<'_> {}
 
 impl<'a> Uploader<'a> {
     /// With buffers of `bytes` bytes, the most one [`Self::upload`] takes.
@@ -41,16 +38,9 @@ impl<'a> Uploader<'a> {
             })
         };
         let buffers = [buffer()?, buffer()?];
-        gpu.bind()?;
-        let mut stream = std::ptr::null_mut();
-        let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: a place to write to.
-        check("cuStreamCreate", unsafe {
-            sys::cuStreamCreate(&mut stream, non_blocking)
-        })?;
         Ok(Self {
             gpu: gpu.clone(),
-            stream,
+            stream: SideStream::new(gpu)?,
             buffers,
             next: 0,
             to: PhantomData,
@@ -80,11 +70,10 @@ impl<'a> Uploader<'a> {
         unsafe {
             check(
                 "cuMemcpyHtoDAsync",
-                sys::cuMemcpyHtoDAsync_v2(to.ptr(), from.as_ptr().cast(), from.len(), self.stream),
+                sys::cuMemcpyHtoDAsync_v2(to.ptr(), from.as_ptr().cast(), from.len(), self.stream.handle()),
             )?;
-            check("cuEventRecord", sys::cuEventRecord(copied.handle(), self.stream))?;
         }
-        Ok(())
+        Ok(self.stream.record(copied)?)
     }
 
     /// Waits until all copies are done.
@@ -92,22 +81,7 @@ impl<'a> Uploader<'a> {
     /// # Errors
     /// [`GpuError`] of the driver or of a copy.
     pub fn finish(&self) -> Result<(), GpuError> {
-        self.gpu.bind()?;
-        // SAFETY: the stream is alive.
-        check("cuStreamSynchronize", unsafe {
-            sys::cuStreamSynchronize(self.stream)
-        })
-    }
-}
-
-impl Drop for Uploader<'_> {
-    fn drop(&mut self) {
-        // A failure means that the driver is gone with everything in it, or that a copy failed, which ends all of them.
-        let _ = self.finish();
-        if self.gpu.bind().is_ok() {
-            // SAFETY: nothing can use it any more.
-            let _ = unsafe { sys::cuStreamDestroy_v2(self.stream) };
-        }
+        self.stream.synchronize()
     }
 }
 

@@ -1,22 +1,25 @@
 //! Sums over the GPUs of one process: `kernels/all_reduce.cu`, or NCCL where that is faster or where GPUs cannot use each other's
 //! memory.
 
+mod beside;
 mod group;
 mod layout;
 
 use std::fmt;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::bf16;
 use plimsoll_device::cuda::{
-    Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Launch, Module, Nccl, PinnedSlab,
+    Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Launch, Module, Nccl, PinnedSlab, SideStream,
 };
 
 use super::fused::{MAX_NORM, MAX_THREADS, VEC, WARP, address, fp8_args, int};
 use super::{FusedKernels, GpuNorm, GpuRows};
 
-pub use layout::communication_bytes;
+use beside::Beside;
+pub use beside::{SentHalf, SentRoom};
+pub use layout::{communication_bytes, sent_bytes};
 
 /// Most rows that are summed and normalised in one kernel, one block of threads each.
 const MAX_FUSED_ROWS: usize = 128;
@@ -79,6 +82,8 @@ struct Peers {
     /// Of rows of which a thread keeps one vector or two, without and with outputs that are quantised.
     add_rms_norm: [[Function; 2]; 2],
     sandwich_norm: [[Function; 2]; 2],
+    /// Of two ranks.
+    beside: Option<Beside>,
     _module: Module,
 }
 
@@ -89,9 +94,22 @@ struct Buffers {
     slabs: Vec<GpuSlab>,
     /// Of each rank, in pinned memory: [`layout::NO_FAULT`], or why its waits have ended.
     faults: Vec<PinnedSlab>,
+    /// Each rank's stream for copies to the other.
+    sides: Vec<SideStream>,
+    /// Addresses of the ranks' [`SentRoom`]s, 0 for none, and bytes of a half in any of them.
+    rooms: Vec<AtomicU64>,
+    area: AtomicU64,
 }
 
 impl Buffers {
+    /// Waits for what any rank has launched.
+    fn settle(&self) {
+        for (gpu, side) in self.gpus.iter().zip(&self.sides) {
+            // They fail only if the GPU's context is gone, and all memory with it.
+            let _ = gpu.synchronize().and_then(|()| side.synchronize());
+        }
+    }
+
     fn abandon(&self) {
         for fault in &self.faults {
             let word = &fault.as_atomics()[0];
@@ -119,10 +137,7 @@ impl Drop for Buffers {
     fn drop(&mut self) {
         // Kernels of other ranks may still write here.
         self.abandon();
-        for gpu in &self.gpus {
-            // It fails only if the GPU's context is gone, and all memory with it.
-            let _ = gpu.synchronize();
-        }
+        self.settle();
     }
 }
 
@@ -144,6 +159,7 @@ impl Peers {
             gather: function("gather_columns")?,
             add_rms_norm: norms("add_rms_norm")?,
             sandwich_norm: norms("sandwich_norm")?,
+            beside: (ranks == 2).then(|| Beside::load(gpu, &module)).transpose()?,
             _module: module,
         })
     }
@@ -405,7 +421,10 @@ impl AllReduce {
     pub fn renew(&self) -> Result<(), GpuError> {
         match &self.peers {
             None => Ok(()),
-            Some(peers) => peers.buffers.clear(self.rank),
+            Some(peers) => {
+                peers.beside.iter().for_each(Beside::reset);
+                peers.buffers.clear(self.rank)
+            }
         }
     }
 

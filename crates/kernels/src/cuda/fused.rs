@@ -241,7 +241,7 @@ impl FusedKernels {
     ) -> Result<(), GpuError> {
         let n = norm.weight.len();
         let rows = out.len() / n.max(1);
-        let (vecs, launch) = self.rows_of_norms(out.len(), n);
+        let (vecs, launch) = Self::rows_of_norms(&self.gpu, out.len(), n);
         let sources = [hidden, delta, delta_weight, norm.weight.into()];
         let shape = [address(scalar), int(n), norm.eps.into()];
         match out {
@@ -257,7 +257,7 @@ impl FusedKernels {
     }
 
     /// How the rows of a norm are launched, and how many vectors a thread keeps.
-    fn rows_of_norms(&self, len: usize, n: usize) -> (usize, Launch) {
+    pub(super) fn rows_of_norms(gpu: &Gpu, len: usize, n: usize) -> (usize, Launch) {
         assert!(
             n > 0 && len.is_multiple_of(n),
             "{len} elements are not [rows, {n}]"
@@ -267,7 +267,7 @@ impl FusedKernels {
             "norms are of a multiple of {VEC} elements up to {MAX_NORM}, not {n}"
         );
         let rows = len / n;
-        let many = rows > 4 * self.gpu.info().sm_count;
+        let many = rows > 4 * gpu.info().sm_count;
         let vecs = if n / VEC > MAX_THREADS || many { 2 } else { 1 };
         let threads = (n / VEC).div_ceil(vecs).next_multiple_of(WARP);
         (vecs, Launch::new([rows as u32, 1, 1], threads as u32))

@@ -18,7 +18,9 @@ mod meta;
 mod moe;
 mod sample;
 
-pub use all_reduce::{AllReduce, AllReducePath, GpuAdded, communication_bytes};
+pub use all_reduce::{
+    AllReduce, AllReducePath, GpuAdded, SentHalf, SentRoom, communication_bytes, sent_bytes,
+};
 pub use attention_decode::{DecodeArgs, DecodeHeader, DecodeItem, DecodeKernels, DecodePlanner};
 pub use attention_options::GpuAttentionOptions;
 pub use attention_prefill::{

@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use plimsoll_core::Component;
-use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab};
+use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
     AllReduce, AllReducePath, Fp8Scaling, FusedKernels, GpuAdded, GpuFp8Rows, GpuNorm, communication_bytes,
+    sent_bytes,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -244,6 +245,116 @@ fn sum_and_norm_in_one_are_those_of_two_kernels() {
                     }
                 }
             }
+        }
+    });
+}
+
+/// The elements before `cut` or from there on.
+fn half_of(slab: &GpuSlab, cut: usize, len: usize, half: usize) -> GpuSlice<'_, bf16> {
+    match half {
+        0 => slab.slice().range(0..cut),
+        _ => slab.slice().range(cut..len),
+    }
+}
+
+/// A copy engine sends one half while the other is computed; many sums in a row, of ranks that are not in step, so that rows arrive before
+/// those of the sum ahead are read.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn sums_in_halves_are_those_of_one_kernel() {
+    for_each_group(|gpus, mut group| {
+        if gpus.len() != 2 {
+            assert!(group[0].make_room(8192, 4096).unwrap().is_none());
+            return;
+        }
+        let mut rng = rng("halves");
+        let fused: Vec<_> = gpus.iter().map(|gpu| FusedKernels::load(gpu).unwrap()).collect();
+        for (rows, n) in [(2048, 4096), (2049, 576), (3001, 5120), (4096, 8192)] {
+            let len = rows * n;
+            let parts: Vec<_> = (0..2).map(|_| random(&mut rng, len)).collect();
+            let (summed, hidden) = (summed(&parts), random(&mut rng, len));
+            let weight: Vec<f32> = (0..n).map(|_| rng.random_range(0.5..1.5)).collect();
+            assert_eq!(group[0].halves(rows, n), None, "without room");
+            let rooms: Vec<_> = group
+                .iter()
+                .map(|rank| rank.make_room(rows, n).unwrap().unwrap())
+                .collect();
+            for (gpu, room) in gpus.iter().zip(&rooms) {
+                let held = gpu.budget().meters().by_component.get(Component::Communication);
+                assert_eq!(held, (communication_bytes(2) + sent_bytes(2, rows, n)) as u64);
+                assert_eq!(room.bytes(), sent_bytes(2, rows, n));
+            }
+            let results = on_all(&mut group, |rank| {
+                let (gpu, fused) = (&gpus[rank.rank()], &fused[rank.rank()]);
+                let weight = upload(gpu, &weight);
+                let norm = GpuNorm {
+                    weight: weight.slice().range(0..n),
+                    eps: EPS,
+                };
+                let halves = rank.halves(rows, n).expect("rows are summed in halves");
+                assert_eq!(halves.iter().sum::<usize>(), rows);
+                let cut = halves[0] * n;
+                let (part, sum) = (upload(gpu, &parts[rank.rank()]), upload(gpu, &summed));
+                let [normed, expected] = [0; 2].map(|_| poisoned::<bf16>(gpu, len));
+                let [stream, expected_stream] = [0; 2].map(|_| upload(gpu, &hidden));
+                let delta = alloc::<bf16>(gpu, len);
+                let mut wrong = 0;
+                for round in 0..7 {
+                    thread::sleep(Duration::from_micros(
+                        (round * 131 + rank.rank() as u64 * 977) % 900,
+                    ));
+                    let sent = [0, 1].map(|half| {
+                        gpu.copy(half_of(&part, cut, len, half), half_of(&delta, cut, len, half))
+                            .unwrap();
+                        rank.send(half, half_of(&delta, cut, len, half)).unwrap()
+                    });
+                    if round % 2 == 0 {
+                        for half in [0, 1] {
+                            rank.sum_sent(sent[half], half_of(&delta, cut, len, half))
+                                .unwrap();
+                        }
+                        let sums = download::<bf16>(gpu, &delta, len);
+                        wrong += sums
+                            .iter()
+                            .zip(&summed)
+                            .filter(|(a, b)| a.to_bits() != b.to_bits())
+                            .count();
+                        continue;
+                    }
+                    for half in [0, 1] {
+                        let (h, d, o) = (
+                            half_of(&stream, cut, len, half),
+                            half_of(&delta, cut, len, half),
+                            half_of(&normed, cut, len, half),
+                        );
+                        rank.add_rms_norm_sent(sent[half], h, d, norm, o).unwrap();
+                        let (h, d, o) = (
+                            half_of(&expected_stream, cut, len, half),
+                            half_of(&sum, cut, len, half),
+                            half_of(&expected, cut, len, half),
+                        );
+                        fused.add_rms_norm(h, d, norm, o).unwrap();
+                    }
+                }
+                rank.check().unwrap();
+                let found = [&stream, &normed].map(|slab| download::<bf16>(gpu, slab, len));
+                let expected = [&expected_stream, &expected].map(|slab| download::<bf16>(gpu, slab, len));
+                (wrong, found, expected)
+            });
+            for (rank, (wrong, found, expected)) in results.into_iter().enumerate() {
+                assert_eq!(wrong, 0, "[{rows}, {n}]: sums on rank {rank}");
+                assert_same(
+                    &format!("[{rows}, {n}], residual on rank {rank}"),
+                    &found[0],
+                    &expected[0],
+                );
+                assert_same(
+                    &format!("[{rows}, {n}], norm on rank {rank}"),
+                    &found[1],
+                    &expected[1],
+                );
+            }
+            drop(rooms);
         }
     });
 }

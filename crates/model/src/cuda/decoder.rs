@@ -12,7 +12,7 @@ use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
     DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuTokens, GpuVocabulary,
-    Linears, PrefillKernels, SampleKernels,
+    Linears, PrefillKernels, SampleKernels, SentRoom,
 };
 
 use super::encoder::{EncoderState, Products};
@@ -33,6 +33,7 @@ use crate::{DecoderSpec, ModelError};
 use head::{Head, Logits};
 use images::RowsOfImage;
 use layers::{Kind, Step};
+use ranks::RankSum;
 
 /// What the kernels of a step work on.
 #[derive(Debug)]
@@ -58,6 +59,8 @@ pub(super) struct StepState {
     pub(super) vectors: Option<Vectors>,
     /// Of the attention of decoding runs; zero between launches.
     pub(super) counters: GpuSlab,
+    /// Where the other rank sends its halves of sums: held for it.
+    pub(super) _sent: Option<SentRoom>,
 }
 
 impl StepState {
@@ -276,6 +279,13 @@ impl Decoder {
         Ok(())
     }
 
+    /// Memory for what ranks send each other beside the kernels of steps of up to `tokens` tokens, if they do.
+    pub(super) fn room_for_sums(&self, tokens: usize) -> Result<Option<SentRoom>, DeviceError> {
+        let width = self.weights.spec.hidden_size;
+        let made = self.all_reduce().map(|ranks| ranks.make_room(tokens, width));
+        made.transpose().map(Option::flatten)
+    }
+
     /// Takes what the step will take from its arena, so that it cannot run out of it later.
     pub(super) fn reserve(
         &self,
@@ -356,8 +366,9 @@ impl Decoder {
             images,
             act,
             rows: input.rows,
+            first: 0,
             is_fresh: true,
-            is_partial: false,
+            sum: RankSum::Done,
             unsettled: None,
             are_given: false,
             layer: 0,

@@ -8,7 +8,7 @@ use plimsoll_core::{BlockSize, Component, KvConfig, StepLimits};
 use plimsoll_device::cuda::{DeviceError, DryGpuArena, Gpu, POOL_CHUNK, POOL_UNIT};
 use plimsoll_kernels::cuda::{
     AssumedGpu, DecodeKernels, DecodePlanner, DeltaKernels, EncoderKernels, FusedKernels, GpuKvElement,
-    Linears, MoeKernels, PrefillKernels, PrefillPlanner, SampleKernels, communication_bytes,
+    Linears, MoeKernels, PrefillKernels, PrefillPlanner, SampleKernels, communication_bytes, sent_bytes,
 };
 
 use super::encoder::{self, EncoderState};
@@ -177,6 +177,12 @@ impl GpuFootprint {
     /// Bytes that the GPU holds for exchanging sums with those of other ranks; they are there before a model is loaded.
     pub fn communication_bytes(&self) -> u64 {
         communication_bytes(self.shape.shard.ranks) as u64
+    }
+
+    /// Bytes that a state adds to these, for what ranks send each other beside kernels.
+    pub fn sent_bytes(&self) -> u64 {
+        let (ranks, tokens) = (self.shape.shard.ranks, self.shape.limits.max_num_batched_tokens);
+        sent_bytes(ranks, tokens, self.config.spec.hidden_size) as u64
     }
 
     /// As [`super::GpuModel::kv_bytes_per_token`].

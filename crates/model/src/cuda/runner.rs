@@ -126,6 +126,7 @@ impl GpuRunner {
                 Sampling::Pooled(_) => Some(Vectors::new(gpu, limits, spec.hidden_size)?),
             },
             counters,
+            _sent: model.decoder().room_for_sums(limits.max_num_batched_tokens)?,
         };
         let clocks = Clocks::new(gpu)?;
         Ok(Self {

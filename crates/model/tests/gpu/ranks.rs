@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use plimsoll_core::{BuildError, Component, Executor, Scratch, StepError, TokenId};
+use plimsoll_core::{BuildError, Component, Executor, Scratch, StepError, StepLimits, TokenId};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_kernels::Exchange;
-use plimsoll_kernels::cuda::{AllReduce, AllReducePath, communication_bytes};
+use plimsoll_kernels::cuda::{AllReduce, AllReducePath, communication_bytes, sent_bytes};
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape, RankLink};
 use plimsoll_model::{KvCacheDtype, LoadOptions, ModelError, Shard};
 
@@ -175,6 +175,83 @@ fn logits_of_ranks_are_close_to_transformers() {
         served.push(name);
     }
     assert!(served.len() >= 15, "{served:?}");
+}
+
+/// Steps of so many rows that ranks send each other one half of a sum while they compute the other; and the same once more, in the other
+/// turn.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn logits_of_sums_in_halves_are_close_to_transformers() {
+    let Some(gpus) = gpus() else { return };
+    let limits = StepLimits {
+        max_num_batched_tokens: 4096,
+        max_num_seqs: 128,
+        ..LIMITS
+    };
+    let setup = Setup {
+        tokens: 16384,
+        ..SETUP
+    };
+    for name in [
+        "llama",
+        "qwen3-f16",
+        "gemma3",
+        "gemma4",
+        "llama-fp8-block",
+        "llama-fp8-channel",
+        "mixtral",
+    ] {
+        let cases = golden(name).cases;
+        let (mut runs, mut last_rows, mut rows) = (Vec::new(), Vec::new(), 0);
+        for (case, request) in cases.iter().cycle().zip(0..) {
+            let (first, blocks_each) = (request * 256 / setup.block_size, 256 / setup.block_size);
+            let table = blocks(first as u32..(first + blocks_each) as u32);
+            runs.push(run(request as u64, 0, &case.prompt, &table));
+            rows += case.prompt.len();
+            last_rows.push(rows - 1);
+            if rows >= 2500 {
+                break;
+            }
+        }
+        assert!(
+            runs.len() <= limits.max_num_seqs && rows <= limits.max_num_batched_tokens,
+            "{rows}"
+        );
+        let step = plan(runs);
+        let found = on_ranks(&gpus, name, |rank| {
+            let mut runner = setup.build_for(&rank.model, &limits, Scratch::Growable);
+            let held = rank
+                .gpu
+                .budget()
+                .meters()
+                .by_component
+                .get(Component::Communication);
+            let width = rank.model.spec().hidden_size;
+            let predicted =
+                communication_bytes(RANKS) + sent_bytes(RANKS, limits.max_num_batched_tokens, width);
+            assert_eq!(held, predicted as u64, "{name}");
+            let logits = runner.logits(&step, &last_rows).unwrap();
+            assert!(
+                logits == runner.logits(&step, &last_rows).unwrap(),
+                "{name}: other bits the second time"
+            );
+            logits
+        });
+        let found = found.unwrap();
+        assert!(found[0] == found[1], "{name}: ranks came to different logits");
+        let theirs =
+            (cases.iter().map(|case| case.bf16_error.powi(2)).sum::<f64>() / cases.len() as f64).sqrt();
+        let vocab = found[0].len() / last_rows.len();
+        let mut errors: Vec<f64> = (found[0].chunks_exact(vocab).zip(cases.iter().cycle()))
+            .map(|(logits, case)| relative_error(logits, case.last_logits.last().unwrap()))
+            .collect();
+        errors.sort_unstable_by(f64::total_cmp);
+        let middle = errors[errors.len() / 2];
+        report(format_args!(
+            "{name}, {rows} rows: {middle:.4}, transformers {theirs:.4}"
+        ));
+        assert!(middle < 2.5 * theirs, "{name}: {errors:?}");
+    }
 }
 
 /// Text is the same with graphs and without, alone and in batches that are disturbed, on both ranks; and mostly that of one GPU.

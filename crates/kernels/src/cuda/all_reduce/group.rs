@@ -1,11 +1,12 @@
 //! Making a group: buffers, a check that peers' memory holds what was written to it, and which way is fastest for which size.
 
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::thread;
 
 use half::bf16;
 use plimsoll_core::Component;
-use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, Nccl, PinnedSlab};
+use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, Nccl, PinnedSlab, SideStream};
 
 use super::layout::{communication_bytes, most_few};
 use super::{AllReduce, AllReducePath, Buffers, Peers, VEC, Way, Ways};
@@ -215,16 +216,20 @@ impl AllReduce {
 
 impl Buffers {
     fn new(gpus: &[Gpu]) -> Result<Self, DeviceError> {
-        let (mut slabs, mut faults) = (Vec::new(), Vec::new());
+        let (mut slabs, mut faults, mut sides) = (Vec::new(), Vec::new(), Vec::new());
         for gpu in gpus {
             let slab = gpu.alloc_for(Component::Communication, communication_bytes(gpus.len()), gpus)?;
             slabs.push(slab);
             faults.push(PinnedSlab::new(gpu, size_of::<u32>())?);
+            sides.push(SideStream::new(gpu)?);
         }
         let buffers = Self {
             gpus: gpus.to_vec(),
             slabs,
             faults,
+            sides,
+            rooms: gpus.iter().map(|_| AtomicU64::new(0)).collect(),
+            area: AtomicU64::new(0),
         };
         (0..gpus.len()).try_for_each(|rank| buffers.clear(rank))?;
         Ok(buffers)

@@ -1,5 +1,7 @@
 //! Where things are in a rank's buffer: `kernels/include/peers.cuh`.
 
+use half::bf16;
+
 /// Most ranks of a group.
 pub(super) const MAX_RANKS: usize = 8;
 /// Blocks of threads of the kernels that work through rings.
@@ -10,6 +12,8 @@ const TILE: usize = 32 << 10;
 const FEW: usize = 8 << 20;
 /// Flags and counters, at the front.
 pub(super) const STATE: usize = 64 << 10;
+/// Up to which half of its sums the other rank has sent, a word.
+pub(super) const SENT_PARTS: usize = 32 << 10;
 /// Where what is yet to arrive is told by its value.
 pub(super) const FEW_RANGE: std::ops::Range<usize> = STATE..STATE + 2 * FEW;
 const BYTES: usize = FEW_RANGE.end + 4 * RING_BLOCKS * TILE;
@@ -32,5 +36,30 @@ pub const fn communication_bytes(ranks: usize) -> usize {
     match ranks {
         0 | 1 => 0,
         _ => BYTES.next_multiple_of(2 << 20),
+    }
+}
+
+/// Fewer rows are not summed in halves: products of so few cost more than the sum's time.
+const LEAST_HALVED: usize = 2048;
+/// Rows of the first half are a multiple of the largest tile of products.
+const WHOLE_TILES: usize = 256;
+
+/// How many rows each half of a sum has, if so many are summed in halves.
+pub(super) fn split(rows: usize) -> Option<[usize; 2]> {
+    let first = (rows / 2).next_multiple_of(WHOLE_TILES);
+    (rows >= LEAST_HALVED).then(|| [first, rows - first])
+}
+
+/// Bytes of a half of the largest sum.
+pub(super) fn area_bytes(rows: usize, width: usize) -> usize {
+    split(rows).map_or(0, |[first, _]| first * width * size_of::<bf16>())
+}
+
+/// Bytes of device memory that a state of a rank holds for sums in halves of up to `rows` rows of `width` elements; nothing where sums
+/// are not made so. Rounded as the device rounds.
+pub fn sent_bytes(ranks: usize, rows: usize, width: usize) -> usize {
+    match ranks {
+        2 => (4 * area_bytes(rows, width)).next_multiple_of(2 << 20),
+        _ => 0,
     }
 }

@@ -28,7 +28,7 @@ impl FusedKernels {
             scalar.is_none_or(|scalar| scalar.len() == 1),
             "a scalar is one number"
         );
-        let (vecs, launch) = self.rows_of_norms(hidden.len(), n);
+        let (vecs, launch) = Self::rows_of_norms(&self.gpu, hidden.len(), n);
         let args = [
             hidden.into(),
             delta.into(),
@@ -56,7 +56,7 @@ impl FusedKernels {
         let n = x_weight.len();
         assert_eq!(x.len(), y.len(), "lengths differ");
         assert_eq!(y_weight.len(), n, "norms of different widths");
-        let (vecs, launch) = self.rows_of_norms(x.len(), n);
+        let (vecs, launch) = Self::rows_of_norms(&self.gpu, x.len(), n);
         let args = [
             x.into(),
             y.into(),

@@ -9,8 +9,9 @@ use plimsoll_kernels::cuda::{
 };
 
 use super::images::RowsOfImage;
+use super::ranks::RankSum;
 use super::{Decoder, StepState};
-use crate::blocks::{Beside, DeltaRule, DenseMlp, LayerInput, Moe, Norms, Operations};
+use crate::blocks::{Beside, DeltaRule, LayerInput, Moe, Norms, Operations};
 use crate::cuda::input::StepInput;
 use crate::cuda::planners::AttentionKind;
 use crate::cuda::scores::ScoreSlices;
@@ -121,12 +122,13 @@ pub(super) struct Step<'a, 'b> {
     pub(super) images: Option<RowsOfImage<'b>>,
     /// As wide as the widest layer needs.
     pub(super) act: Activations<'a>,
-    /// Rows that are computed.
+    /// Rows that are computed, from the first of these on.
     pub(super) rows: usize,
+    pub(super) first: usize,
     /// Nothing is to be added to the residual stream yet.
     pub(super) is_fresh: bool,
-    /// What is to be added to the residual stream is this rank's part of it.
-    pub(super) is_partial: bool,
+    /// How what is to be added to the residual stream is summed over the ranks.
+    pub(super) sum: RankSum,
     /// What the residual stream becomes before anything else reads it.
     pub(super) unsettled: Option<Unsettled>,
     /// Only rows that are given out are computed.
@@ -135,11 +137,6 @@ pub(super) struct Step<'a, 'b> {
 }
 
 impl<'a, 'b> Step<'a, 'b> {
-    /// The layer's MLP.
-    fn mlp(&self) -> &DenseMlp<GpuLinear> {
-        self.decoder.weights.decoder.layers[self.layer].mlp.dense()
-    }
-
     fn kind(&self) -> &Kind {
         &self.kinds[self.decoder.kind_of[self.layer]]
     }
@@ -163,9 +160,9 @@ impl<'a, 'b> Step<'a, 'b> {
         kernels.expect("they are loaded for models that need them")
     }
 
-    /// The first `width` elements' worth of each row, closely packed.
+    /// The rows that are computed, closely packed, of `width` elements each.
     pub(super) fn rows<T: Pod>(&self, of: GpuSlice<'a, T>, width: usize) -> GpuSlice<'a, T> {
-        of.range(0..self.rows * width)
+        of.range(self.first * width..(self.first + self.rows) * width)
     }
 
     /// Where a linear layer's inputs go: to `plain`, or where they are quantised if its product takes them so.
@@ -182,7 +179,7 @@ impl<'a, 'b> Step<'a, 'b> {
             Some(scaling) => {
                 let scales = scaling.input_scales(self.rows, width);
                 GpuRows::Fp8(GpuFp8Rows {
-                    values: self.rows(self.act.quantised, width),
+                    values: self.act.quantised.range(0..self.rows * width),
                     scales: self.act.scales.range(0..scales),
                     scaling,
                 })
@@ -270,8 +267,29 @@ impl<'a, 'b> Step<'a, 'b> {
         }
     }
 
-    /// A linear layer of the norm of the sum of the residual stream and what is added to it.
+    /// A linear layer of the norm of the sum of the residual stream and what is added to it: half by half, where the sum comes so.
     fn norm_linear(
+        &mut self,
+        norms: &Norms<'_, GpuVector>,
+        linear: &GpuLinear,
+        fusion: Fusion,
+        out: GpuSlice<'a, bf16>,
+    ) -> Result<(), GpuError> {
+        if !self.is_fresh
+            && let RankSum::Sent(sent) = self.sum
+        {
+            return (0..2).try_for_each(|half| {
+                self.sum = RankSum::Half(sent.halves[half]);
+                self.of_half(sent.rows, half, |step| {
+                    step.norm_product(norms, linear, fusion, out)
+                })
+            });
+        }
+        self.norm_product(norms, linear, fusion, out)
+    }
+
+    /// As [`Self::norm_linear`], of the rows at hand.
+    fn norm_product(
         &mut self,
         norms: &Norms<'_, GpuVector>,
         linear: &GpuLinear,
@@ -280,8 +298,12 @@ impl<'a, 'b> Step<'a, 'b> {
     ) -> Result<(), GpuError> {
         let linears = &self.decoder.linears;
         let width = linear.inputs();
+        let out = match fusion.output {
+            LinearOutput::Glu(_) => self.rows(out, linear.outputs() / 2),
+            _ => self.rows(out, linear.outputs()),
+        };
         // Where ranks are summed first, that kernel makes the norm.
-        if fusion.norm && !self.is_fresh && !self.is_partial && norms.added.is_none() {
+        if fusion.norm && !self.is_fresh && self.sum.is_done() && norms.added.is_none() {
             let residual = GpuResidual {
                 hidden: self.rows(self.act.hidden, width),
                 delta: self.rows(self.act.delta, width),
@@ -322,8 +344,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     fn project_qkv(&mut self, norms: &Norms<'_, GpuVector>, qkv: &GpuLinear) -> Result<(), GpuError> {
-        let out = self.rows(self.act.qkv, qkv.outputs());
-        self.norm_linear(norms, qkv, self.attention().qkv, out)
+        self.norm_linear(norms, qkv, self.attention().qkv, self.act.qkv)
     }
 
     fn write_kv(
@@ -436,50 +457,45 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     fn project_output(&mut self, output: &GpuLinear) -> Result<(), GpuError> {
-        self.linear(
-            self.act.attended,
-            output,
-            self.rows(self.act.delta, output.outputs()),
-        )
+        let width = output.outputs();
+        self.add_in_halves(width, |step, delta| step.linear(step.act.attended, output, delta))
     }
 
     fn project_gated(
         &mut self,
-        mlp: &DenseMlpSpec,
+        _: &DenseMlpSpec,
         norms: &Norms<'_, GpuVector>,
         gate_up: &GpuLinear,
     ) -> Result<(), GpuError> {
         let fusion = self.kind().gate_up;
-        if fusion.output != LinearOutput::Bf16 {
-            let activated = self.rows(self.act.activated, mlp.intermediate_size);
-            return self.norm_linear(norms, gate_up, fusion, activated);
-        }
-        let out = self.rows(self.act.gate_up, gate_up.outputs());
-        self.norm_linear(norms, gate_up, fusion, out)?;
-        let inputs = self.inputs_of(&self.mlp().down, LinearOutput::Bf16, self.act.activated)?;
-        self.decoder
-            .fused
-            .glu(mlp.activation, out, mlp.intermediate_size, inputs)
+        let out = match fusion.output {
+            LinearOutput::Glu(_) => self.act.activated,
+            _ => self.act.gate_up,
+        };
+        self.norm_linear(norms, gate_up, fusion, out)
     }
 
     fn project_down(&mut self, mlp: &DenseMlpSpec, down: &GpuLinear) -> Result<(), GpuError> {
-        debug_assert_eq!(
-            mlp.intermediate_size,
-            down.inputs(),
-            "what is activated is what is projected"
-        );
-        let delta = self.rows(self.act.delta, down.outputs());
-        if self.kind().gate_up.output != LinearOutput::Bf16 {
-            return self.linear(self.act.activated, down, delta);
-        }
-        // Quantised with the activation.
-        let inputs = self.inputs_of(down, LinearOutput::Bf16, self.act.activated)?;
-        self.multiply(inputs, down, LinearOutput::Bf16, delta)
+        let (inner, fusion) = (mlp.intermediate_size, self.kind().gate_up);
+        debug_assert_eq!(inner, down.inputs(), "what is activated is what is projected");
+        self.add_in_halves(down.outputs(), |step, delta| {
+            let activated = step.act.activated;
+            if let LinearOutput::Glu(_) = fusion.output {
+                return step.linear(activated, down, delta);
+            }
+            // Quantised with the activation.
+            let inputs = step.inputs_of(down, LinearOutput::Bf16, activated)?;
+            let gate_up = step.rows(step.act.gate_up, 2 * inner);
+            step.decoder.fused.glu(mlp.activation, gate_up, inner, inputs)?;
+            step.multiply(inputs, down, LinearOutput::Bf16, delta)
+        })
     }
 
     /// With what follows.
     fn sum_ranks(&mut self) -> Result<(), GpuError> {
-        self.is_partial = self.decoder.all_reduce().is_some();
+        if self.decoder.all_reduce().is_some() && self.sum.is_done() {
+            self.sum = RankSum::Whole;
+        }
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use half::bf16;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
-    AllReduce, GpuAdded, GpuLinear, GpuMatrix, GpuNorm, GpuRows, GpuTokens, GpuVocabulary,
+    AllReduce, GpuAdded, GpuLinear, GpuMatrix, GpuNorm, GpuRows, GpuTokens, GpuVocabulary, SentHalf,
 };
 
 use super::Decoder;
@@ -58,21 +58,99 @@ impl Decoder {
     }
 }
 
-impl<'a, 'b> Step<'a, 'b> {
-    /// The ranks, if what is to be added to the residual stream is still this one's part: the caller sums it.
-    fn unsummed(&mut self) -> Option<&'b AllReduce> {
-        let decoder = self.decoder;
-        decoder
+/// How far the sum over the ranks of what is to be added to the residual stream is.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) enum RankSum {
+    /// It is there.
+    #[default]
+    Done,
+    /// This rank's part is there: what takes it up makes the sum.
+    Whole,
+    /// The same, and both halves of the rows are on their way between the ranks.
+    Sent(SentSum),
+    /// The same of the rows at hand, which are one of the halves.
+    Half(SentHalf),
+}
+
+/// A sum in halves.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SentSum {
+    /// Of each half.
+    pub(super) rows: [usize; 2],
+    pub(super) halves: [SentHalf; 2],
+}
+
+impl RankSum {
+    pub(super) fn is_done(&self) -> bool {
+        matches!(self, Self::Done)
+    }
+}
+
+impl<'a> Step<'a, '_> {
+    /// Computes a rank's part of what is to be added to the residual stream, of so many elements a row: `compute` gets where it goes.
+    /// Where its sum over the ranks is faster in halves, the first is sent while the second is computed.
+    pub(super) fn add_in_halves(
+        &mut self,
+        width: usize,
+        compute: impl Fn(&mut Self, GpuSlice<'a, bf16>) -> Result<(), GpuError>,
+    ) -> Result<(), GpuError> {
+        let delta = |step: &Self| step.rows(step.act.delta, width);
+        let halves = self
+            .decoder
             .all_reduce()
-            .filter(|_| std::mem::take(&mut self.is_partial))
+            .and_then(|ranks| Some((ranks, ranks.halves(self.rows, width)?)));
+        let Some((ranks, rows)) = halves else {
+            return compute(self, delta(self));
+        };
+        let mut of_half = |half: usize| {
+            self.of_half(rows, half, |step| {
+                compute(step, delta(step))?;
+                ranks.send(half, delta(step))
+            })
+        };
+        let halves = [of_half(0)?, of_half(1)?];
+        self.sum = RankSum::Sent(SentSum { rows, halves });
+        Ok(())
+    }
+
+    /// Does something to one half of the rows.
+    pub(super) fn of_half<R>(
+        &mut self,
+        rows: [usize; 2],
+        half: usize,
+        work: impl FnOnce(&mut Self) -> Result<R, GpuError>,
+    ) -> Result<R, GpuError> {
+        let all = (self.first, self.rows);
+        (self.first, self.rows) = ([0, rows[0]][half], rows[half]);
+        let done = work(self);
+        (self.first, self.rows) = all;
+        done
+    }
+
+    /// What the caller has to sum; halves of a sum that it does not take one by one are summed here.
+    fn take_sum(&mut self) -> Result<RankSum, GpuError> {
+        let (sum, width) = (
+            std::mem::take(&mut self.sum),
+            self.decoder.weights.spec.hidden_size,
+        );
+        let (RankSum::Sent(SentSum { rows, halves }), Some(ranks)) = (sum, self.decoder.all_reduce()) else {
+            return Ok(sum);
+        };
+        for (half, sent) in halves.into_iter().enumerate() {
+            self.of_half(rows, half, |step| {
+                ranks.sum_sent(sent, step.rows(step.act.delta, width))
+            })?;
+        }
+        Ok(RankSum::Done)
     }
 
     /// Sums what is to be added to the residual stream over the ranks, unless that was done.
     pub(super) fn sum_delta(&mut self) -> Result<(), GpuError> {
         let width = self.decoder.weights.spec.hidden_size;
-        match self.unsummed() {
-            Some(ranks) => ranks.sum(self.rows(self.act.delta, width)),
-            None => Ok(()),
+        match (self.take_sum()?, self.decoder.all_reduce()) {
+            (RankSum::Whole, Some(ranks)) => ranks.sum(self.rows(self.act.delta, width)),
+            (RankSum::Half(sent), Some(ranks)) => ranks.sum_sent(sent, self.rows(self.act.delta, width)),
+            _ => Ok(()),
         }
     }
 
@@ -86,9 +164,10 @@ impl<'a, 'b> Step<'a, 'b> {
         normed: GpuRows<'a>,
     ) -> Result<(), GpuError> {
         let fused = &self.decoder.fused;
-        match self.unsummed() {
-            Some(ranks) => ranks.add_rms_norm(fused, hidden, delta, norm, normed),
-            None => fused.add_rms_norm(hidden, delta, norm, normed),
+        match (self.take_sum()?, self.decoder.all_reduce()) {
+            (RankSum::Whole, Some(ranks)) => ranks.add_rms_norm(fused, hidden, delta, norm, normed),
+            (RankSum::Half(sent), Some(ranks)) => ranks.add_rms_norm_sent(sent, hidden, delta, norm, normed),
+            _ => fused.add_rms_norm(hidden, delta, norm, normed),
         }
     }
 
@@ -101,9 +180,10 @@ impl<'a, 'b> Step<'a, 'b> {
         normed: GpuRows<'a>,
     ) -> Result<(), GpuError> {
         let fused = &self.decoder.fused;
-        match self.unsummed() {
-            Some(ranks) => ranks.sandwich_norm(fused, hidden, added, norm, normed),
-            None => {
+        match (self.take_sum()?, self.decoder.all_reduce()) {
+            (RankSum::Whole, Some(ranks)) => ranks.sandwich_norm(fused, hidden, added, norm, normed),
+            (RankSum::Half(sent), Some(ranks)) => ranks.sandwich_norm_sent(sent, hidden, added, norm, normed),
+            _ => {
                 let GpuAdded {
                     delta,
                     weight,
