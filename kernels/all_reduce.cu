@@ -85,59 +85,6 @@ __device__ __forceinline__ void sum_arrived(bf16* x, int64_t vecs, const SentRow
 
 constexpr RankFlags kScatteredFlags = &RingFlags::scattered, kGatheredFlags = &RingFlags::gathered;
 
-// Of two ranks, each sends the other everything: as many bytes as by shares, but one way across the link. Tiles are sent a turn ahead,
-// so there is room for four: what comes in turn t may be written once the other rank has sent t - 2, for by then it has read t - 4.
-__device__ __forceinline__ void sum_many(bf16* x, int64_t vecs, const Peers<2>& peers) {
-    constexpr int kPlaces = 4, kTile = 2 * kTileBytes / kPlaces / 16, kThreads = 512, kEach = kTile / kThreads;
-    pdl_wait();
-    const Ring<2> ring(peers);
-    char* const theirs = peers.base[0] == peers.mine ? peers.base[1] : peers.base[0];
-    const int tiles = static_cast<int>((vecs + kTile - 1) / kTile);
-    const int turns = static_cast<int>(blockIdx.x) < tiles ? (tiles - 1 - static_cast<int>(blockIdx.x)) / gridDim.x + 1 : 0;
-    const auto vec = [&](int turn, int i) {
-        return (blockIdx.x + int64_t{turn} * gridDim.x) * kTile + i * kThreads + threadIdx.x;
-    };
-    const auto place = [&](char* base, int turn, int i) {
-        const int64_t tile = int64_t{blockIdx.x} * kPlaces + (ring.first + turn) % kPlaces;
-        return reinterpret_cast<uint4*>(base + kScattered) + tile * kTile + i * kThreads + threadIdx.x;
-    };
-    const auto fetch = [&](uint4 (&own)[kEach], int turn) {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            if (vec(turn, i) < vecs) own[i] = as_words(load8(x + vec(turn, i) * kVec));
-        }
-    };
-    const auto send = [&](int turn) {
-        uint4 own[kEach];
-        fetch(own, turn);
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            if (vec(turn, i) < vecs) *place(theirs, turn, i) = own[i];
-        }
-        ring.raise<kScatteredFlags>(ring.first + turn);
-    };
-    if (turns > 0) send(0);
-    for (int turn = 0; turn < turns; ++turn) {
-        if (turn + 1 < turns) send(turn + 1);
-        uint4 own[kEach], sent[kEach];
-        fetch(own, turn);
-        ring.await<kScatteredFlags>(ring.first + turn);
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            if (vec(turn, i) < vecs) sent[i] = __ldcg(place(peers.mine, turn, i));
-        }
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            if (vec(turn, i) >= vecs) continue;
-            RankSum<2> sum;
-            sum.add(0, peers.rank == 0 ? own[i] : sent[i]);
-            sum.add(1, peers.rank == 0 ? sent[i] : own[i]);
-            store8(x + vec(turn, i) * kVec, sum.rounded());
-        }
-    }
-    ring.end(turns);
-}
-
 // Each rank sums its share of every tile and sends the sums to the others. While they are under way, the next tile's parts are.
 template <int N>
 __device__ __forceinline__ void sum_many(bf16* x, int64_t vecs, const Peers<N>& peers) {

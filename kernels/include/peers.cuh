@@ -7,7 +7,7 @@
 constexpr int kMaxRanks = 8;
 constexpr int kRingBlocks = 256;      // blocks of the kernels that work through rings
 constexpr int kTileBytes = 32 << 10;  // of all ranks' parts together, for each block and turn
-constexpr int64_t kFewBytes = 8 << 20;
+constexpr int64_t kFewBytes = 32 << 20;
 constexpr int64_t kFewState = 0;  // FewState
 constexpr int64_t kTurns = 4 << 10;
 constexpr int64_t kFlags = 8 << 10;
@@ -72,7 +72,9 @@ __device__ __forceinline__ void store_shared_word(uint32_t* to, uint32_t v) {
 // Looks with `look` until it says that nobody is missing (below 0), or until the rank that it names has taken too long.
 template <typename Look>
 __device__ __forceinline__ void wait_for_peers(uint32_t* fault, Look look) {
-    constexpr int kLooks = 1024;
+    // So many that ranks which are out of step by some milliseconds do not look at the host: all threads do, over PCI Express, which
+    // takes them as long as they have waited.
+    constexpr int kLooks = 1 << 16;
     uint64_t since = 0;
     while (true) {
         int missing = 0;

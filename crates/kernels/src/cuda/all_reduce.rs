@@ -66,7 +66,7 @@ enum Way {
 /// Sizes, in bytes, from which the next way is faster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Ways {
-    /// Up to here, [`Way::Few`].
+    /// Up to here, [`Way::Few`]; of more than there is room for, one part after the other.
     few: usize,
     /// From here on, [`Way::Nccl`].
     nccl: usize,
@@ -218,23 +218,27 @@ impl AllReduce {
             "rows of a multiple of {VEC} elements are summed, not {}",
             x.len()
         );
-        let vecs = x.len() / VEC;
-        if vecs == 0 {
-            return Ok(());
-        }
         match (way, &self.peers, &self.nccl) {
+            _ if x.is_empty() => Ok(()),
             (Way::Few, Some(peers), _) => {
-                // Small blocks, so that what is small leaves by many multiprocessors.
-                let (kernel, per_block, threads) = match vecs {
-                    ..=65536 => (&peers.few[0], 256, 256),
-                    _ => (&peers.few[1], 4 * 512, 512),
-                };
-                let launch = Launch::new([vecs.div_ceil(per_block) as u32, 1, 1], threads);
-                self.launch(kernel, launch.pdl(true), &[x.into(), int(vecs)])
+                let most = layout::most_few(self.ranks) / size_of::<bf16>();
+                let starts = (0..x.len()).step_by(most);
+                starts
+                    .map(|start| x.range(start..x.len().min(start + most)))
+                    .try_for_each(|x| {
+                        let vecs = x.len() / VEC;
+                        // Small blocks, so that what is small leaves by many multiprocessors.
+                        let (kernel, per_block, threads) = match vecs {
+                            ..=65536 => (&peers.few[0], 256, 256),
+                            _ => (&peers.few[1], 4 * 512, 512),
+                        };
+                        let launch = Launch::new([vecs.div_ceil(per_block) as u32, 1, 1], threads);
+                        self.launch(kernel, launch.pdl(true), &[x.into(), int(vecs)])
+                    })
             }
             (Way::Many, Some(peers), _) => {
                 let launch = Launch::new([layout::RING_BLOCKS as u32, 1, 1], 512).pdl(true);
-                self.launch(&peers.many, launch, &[x.into(), (vecs as u64).into()])
+                self.launch(&peers.many, launch, &[x.into(), ((x.len() / VEC) as u64).into()])
             }
             (_, _, Some(nccl)) => lock(nccl).sum_bf16(x.cast()),
             _ => unreachable!("ways are those that there are"),
@@ -454,15 +458,15 @@ impl Ways {
 
 impl fmt::Display for Ways {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kib = |bytes: usize| bytes >> 10;
+        match (self.few, self.nccl) {
+            (_, 0) => return f.write_str("NCCL"),
+            (usize::MAX, _) => f.write_str("one shot")?,
+            (few, _) => write!(f, "one shot up to {} KiB, then two", kib(few))?,
+        }
         match self.nccl {
-            0 => f.write_str("NCCL"),
-            usize::MAX => write!(f, "one shot up to {} KiB, then two", self.few >> 10),
-            nccl => write!(
-                f,
-                "one shot up to {} KiB, then two, NCCL from {} KiB",
-                self.few >> 10,
-                nccl >> 10
-            ),
+            usize::MAX => Ok(()),
+            nccl => write!(f, ", NCCL from {} KiB", kib(nccl)),
         }
     }
 }

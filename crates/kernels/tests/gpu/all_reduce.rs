@@ -110,6 +110,7 @@ fn sums_have_the_same_bits_on_all_ranks() {
             (64, 4096),
             (512, 8192),
             (2048, 4096),
+            (2500, 4096),
             (700, 5128),
             (1, 8192),
             (257, 4096),
@@ -269,7 +270,7 @@ fn sums_in_halves_are_those_of_one_kernel() {
         }
         let mut rng = rng("halves");
         let fused: Vec<_> = gpus.iter().map(|gpu| FusedKernels::load(gpu).unwrap()).collect();
-        for (rows, n) in [(2048, 4096), (2049, 576), (3001, 5120), (4096, 8192)] {
+        for (rows, n) in [(4096, 4096), (4609, 576), (5001, 2880), (4096, 8192)] {
             let len = rows * n;
             let parts: Vec<_> = (0..2).map(|_| random(&mut rng, len)).collect();
             let (summed, hidden) = (summed(&parts), random(&mut rng, len));

@@ -184,12 +184,12 @@ fn logits_of_ranks_are_close_to_transformers() {
 fn logits_of_sums_in_halves_are_close_to_transformers() {
     let Some(gpus) = gpus() else { return };
     let limits = StepLimits {
-        max_num_batched_tokens: 4096,
-        max_num_seqs: 128,
+        max_num_batched_tokens: 5120,
+        max_num_seqs: 512,
         ..LIMITS
     };
     let setup = Setup {
-        tokens: 16384,
+        tokens: 512 * 256,
         ..SETUP
     };
     for name in [
@@ -209,7 +209,7 @@ fn logits_of_sums_in_halves_are_close_to_transformers() {
             runs.push(run(request as u64, 0, &case.prompt, &table));
             rows += case.prompt.len();
             last_rows.push(rows - 1);
-            if rows >= 2500 {
+            if rows >= 4500 {
                 break;
             }
         }

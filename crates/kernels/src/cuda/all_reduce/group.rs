@@ -8,7 +8,7 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, Nccl, PinnedSlab, SideStream};
 
-use super::layout::{communication_bytes, most_few};
+use super::layout::communication_bytes;
 use super::{AllReduce, AllReducePath, Buffers, Peers, VEC, Way, Ways};
 
 /// Bytes that ways are measured with: 1, 16, 64, 512, 2048 and 8192 rows of 4096 elements.
@@ -61,7 +61,7 @@ impl AllReduce {
             }
         }
         let times = measure(&mut ranks)?;
-        let ways = crossovers(&times, most_few(gpus.len()));
+        let ways = crossovers(&times);
         for rank in &mut ranks {
             rank.ways = ways;
             rank.times.clone_from(&times);
@@ -110,7 +110,7 @@ impl AllReduce {
                 peers: Some(Peers::load(gpu, &buffers)?),
                 nccl: None,
                 ways: Ways {
-                    few: most_few(gpus.len()),
+                    few: usize::MAX,
                     nccl: usize::MAX,
                 },
                 times: Vec::new(),
@@ -178,11 +178,7 @@ impl AllReduce {
         let times = SIZES.into_iter().map(|bytes| {
             let bytes = bytes.next_multiple_of(VEC * size_of::<bf16>());
             Ok([
-                if bytes <= most_few(self.ranks) {
-                    time(Way::Few, bytes)?
-                } else {
-                    None
-                },
+                time(Way::Few, bytes)?,
                 time(Way::Many, bytes)?,
                 if self.nccl.is_some() {
                     time(Way::Nccl, bytes)?
@@ -286,29 +282,17 @@ fn measure(ranks: &mut [AllReduce]) -> Result<Times, DeviceError> {
 }
 
 /// From microseconds by size, in the order of [`SIZES`], and way (few, many, NCCL).
-fn crossovers(times: &[[Option<f32>; 3]], most_few: usize) -> Ways {
+fn crossovers(times: &[[Option<f32>; 3]]) -> Ways {
     let beats = |a: Option<f32>, b: Option<f32>| a.is_some_and(|a| b.is_none_or(|b| a < b));
-    let [few, ours] = [
-        // The last size at which few is no slower.
-        times
-            .iter()
-            .rposition(|&[few, many, _]| few.is_some() && !beats(many, few)),
-        // The last at which NCCL is no faster than the better of both.
-        times
-            .iter()
-            .rposition(|&[few, many, nccl]| !beats(nccl, few) || !beats(nccl, many)),
-    ];
+    // The last size at which few is no slower than many, and that at which NCCL is no faster than the better of both.
+    let few = times.iter().rposition(|&[few, many, _]| !beats(many, few));
+    let ours = times
+        .iter()
+        .rposition(|&[few, many, nccl]| !beats(nccl, few) || !beats(nccl, many));
+    let up_to = |at: usize, bytes| if at + 1 == times.len() { usize::MAX } else { bytes };
     Ways {
-        few: few.map_or(0, |at| match times.get(at + 1) {
-            // Where few was not even possible at the next size, all that is possible.
-            Some([Some(_), ..]) => SIZES[at],
-            _ => most_few,
-        }),
-        nccl: match ours {
-            None => 0,
-            Some(at) if at + 1 == times.len() => usize::MAX,
-            Some(at) => SIZES[at] + 1,
-        },
+        few: few.map_or(0, |at| up_to(at, SIZES[at])),
+        nccl: ours.map_or(0, |at| up_to(at, SIZES[at] + 1)),
     }
 }
 
@@ -318,7 +302,6 @@ mod tests {
 
     #[test]
     fn the_fastest_way_is_taken_at_each_size() {
-        let most = 4 << 20;
         let times = |few: &[f32], many: &[f32], nccl: &[f32]| -> Vec<[Option<f32>; 3]> {
             let at = |times: &[f32], i: usize| times.get(i).copied();
             (0..SIZES.len())
@@ -326,31 +309,25 @@ mod tests {
                 .collect()
         };
         let many = [9.0, 9.0, 10.0, 20.0, 50.0, 200.0];
-        // Few is faster wherever it is possible, and NCCL not at all.
-        let ways = crossovers(
-            &times(
-                &[4.0, 4.0, 6.0, 15.0],
-                &many,
-                &[12.0, 13.0, 15.0, 33.0, 75.0, 250.0],
-            ),
-            most,
-        );
+        // Few is always faster, and NCCL never.
+        let ways = crossovers(&times(
+            &[4.0, 4.0, 6.0, 15.0, 45.0, 180.0],
+            &many,
+            &[12.0, 13.0, 15.0, 33.0, 75.0, 250.0],
+        ));
         assert_eq!(
             ways,
             Ways {
-                few: most,
+                few: usize::MAX,
                 nccl: usize::MAX
             }
         );
         // Many from 512 KiB on, NCCL for the largest.
-        let ways = crossovers(
-            &times(
-                &[4.0, 4.0, 12.0, 25.0],
-                &many,
-                &[12.0, 13.0, 15.0, 33.0, 75.0, 190.0],
-            ),
-            most,
-        );
+        let ways = crossovers(&times(
+            &[4.0, 4.0, 12.0, 25.0, 90.0, 400.0],
+            &many,
+            &[12.0, 13.0, 15.0, 33.0, 75.0, 190.0],
+        ));
         assert_eq!(
             ways,
             Ways {
@@ -363,7 +340,7 @@ mod tests {
             [Way::Few, Way::Few, Way::Many, Way::Many, Way::Nccl]
         );
         // Without NCCL.
-        let ways = crossovers(&times(&[10.0, 10.0, 12.0, 25.0], &many, &[]), most);
+        let ways = crossovers(&times(&[10.0, 10.0, 12.0, 25.0, 90.0, 400.0], &many, &[]));
         assert_eq!(
             ways,
             Ways {
