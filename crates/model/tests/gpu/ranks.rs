@@ -197,7 +197,6 @@ fn logits_of_sums_in_halves_are_close_to_transformers() {
         "qwen3-f16",
         "gemma3",
         "gemma4",
-        "llama-fp8-block",
         "llama-fp8-channel",
         "mixtral",
     ] {
