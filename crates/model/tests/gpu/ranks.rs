@@ -4,12 +4,13 @@
 //! one GPU.
 
 use std::panic::resume_unwind;
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{BuildError, Component, Executor, Scratch, StepError, StepLimits, TokenId};
-use plimsoll_device::cuda::Gpu;
+use plimsoll_device::cuda::{Gpu, Launch};
 use plimsoll_kernels::Exchange;
 use plimsoll_kernels::cuda::{AllReduce, AllReducePath, communication_bytes, sent_bytes};
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape, RankLink};
@@ -358,6 +359,64 @@ fn a_step_that_fails_on_one_gpu_ends_on_both() {
         .unwrap();
     }
     assert!(begun.elapsed() < Duration::from_secs(60), "nobody waits in vain");
+}
+
+/// Tells the test below that it runs in a process of its own, and which rank loses its GPU there.
+const LOST_RANK: &str = "PLIMSOLL_TEST_LOST_RANK";
+
+/// A kernel that ends its context, as a GPU does that fell off the bus: every later call to it fails.
+const LOST: &[u8] = b".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry lost() { trap; }\n\0";
+
+/// A GPU is lost between two steps: its rank says in the driver's words what happened, the other one names it at once, and neither
+/// begins another step.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn a_gpu_that_is_lost_ends_the_step_on_both() {
+    let Ok(lost) = std::env::var(LOST_RANK) else {
+        // Nothing in a process survives its GPU.
+        for rank in 0..RANKS {
+            let test = "ranks::a_gpu_that_is_lost_ends_the_step_on_both";
+            let child = Command::new(std::env::current_exe().unwrap())
+                .args(["--ignored", "--exact", test, "--nocapture"])
+                .env(LOST_RANK, rank.to_string())
+                .output()
+                .unwrap();
+            let said = [child.stdout, child.stderr].map(|said| String::from_utf8_lossy(&said).into_owned());
+            assert!(child.status.success(), "{}", said.concat());
+        }
+        return;
+    };
+    let Some(gpus) = gpus() else { return };
+    let lost: usize = lost.parse().unwrap();
+    let case = &golden("llama").cases[0];
+    on_ranks(&gpus, "llama", |rank| {
+        let mut runner = SETUP.build(&rank.model);
+        let table = blocks(0..8);
+        let mut prompt = run(1, 0, &case.prompt, &table);
+        prompt.sample = Some(greedy_spec(0));
+        let prompt = plan(vec![prompt]);
+        let step = |runner: &mut GpuRunner| runner.launch(&prompt).and_then(|()| runner.finish().map(drop));
+        step(&mut runner).unwrap();
+        if rank.rank == lost {
+            let module = rank.gpu.load_module(LOST).unwrap();
+            let kernel = module.function("lost").unwrap();
+            // SAFETY: it takes no arguments and touches no memory.
+            unsafe { rank.gpu.launch(&kernel, Launch::new([1, 1, 1], 1), &[]).unwrap() };
+            rank.gpu.synchronize().unwrap_err();
+        }
+        let begun = Instant::now();
+        match step(&mut runner).unwrap_err() {
+            StepError::Device(why) if rank.rank == lost => assert!(why.contains("CUDA_ERROR"), "{why}"),
+            StepError::OtherRank(other) if rank.rank != lost => assert_eq!(other, lost),
+            error => panic!("rank {}: {error:?}", rank.rank),
+        }
+        assert!(begun.elapsed() < PATIENCE, "nobody waits in vain");
+        match step(&mut runner).unwrap_err() {
+            StepError::Device(_) | StepError::RankLost(_) | StepError::OtherRank(_) => {}
+            error => panic!("rank {}: {error:?}", rank.rank),
+        }
+    })
+    .unwrap();
 }
 
 /// Whichever allocation of a state fails on one rank, the other ends too, and the next state serves.
