@@ -367,8 +367,8 @@ const LOST_RANK: &str = "PLIMSOLL_TEST_LOST_RANK";
 /// A kernel that ends its context, as a GPU does that fell off the bus: every later call to it fails.
 const LOST: &[u8] = b".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry lost() { trap; }\n\0";
 
-/// A GPU is lost between two steps: its rank says in the driver's words what happened, the other one names it at once, and neither
-/// begins another step.
+/// A GPU is lost between two steps: its rank says in the driver's words what happened, the other one names it or says the same, at once, and
+/// neither begins another step.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_gpu_that_is_lost_ends_the_step_on_both() {
@@ -406,7 +406,8 @@ fn a_gpu_that_is_lost_ends_the_step_on_both() {
         }
         let begun = Instant::now();
         match step(&mut runner).unwrap_err() {
-            StepError::Device(why) if rank.rank == lost => assert!(why.contains("CUDA_ERROR"), "{why}"),
+            // The driver may end the contexts of GPUs that map its memory with it.
+            StepError::Device(why) => assert!(why.contains("CUDA_ERROR"), "{why}"),
             StepError::OtherRank(other) if rank.rank != lost => assert_eq!(other, lost),
             error => panic!("rank {}: {error:?}", rank.rank),
         }
