@@ -6,6 +6,7 @@ mod images;
 mod layers;
 mod measure;
 mod ranks;
+mod sum;
 
 use half::bf16;
 use plimsoll_core::{Component, KvConfig};
@@ -33,7 +34,7 @@ use crate::{DecoderSpec, ModelError};
 use head::{Head, Logits};
 use images::RowsOfImage;
 use layers::{Kind, Step};
-use ranks::RankSum;
+use sum::RankSum;
 
 /// What the kernels of a step work on.
 #[derive(Debug)]

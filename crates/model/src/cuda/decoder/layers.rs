@@ -9,7 +9,7 @@ use plimsoll_kernels::cuda::{
 };
 
 use super::images::RowsOfImage;
-use super::ranks::RankSum;
+use super::sum::RankSum;
 use super::{Decoder, StepState};
 use crate::blocks::{Beside, DeltaRule, LayerInput, Moe, Norms, Operations};
 use crate::cuda::input::StepInput;

@@ -3,11 +3,12 @@
 use half::bf16;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
-    AllReduce, GpuAdded, GpuLinear, GpuMatrix, GpuNorm, GpuRows, GpuTokens, GpuVocabulary, SentHalf,
+    AllReduce, GpuAdded, GpuLinear, GpuMatrix, GpuNorm, GpuRows, GpuTokens, GpuVocabulary,
 };
 
 use super::Decoder;
 use super::layers::Step;
+use super::sum::{RankSum, SentSum};
 
 impl Decoder {
     /// Where GPUs meet, if there are several.
@@ -55,34 +56,6 @@ impl Decoder {
                 self.fused.embedding_part(table, vocabulary, tokens, scale, out)
             }
         }
-    }
-}
-
-/// How far the sum over the ranks of what is to be added to the residual stream is.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) enum RankSum {
-    /// It is there.
-    #[default]
-    Done,
-    /// This rank's part is there: what takes it up makes the sum.
-    Whole,
-    /// The same, and both halves of the rows are on their way between the ranks.
-    Sent(SentSum),
-    /// The same of the rows at hand, which are one of the halves.
-    Half(SentHalf),
-}
-
-/// A sum in halves.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct SentSum {
-    /// Of each half.
-    pub(super) rows: [usize; 2],
-    pub(super) halves: [SentHalf; 2],
-}
-
-impl RankSum {
-    pub(super) fn is_done(&self) -> bool {
-        matches!(self, Self::Done)
     }
 }
 
