@@ -12,6 +12,7 @@ constexpr int64_t kFewState = 0;  // FewState
 constexpr int64_t kTurns = 4 << 10;
 constexpr int64_t kFlags = 8 << 10;
 constexpr int64_t kSentParts = 32 << 10;  // a word: up to which part the other rank has sent
+constexpr int64_t kGivenUp = 36 << 10;    // a word: 1 once a wait of this rank has ended for a fault
 constexpr int64_t kFew = 64 << 10;        // [2][ranks][kFewBytes / ranks]
 constexpr int64_t kScattered = kFew + 2 * kFewBytes;
 constexpr int64_t kGathered = kScattered + 2 * int64_t{kRingBlocks} * kTileBytes;
@@ -69,26 +70,33 @@ __device__ __forceinline__ void store_shared_word(uint32_t* to, uint32_t v) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
 }
 
-// Looks with `look` until it says that nobody is missing (below 0), or until the rank that it names has taken too long.
-template <typename Look>
-__device__ __forceinline__ void wait_for_peers(uint32_t* fault, Look look) {
-    // So many that ranks which are out of step by some milliseconds do not look at the host: all threads do, over PCI Express, which
-    // takes them as long as they have waited.
-    constexpr int kLooks = 1 << 16;
+// Looks with `look` until it says that nobody is missing (below 0), or until the rank that it names has taken too long. Once one wait of
+// a rank has ended so, no other lasts.
+template <int N, typename Look>
+__device__ __forceinline__ void wait_for_peers(const Peers<N>& peers, Look look) {
+    // All threads look at the host, over PCI Express, which takes milliseconds: ranks that are out of step by less do not.
+    constexpr int kLooks = 1024, kRounds = 64;
+    auto* const given_up = reinterpret_cast<uint32_t*>(peers.mine + kGivenUp);
     uint64_t since = 0;
-    while (true) {
+    for (int round = 1;; ++round) {
         int missing = 0;
 #pragma unroll 1
         for (int i = 0; i < kLooks; ++i) {
             missing = look();
             if (missing < 0) return;
         }
-        if (load_shared_word(fault) != 0) return;
+        if (load_shared_word(given_up) != 0) return;
+        if (round % kRounds != 0) continue;
+        bool is_over = load_shared_word(peers.fault) != 0;
         uint64_t now;
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
         if (since == 0) since = now;
-        if (now - since < kPatience) continue;
-        store_shared_word(fault, 1 + missing);
+        if (!is_over && now - since >= kPatience) {
+            store_shared_word(peers.fault, 1 + missing);
+            is_over = true;
+        }
+        if (!is_over) continue;
+        store_shared_word(given_up, 1);
         return;
     }
 }
@@ -120,7 +128,7 @@ struct RankSum {
     __device__ __forceinline__ Bf16x8 rounded() const { return narrow(sum); }
 };
 
-// One call that sends everything to everyone, for what is small: the data says itself that it has arrived. Each rank's buffer has
+// One call that sends everything to everyone, up to kFewBytes of all ranks: the data says itself that it has arrived. Each rank's buffer has
 // two halves, used in turn. A half is used again two calls later: by then every rank has seen the others' data of the call between,
 // which they sent when they were done with this half.
 template <int N>
@@ -176,7 +184,7 @@ struct FewCall {
 #pragma unroll
             for (int first = 0; first < N; first += kAtOnce) {
                 uint4 words[kAtOnce];
-                wait_for_peers(peers.fault, [&] {
+                wait_for_peers(peers, [&] {
                     int missing = -1;
 #pragma unroll
                     for (int i = 0; i < kAtOnce; ++i) {
@@ -244,7 +252,7 @@ struct Ring {
         const int p = threadIdx.x;
         if (p < N && p != peers.rank) {
             const uint32_t* const from = &(flags(peers.mine)->*kFlags)[p];
-            wait_for_peers(peers.fault, [&] { return static_cast<int>(load_shared_word(from) - turn) >= 0 ? -1 : p; });
+            wait_for_peers(peers, [&] { return static_cast<int>(load_shared_word(from) - turn) >= 0 ? -1 : p; });
             __threadfence_system();
         }
         __syncthreads();
@@ -266,7 +274,7 @@ struct SentRows {
 __device__ __forceinline__ void await_rows(const Peers<2>& peers, const SentRows& sent) {
     if (threadIdx.x == 0) {
         const auto* const arrived = reinterpret_cast<const uint32_t*>(peers.mine + kSentParts);
-        wait_for_peers(peers.fault,
+        wait_for_peers(peers,
                        [&] { return static_cast<int>(load_shared_word(arrived) - sent.number) >= 0 ? -1 : 1 - peers.rank; });
         __threadfence_system();
     }

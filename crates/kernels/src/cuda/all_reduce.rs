@@ -39,7 +39,8 @@ pub enum AllReducePath {
 
 /// One rank's end of a group of GPUs.
 ///
-/// All ranks must make the same calls with the same lengths in the same order, each on its own stream; graphs may hold them. A rank
+/// All ranks must make the same calls with the same lengths in the same order, each on its own stream; graphs may hold them, but for halves
+/// of sums ([`Self::send`]). A rank
 /// whose peer does not come waits for 20 s and goes on with wrong sums, which [`Self::check`] reports: the group is broken then.
 #[derive(Debug)]
 pub struct AllReduce {

@@ -40,8 +40,9 @@ pub struct SentRoom {
 #[derive(Clone, Copy, Debug)]
 pub struct SentHalf {
     half: usize,
-    /// The other rank's rows, here.
+    /// The other rank's rows, here, and their elements.
     at: u64,
+    len: usize,
     number: u32,
 }
 
@@ -139,7 +140,13 @@ impl AllReduce {
         }
         side.record(&beside.copied[half])?;
         let at = own + place;
-        Ok(SentHalf { half, at, number })
+        let len = rows.len();
+        Ok(SentHalf {
+            half,
+            at,
+            len,
+            number,
+        })
     }
 
     /// `x` becomes the sum that `sent` is half of.
@@ -147,6 +154,7 @@ impl AllReduce {
     /// # Errors
     /// [`GpuError`] of the launch.
     pub fn sum_sent(&self, sent: SentHalf, x: GpuSlice<'_, bf16>) -> Result<(), GpuError> {
+        assert_eq!(x.len(), sent.len, "rows that were sent");
         let vecs = x.len() / VEC;
         let blocks = vecs.div_ceil(512).min(4 * self.gpu.info().sm_count);
         let launch = Launch::new([blocks as u32, 1, 1], 512).pdl(true);
@@ -190,6 +198,7 @@ impl AllReduce {
         norm: GpuNorm<'_>,
         out: impl Into<GpuRows<'a>>,
     ) -> Result<(), GpuError> {
+        assert_eq!(added.weight.len(), norm.weight.len(), "norms of different widths");
         let sources = [hidden.into(), added.delta.into(), added.weight.into()];
         let (_, beside) = self.beside();
         let scalar = address(added.scalar);
@@ -206,6 +215,7 @@ impl AllReduce {
         out: GpuRows<'_>,
     ) -> Result<(), GpuError> {
         let n = norm.weight.len();
+        assert_eq!(out.len(), sent.len, "rows that were sent");
         let (vecs, launch) = FusedKernels::rows_of_norms(&self.gpu, out.len(), n);
         let launch = launch.pdl(true);
         let shape = [scalar, int(n), norm.eps.into()];
@@ -243,8 +253,11 @@ impl AllReduce {
 impl Drop for SentRoom {
     fn drop(&mut self) {
         self.buffers.rooms[self.rank].store(0, Ordering::Relaxed);
-        // The other rank may still write here.
-        self.buffers.settle();
+        // What may still use it: kernels of this rank, and copies of the other, whose kernels may wait for this rank and are not waited for.
+        let Buffers { gpus, sides, .. } = &*self.buffers;
+        // They fail only if a GPU's context is gone, and all memory with it.
+        let _ = gpus[self.rank].synchronize();
+        let _ = sides[1 - self.rank].synchronize();
     }
 }
 

@@ -122,8 +122,9 @@ pub(super) struct Step<'a, 'b> {
     pub(super) images: Option<RowsOfImage<'b>>,
     /// As wide as the widest layer needs.
     pub(super) act: Activations<'a>,
-    /// Rows that are computed, from the first of these on.
+    /// How many rows are computed.
     pub(super) rows: usize,
+    /// The first of them.
     pub(super) first: usize,
     /// Nothing is to be added to the residual stream yet.
     pub(super) is_fresh: bool,

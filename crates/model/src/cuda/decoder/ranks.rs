@@ -61,7 +61,8 @@ impl Decoder {
 
 impl<'a> Step<'a, '_> {
     /// Computes a rank's part of what is to be added to the residual stream, of so many elements a row: `compute` gets where it goes.
-    /// Where its sum over the ranks is faster in halves, the first is sent while the second is computed.
+    /// Where its sum over the ranks is faster in halves, the first is sent while the second is computed; in steps with prompts alone, as
+    /// no graph replays these: each half that is sent has a number of its own.
     pub(super) fn add_in_halves(
         &mut self,
         width: usize,
@@ -71,6 +72,7 @@ impl<'a> Step<'a, '_> {
         let halves = self
             .decoder
             .all_reduce()
+            .filter(|_| self.input.prefill.is_some())
             .and_then(|ranks| Some((ranks, ranks.halves(self.rows, width)?)));
         let Some((ranks, rows)) = halves else {
             return compute(self, delta(self));
