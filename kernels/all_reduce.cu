@@ -250,26 +250,25 @@ KERNELS(2)
 KERNELS(4)
 KERNELS(8)
 
-#define ARRIVED_NORM(NAME, ROWS, VECS)                                                                                        \
+// Halves have so many rows that a thread keeps two vectors of each.
+#define ARRIVED_NORM(NAME, ROWS)                                                                                              \
     extern "C" __global__ void __launch_bounds__(1024)                                                                        \
-        NAME##_arrived_##VECS(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight, bf16* out,     \
-                              const float* scalar, int n, float eps, const bf16* sent, uint32_t number, PEER_PARAMS) {        \
-        arrived_norm_row<ROWS, VECS, false>({hidden, delta, delta_weight, weight, out, {}, scalar, n, eps}, {sent, number},   \
-                                            PEERS(2));                                                                        \
+        NAME##_arrived(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight, bf16* out,            \
+                       const float* scalar, int n, float eps, const bf16* sent, uint32_t number, PEER_PARAMS) {               \
+        arrived_norm_row<ROWS, 2, false>({hidden, delta, delta_weight, weight, out, {}, scalar, n, eps}, {sent, number},      \
+                                         PEERS(2));                                                                           \
     }                                                                                                                         \
     extern "C" __global__ void __launch_bounds__(1024)                                                                        \
-        NAME##_arrived_fp8_##VECS(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight,            \
-                                  uint8_t* values, float* scales, int stride, const float* scalar, int n, float eps,          \
-                                  const bf16* sent, uint32_t number, PEER_PARAMS) {                                           \
-        arrived_norm_row<ROWS, VECS, true>(                                                                                   \
-            {hidden, delta, delta_weight, weight, nullptr, {values, scales, stride}, scalar, n, eps}, {sent, number},         \
-            PEERS(2));                                                                                                        \
+        NAME##_arrived_fp8(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight, uint8_t* values,  \
+                           float* scales, int stride, const float* scalar, int n, float eps, const bf16* sent,                \
+                           uint32_t number, PEER_PARAMS) {                                                                    \
+        arrived_norm_row<ROWS, 2, true>({hidden, delta, delta_weight, weight, nullptr, {values, scales, stride}, scalar, n,   \
+                                         eps},                                                                                \
+                                        {sent, number}, PEERS(2));                                                            \
     }
 
-ARRIVED_NORM(add_rms_norm, Rows::kAdd, 1)
-ARRIVED_NORM(add_rms_norm, Rows::kAdd, 2)
-ARRIVED_NORM(sandwich_norm, Rows::kSandwich, 1)
-ARRIVED_NORM(sandwich_norm, Rows::kSandwich, 2)
+ARRIVED_NORM(add_rms_norm, Rows::kAdd)
+ARRIVED_NORM(sandwich_norm, Rows::kSandwich)
 
 extern "C" __global__ void __launch_bounds__(512, 2)
     sum_arrived(bf16* x, int64_t vecs, const bf16* sent, uint32_t number, PEER_PARAMS) {

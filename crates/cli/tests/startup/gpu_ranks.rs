@@ -31,21 +31,22 @@ fn model() -> Model {
     Model::of(&CONFIG.replace(r#""head_dim": 8"#, r#""head_dim": 64"#))
 }
 
-/// Two GPUs that say that they have so many bytes; says so where there are not two.
+/// As many GPUs, which say that they have so many bytes; says so where there are fewer.
 #[expect(clippy::print_stdout, reason = "what was not tested")]
-fn gpus(limits: [u64; 2]) -> Option<Vec<Gpu>> {
-    let open = |(ordinal, bytes)| {
+fn gpus(limits: &[u64]) -> Option<Vec<Gpu>> {
+    let open = |(ordinal, &bytes): (usize, &u64)| {
         let options = GpuOptions {
             limit: GpuLimit::Bytes(bytes),
             cap: None,
         };
         Gpu::open_with(ordinal, options)
     };
-    let gpus: Result<Vec<_>, _> = limits.into_iter().enumerate().map(open).collect();
+    let gpus: Result<Vec<_>, _> = limits.iter().enumerate().map(open).collect();
     match gpus {
         Ok(gpus) => Some(gpus),
         Err(error) => {
-            println!("SKIPPED, NOTHING WAS TESTED: this test needs two GPUs ({error})");
+            let wanted = limits.len();
+            println!("SKIPPED, NOTHING WAS TESTED: this needs {wanted} GPUs ({error})");
             None
         }
     }
@@ -88,27 +89,37 @@ async fn stop(ready: Started, gpus: &[Gpu]) {
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-async fn two_gpus_prove_and_serve_one_model() {
-    let Some(gpus) = gpus([LIMIT; 2]) else { return };
-    let model = model();
+async fn several_gpus_prove_and_serve_one_model() {
+    for ranks in [2, 4] {
+        if let Some(gpus) = gpus(&vec![LIMIT; ranks]) {
+            prove_and_serve(&gpus).await;
+        }
+    }
+}
+
+async fn prove_and_serve(gpus: &[Gpu]) {
+    let (model, of_all) = (model(), gpus.len());
     let mut texts = Vec::new();
     for flags in ["--mem-fraction 1.0", "--enforce-eager", ""] {
-        let ready = start_on(&model, flags, &gpus).unwrap();
-        assert_eq!((ready.report.rank, ready.report.ranks), (0, 2));
+        let ready = start_on(&model, flags, gpus).unwrap();
+        assert_eq!((ready.report.rank, ready.report.ranks), (0, of_all));
         texts.push(answers(&ready.engine).await);
         assert_eq!(answers(&ready.engine).await, texts[0], "{flags}");
         let ranks = ready.memory.meters();
-        assert_eq!(ranks.len(), 2);
+        assert_eq!(ranks.len(), of_all);
         for meters in ranks {
             let bytes = |component| meters.by_component.get(component);
-            assert_eq!(bytes(Component::Communication), communication_bytes(2) as u64);
+            assert_eq!(
+                bytes(Component::Communication),
+                communication_bytes(of_all) as u64
+            );
             assert!(
                 bytes(Component::Kv) > 0 && bytes(Component::Weights) > 0,
                 "{meters:?}"
             );
         }
         assert_eq!(ready.memory.allocations_after_ready(), 0);
-        stop(ready, &gpus).await;
+        stop(ready, gpus).await;
     }
     assert!(texts.iter().all(|text| *text == texts[0]));
 }
@@ -119,7 +130,7 @@ async fn the_smaller_gpu_decides() {
     let model = model();
     let mut sizes = Vec::new();
     for limits in [[LIMIT; 2], [LIMIT / 2, LIMIT], [LIMIT, LIMIT / 2]] {
-        let Some(gpus) = gpus(limits) else { return };
+        let Some(gpus) = gpus(&limits) else { return };
         let ready = start_on(&model, "--mem-fraction 1.0", &gpus).unwrap();
         // Of two with the same limit, one has a few megabytes less.
         if limits[0] != limits[1] {
@@ -141,7 +152,7 @@ async fn the_smaller_gpu_decides() {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 #[expect(clippy::print_stdout, reason = "where it was, should it hang")]
 async fn an_allocation_of_a_start_may_fail_on_either_gpu() {
-    let Some(gpus) = gpus([LIMIT; 2]) else { return };
+    let Some(gpus) = gpus(&[LIMIT; 2]) else { return };
     let (model, flags) = (model(), "--max-total-token-num 4096");
     let count = || gpus[1].budget().meters().allocations;
     let before = count();
@@ -171,7 +182,7 @@ async fn an_allocation_of_a_start_may_fail_on_either_gpu() {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 async fn a_gpu_that_runs_out_of_memory_is_built_again_with_the_other() {
-    let Some(gpus) = gpus([LIMIT; 2]) else { return };
+    let Some(gpus) = gpus(&[LIMIT; 2]) else { return };
     let ready = start_on(&model(), "", &gpus).unwrap();
     let engine = ready.engine.clone();
     let expected = answers(&engine).await;
@@ -204,7 +215,7 @@ async fn a_gpu_that_runs_out_of_memory_is_built_again_with_the_other() {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 async fn the_binary_serves_on_two_gpus_and_says_so() {
-    if gpus([LIMIT; 2]).is_none() {
+    if gpus(&[LIMIT; 2]).is_none() {
         return;
     }
     let (model, locks) = (model(), tempfile::tempdir().unwrap());
@@ -257,7 +268,7 @@ async fn the_binary_serves_on_two_gpus_and_says_so() {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 async fn a_gpu_whose_thread_hangs_ends_the_engine_by_name() {
-    let Some(gpus) = gpus([LIMIT; 2]) else { return };
+    let Some(gpus) = gpus(&[LIMIT; 2]) else { return };
     let model = model();
     for bad in 0..2 {
         let settings = model.settings("", PlanCache::off());

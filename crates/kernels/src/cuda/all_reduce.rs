@@ -95,7 +95,7 @@ struct Buffers {
     slabs: Vec<GpuSlab>,
     /// Of each rank, in pinned memory: [`layout::NO_FAULT`], or why its waits have ended.
     faults: Vec<PinnedSlab>,
-    /// Each rank's stream for copies to the other.
+    /// Of two ranks, each one's stream for copies to the other.
     sides: Vec<SideStream>,
     /// Addresses of the ranks' [`SentRoom`]s, 0 for none, and bytes of a half in any of them.
     rooms: Vec<AtomicU64>,
@@ -105,9 +105,12 @@ struct Buffers {
 impl Buffers {
     /// Waits for what any rank has launched.
     fn settle(&self) {
-        for (gpu, side) in self.gpus.iter().zip(&self.sides) {
-            // They fail only if the GPU's context is gone, and all memory with it.
-            let _ = gpu.synchronize().and_then(|()| side.synchronize());
+        // They fail only if a GPU's context is gone, and all memory with it.
+        for gpu in &self.gpus {
+            let _ = gpu.synchronize();
+        }
+        for side in &self.sides {
+            let _ = side.synchronize();
         }
     }
 

@@ -1,4 +1,4 @@
-//! Models that two GPUs compute together: logits and text are those of one, and a rank that fails ends what has begun on both.
+//! Models that several GPUs compute together: logits and text are those of one, and a rank that fails ends what has begun on all.
 //!
 //! Each rank's part of a sum is rounded to bf16 before it is added, so logits are a little further from transformers' than those of
 //! one GPU.
@@ -58,14 +58,27 @@ fn gpus() -> Option<Vec<Gpu>> {
     }
 }
 
-/// What both ranks come to with a golden model, or why it cannot be divided so.
+/// The first two GPUs, and the first four where there are so many.
+fn groups() -> Vec<Vec<Gpu>> {
+    let all: Vec<Gpu> = (0..4).map_while(|ordinal| Gpu::open(ordinal).ok()).collect();
+    if all.len() < 4 {
+        let there = all.len();
+        report(format_args!(
+            "SKIPPED, NOT TESTED: groups of more GPUs than {there}"
+        ));
+    }
+    let sizes = [2, 4].into_iter().filter(|&ranks| ranks <= all.len());
+    sizes.map(|ranks| all[..ranks].to_vec()).collect()
+}
+
+/// What all ranks come to with a golden model, or why it cannot be divided so.
 fn on_ranks<T: Send>(
     gpus: &[Gpu],
     name: &str,
     work: impl Fn(&Rank) -> T + Sync,
 ) -> Result<Vec<T>, ModelError> {
     let options = LoadOptions::default();
-    on_ranks_of(gpus, name, &options, Exchange::group(RANKS), work)
+    on_ranks_of(gpus, name, &options, Exchange::group(gpus.len()), work)
 }
 
 /// The same of a model that is loaded so, where threads meet at `exchanges`.
@@ -88,7 +101,10 @@ fn on_ranks_of<T: Send>(
                         exchange: Arc::new(Mutex::new(exchange)),
                     };
                     let options = LoadOptions {
-                        shard: Shard { rank, ranks: RANKS },
+                        shard: Shard {
+                            rank,
+                            ranks: gpus.len(),
+                        },
                         ..options.clone()
                     };
                     let model =
@@ -126,11 +142,17 @@ fn is_refused(name: &str, error: &ModelError) {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn logits_of_ranks_are_close_to_transformers() {
-    let Some(gpus) = gpus() else { return };
+    for gpus in groups() {
+        logits_of_ranks(&gpus);
+    }
+}
+
+fn logits_of_ranks(gpus: &[Gpu]) {
+    report(format_args!("{} GPUs", gpus.len()));
     let mut served = Vec::new();
     for name in MODELS.into_iter().chain(EXPERT_MODELS) {
         let cases = golden(name).cases;
-        let found = on_ranks(&gpus, name, |rank| {
+        let found = on_ranks(gpus, name, |rank| {
             let of_chunks = |len| {
                 let mut runner = SETUP.build(&rank.model);
                 cases
@@ -147,7 +169,10 @@ fn logits_of_ranks_are_close_to_transformers() {
                 continue;
             }
         };
-        assert!(found[0] == found[1], "{name}: ranks came to different logits");
+        assert!(
+            found.iter().all(|rank| *rank == found[0]),
+            "{name}: ranks came to different logits"
+        );
         let theirs =
             (cases.iter().map(|case| case.bf16_error.powi(2)).sum::<f64>() / cases.len() as f64).sqrt();
         let has_experts = EXPERT_MODELS.contains(&name);
@@ -176,7 +201,8 @@ fn logits_of_ranks_are_close_to_transformers() {
         }
         served.push(name);
     }
-    assert!(served.len() >= 15, "{served:?}");
+    let least = if gpus.len() == 2 { 15 } else { 8 };
+    assert!(served.len() >= least, "{served:?}");
 }
 
 /// Steps of so many rows that ranks send each other one half of a sum while they compute the other; and the same once more, in the other
@@ -259,7 +285,13 @@ fn logits_of_sums_in_halves_are_close_to_transformers() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn text_of_ranks_does_not_depend_on_scheduling() {
-    let Some(gpus) = gpus() else { return };
+    for gpus in groups() {
+        text_of_ranks(&gpus);
+    }
+}
+
+fn text_of_ranks(gpus: &[Gpu]) {
+    report(format_args!("{} GPUs", gpus.len()));
     for name in ["llama", "qwen3-f16", "gemma3", "gemma4", "mistral-window"] {
         let cases = golden(name).cases;
         let table = blocks(0..SETUP.num_blocks() as u32);
@@ -293,13 +325,22 @@ fn text_of_ranks_does_not_depend_on_scheduling() {
                 .map(|request| request.output)
                 .collect::<Vec<_>>()
         };
-        let found = on_ranks(&gpus, name, |rank| {
+        let found = on_ranks(gpus, name, |rank| {
             let model = &rank.model;
             let texts = [alone(model, true), alone(model, false)];
             (texts, [1, 2].map(|depth| served(model, depth)))
-        })
-        .unwrap();
-        assert!(found[0] == found[1], "{name}: ranks came to different text");
+        });
+        let found = match found {
+            Ok(found) => found,
+            Err(error) => {
+                is_refused(name, &error);
+                continue;
+            }
+        };
+        assert!(
+            found.iter().all(|rank| *rank == found[0]),
+            "{name}: ranks came to different text"
+        );
         let (texts, _) = &found[0];
         let whole = alone(&load(&gpus[0], name), false);
         let same = |a: &[Vec<TokenId>], b: &[Vec<TokenId>]| {
@@ -323,10 +364,15 @@ fn text_of_ranks_does_not_depend_on_scheduling() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn ranks_hold_what_is_predicted() {
-    let Some(gpus) = gpus() else { return };
+    for gpus in groups() {
+        held_is_predicted(&gpus);
+    }
+}
+
+fn held_is_predicted(gpus: &[Gpu]) {
     for name in ["llama", "qwen3-f16", "mixtral", "llama-fp8-channel"] {
         let whole = load(&gpus[0], name).kv_bytes_per_token();
-        on_ranks(&gpus, name, |rank| {
+        let found = on_ranks(gpus, name, |rank| {
             let shape = GpuStateShape {
                 limits: LIMITS,
                 block_size: state_config(16, 16).kv.block_size,
@@ -335,7 +381,7 @@ fn ranks_hold_what_is_predicted() {
                 serve_as: Default::default(),
                 shard: Shard {
                     rank: rank.rank,
-                    ranks: RANKS,
+                    ranks: gpus.len(),
                 },
             };
             let told = GpuFootprint::assumed(&golden_path(name), shape).unwrap();
@@ -346,11 +392,13 @@ fn ranks_hold_what_is_predicted() {
                 held.get(Component::Communication),
                 "{name}"
             );
-            assert_eq!(told.communication_bytes(), communication_bytes(RANKS) as u64);
+            assert_eq!(told.communication_bytes(), communication_bytes(gpus.len()) as u64);
             assert_eq!(told.kv_bytes_per_token(), rank.model.kv_bytes_per_token());
             assert!(rank.model.kv_bytes_per_token() <= whole);
-        })
-        .unwrap();
+        });
+        if let Err(error) = found {
+            is_refused(name, &error);
+        }
     }
 }
 

@@ -17,9 +17,9 @@ use crate::cuda::{FusedKernels, GpuNorm, GpuRows};
 /// Kernels and events of one rank of two.
 #[derive(Debug)]
 pub(super) struct Beside {
-    /// Of rows of which a thread keeps one vector or two, without and with outputs that are quantised.
-    add_rms_norm: [[Function; 2]; 2],
-    sandwich_norm: [[Function; 2]; 2],
+    /// Without and with outputs that are quantised.
+    add_rms_norm: [Function; 2],
+    sandwich_norm: [Function; 2],
     sum: Function,
     /// Each half has been computed, and copied.
     computed: [Event; 2],
@@ -31,7 +31,7 @@ pub(super) struct Beside {
 /// Where the other rank leaves its halves, of this sum and of the one before: it may send the next before these are read.
 #[derive(Debug)]
 pub struct SentRoom {
-    slab: GpuSlab,
+    _slab: GpuSlab,
     rank: usize,
     buffers: Arc<Buffers>,
 }
@@ -48,17 +48,9 @@ pub struct SentHalf {
 
 impl Beside {
     pub(super) fn load(gpu: &Gpu, module: &Module) -> Result<Self, GpuError> {
-        let norms = |name: &str| -> Result<[[Function; 2]; 2], GpuError> {
-            let of = |name: &str| -> Result<_, GpuError> {
-                Ok([
-                    module.function(&format!("{name}_1"))?,
-                    module.function(&format!("{name}_2"))?,
-                ])
-            };
-            Ok([
-                of(&format!("{name}_arrived"))?,
-                of(&format!("{name}_arrived_fp8"))?,
-            ])
+        let norms = |name: &str| -> Result<_, GpuError> {
+            let quantised = module.function(&format!("{name}_arrived_fp8"))?;
+            Ok([module.function(&format!("{name}_arrived"))?, quantised])
         };
         Ok(Self {
             add_rms_norm: norms("add_rms_norm")?,
@@ -99,7 +91,7 @@ impl AllReduce {
             .area
             .store(area_bytes(rows, width) as u64, Ordering::Relaxed);
         Ok(Some(SentRoom {
-            slab,
+            _slab: slab,
             rank: self.rank,
             buffers,
         }))
@@ -207,7 +199,7 @@ impl AllReduce {
 
     fn norm_sent(
         &self,
-        kernels: &[[Function; 2]; 2],
+        kernels: &[Function; 2],
         sent: SentHalf,
         sources: [Arg; 3],
         scalar: Arg,
@@ -217,14 +209,15 @@ impl AllReduce {
         let n = norm.weight.len();
         assert_eq!(out.len(), sent.len, "rows that were sent");
         let (vecs, launch) = FusedKernels::rows_of_norms(&self.gpu, out.len(), n);
+        assert_eq!(vecs, 2, "a half has more rows than {}", sent.len / n);
         let launch = launch.pdl(true);
         let shape = [scalar, int(n), norm.eps.into()];
         let args = |out: &[Arg]| [&sources[..], &[norm.weight.into()], out, &shape].concat();
         match out {
-            GpuRows::Bf16(out) => self.take_up(&kernels[0][vecs - 1], launch, sent, &args(&[out.into()])),
+            GpuRows::Bf16(out) => self.take_up(&kernels[0], launch, sent, &args(&[out.into()])),
             GpuRows::Fp8(out) => {
                 let quantised = fp8_args(&out, out.values.len() / n, n);
-                self.take_up(&kernels[1][vecs - 1], launch, sent, &args(&quantised))
+                self.take_up(&kernels[1], launch, sent, &args(&quantised))
             }
         }
     }
@@ -258,12 +251,5 @@ impl Drop for SentRoom {
         // They fail only if a GPU's context is gone, and all memory with it.
         let _ = gpus[self.rank].synchronize();
         let _ = sides[1 - self.rank].synchronize();
-    }
-}
-
-impl SentRoom {
-    /// Bytes of device memory.
-    pub fn bytes(&self) -> usize {
-        self.slab.bytes()
     }
 }

@@ -6,9 +6,9 @@ use std::thread;
 
 use half::bf16;
 use plimsoll_core::Component;
-use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, Nccl, PinnedSlab, SideStream};
+use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlice, Nccl, PinnedSlab, SideStream};
 
-use super::layout::communication_bytes;
+use super::layout::{LEAST_HALVED, communication_bytes};
 use super::{AllReduce, AllReducePath, Buffers, Peers, VEC, Way, Ways};
 
 /// Bytes that ways are measured with: 1, 16, 64, 512, 2048 and 8192 rows of 4096 elements.
@@ -118,37 +118,64 @@ impl AllReduce {
         });
         let mut ranks = ranks.collect::<Result<Vec<_>, GpuError>>()?;
         on_all(&mut ranks, Self::compare)?;
+        let rooms = ranks.iter().map(|rank| rank.make_room(LEAST_HALVED, VEC));
+        let rooms = rooms.collect::<Result<Option<Vec<_>>, _>>()?;
+        if rooms.is_some() {
+            on_all(&mut ranks, Self::compare_halves)?;
+        }
+        drop(rooms);
         Ok(ranks)
     }
 
-    /// Sums of a known pattern.
+    /// Sums of a known pattern, by each kernel.
     fn compare(&self) -> Result<(), DeviceError> {
         // Whole turns of the rings, and a bit more.
-        for (way, len) in [(Way::Few, 100_000), (Way::Few, 200_000), (Way::Many, 4_500_008)] {
-            // Small integers, whose sums are exact.
-            let pattern = |rank: usize, i: usize| ((i * 7 + i / 4096 + rank * 13) % 31) as f32;
-            let values: Vec<bf16> = (0..len).map(|i| bf16::from_f32(pattern(self.rank, i))).collect();
-            let slab = self
-                .gpu
-                .alloc(Component::Communication, size_of_val(values.as_slice()))?;
-            let x = slab.slice::<bf16>().range(0..len);
-            self.gpu.upload(&values, x)?;
-            self.sum_by(way, x)?;
-            let sums = self.gpu.download(x)?;
-            self.check()?;
-            let expected = |i| (0..self.ranks).map(|rank| pattern(rank, i)).sum::<f32>();
-            if sums
-                .iter()
-                .enumerate()
-                .any(|(i, sum)| sum.to_f32() != expected(i))
-            {
-                return Err(GpuError::WrongPeerData {
-                    gpu: self.gpu.info().ordinal,
-                }
-                .into());
-            }
+        for (way, len) in [(Way::Few, 100_000), (Way::Few, 600_000), (Way::Many, 4_500_008)] {
+            self.compare_by(len, |x| self.sum_by(way, x))?;
         }
         Ok(())
+    }
+
+    /// The same of sums in halves, by the copy engines.
+    fn compare_halves(&self) -> Result<(), DeviceError> {
+        let [first, second] = self
+            .halves(LEAST_HALVED, VEC)
+            .expect("there is room for so many rows");
+        let (cut, len) = (first * VEC, (first + second) * VEC);
+        self.compare_by(len, |x| {
+            let halves = [x.range(0..cut), x.range(cut..len)];
+            let sent = [self.send(0, halves[0])?, self.send(1, halves[1])?];
+            self.sum_sent(sent[0], halves[0])?;
+            self.sum_sent(sent[1], halves[1])
+        })
+    }
+
+    /// Sums of a known pattern of so many elements.
+    fn compare_by(
+        &self,
+        len: usize,
+        sum: impl Fn(GpuSlice<'_, bf16>) -> Result<(), GpuError>,
+    ) -> Result<(), DeviceError> {
+        // Small integers, whose sums are exact.
+        let pattern = |rank: usize, i: usize| ((i * 7 + i / 4096 + rank * 13) % 31) as f32;
+        let values: Vec<bf16> = (0..len).map(|i| bf16::from_f32(pattern(self.rank, i))).collect();
+        let slab = self
+            .gpu
+            .alloc(Component::Communication, size_of_val(values.as_slice()))?;
+        let x = slab.slice::<bf16>().range(0..len);
+        self.gpu.upload(&values, x)?;
+        sum(x)?;
+        let sums = self.gpu.download(x)?;
+        self.check()?;
+        let expected = |i| (0..self.ranks).map(|rank| pattern(rank, i)).sum::<f32>();
+        let is_right = sums
+            .iter()
+            .enumerate()
+            .all(|(i, sum)| sum.to_f32() == expected(i));
+        let gpu = self.gpu.info().ordinal;
+        is_right
+            .then_some(())
+            .ok_or(GpuError::WrongPeerData { gpu }.into())
     }
 
     /// Microseconds of a sum of so many bytes, by each way that there is.
@@ -217,7 +244,9 @@ impl Buffers {
             let slab = gpu.alloc_for(Component::Communication, communication_bytes(gpus.len()), gpus)?;
             slabs.push(slab);
             faults.push(PinnedSlab::new(gpu, size_of::<u32>())?);
-            sides.push(SideStream::new(gpu)?);
+            if gpus.len() == 2 {
+                sides.push(SideStream::new(gpu)?);
+            }
         }
         let buffers = Self {
             gpus: gpus.to_vec(),

@@ -41,7 +41,7 @@ pub const fn communication_bytes(ranks: usize) -> usize {
 
 /// Fewer rows are not summed in halves: products of half as many take longer than the sum is hidden (8B shape on two H100: steps of 2,048
 /// rows became 4 % slower, of 4,096 and 8,192 rows 5 % faster).
-const LEAST_HALVED: usize = 4096;
+pub(super) const LEAST_HALVED: usize = 4096;
 /// Rows of the first half are a multiple of the largest tile of products.
 const WHOLE_TILES: usize = 256;
 
