@@ -83,76 +83,39 @@ __device__ __forceinline__ void sum_arrived(bf16* x, int64_t vecs, const SentRow
     }
 }
 
-constexpr RankFlags kScatteredFlags = &RingFlags::scattered, kGatheredFlags = &RingFlags::gathered;
-
-// Each rank sums its share of every tile and sends the sums to the others. While they are under way, the next tile's parts are.
+// Each rank sums a share of the vectors, of which the others send it theirs, and sends the sums to the others: two ways across the link,
+// and of each rank only twice its part in all. A thread has the same place of all shares.
 template <int N>
-__device__ __forceinline__ void sum_many(bf16* x, int64_t vecs, const Peers<N>& peers) {
+__device__ __forceinline__ void sum_many(bf16* x, int vecs, const Peers<N>& peers) {
+    pdl_launch();
     pdl_wait();
-    const Ring<N> ring(peers);
-    constexpr int kTile = Ring<N>::kTile, kShare = Ring<N>::kShare;
-    const int tiles = static_cast<int>((vecs + kTile - 1) / kTile);
-    const int turns = static_cast<int>(blockIdx.x) < tiles ? (tiles - 1 - static_cast<int>(blockIdx.x)) / gridDim.x + 1 : 0;
-    char* const mine = peers.mine;
-    const auto first_vec = [&](int turn, int share) {
-        return (blockIdx.x + int64_t{turn} * gridDim.x) * kTile + share * kShare;
-    };
-    const auto scatter = [&](int turn) {
+    const int share = (vecs + N - 1) / N;
+    const int place = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+    const auto has = [&](int p) { return place < share && p * share + place < vecs; };
+    const auto vec = [&](int p) { return x + int64_t{p * share + place} * kVec; };
+    FewCall<N> call(peers);
 #pragma unroll
-        for (int p = 0; p < N; ++p) {
-            if (p == peers.rank) continue;
-            char* const to = ring.place(peers.base[p], kScattered, ring.first + turn, peers.rank);
-            const int64_t from = first_vec(turn, p);
-            for (int i = threadIdx.x; i < kShare && from + i < vecs; i += blockDim.x) {
-                *reinterpret_cast<Bf16x8*>(to + i * 16) = load8(x + (from + i) * kVec);
-            }
-        }
-        ring.raise<kScatteredFlags>(ring.first + turn);
-    };
-    const auto collect = [&](int turn) {
-        ring.await<kGatheredFlags>(ring.first + turn);
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-            if (p == peers.rank) continue;
-            const char* const from = ring.place(mine, kGathered, ring.first + turn, p);
-            const int64_t to = first_vec(turn, p);
-            for (int i = threadIdx.x; i < kShare && to + i < vecs; i += blockDim.x) {
-                store8(x + (to + i) * kVec, as_bf16(__ldcg(reinterpret_cast<const uint4*>(from) + i)));
-            }
-        }
-    };
-    if (turns > 0) scatter(0);
-    for (int turn = 0; turn < turns; ++turn) {
-        if (turn > 0) {
-            scatter(turn);
-            collect(turn - 1);
-        }
-        ring.await<kScatteredFlags>(ring.first + turn);
-        const int64_t share = first_vec(turn, peers.rank);
-        for (int i = threadIdx.x; i < kShare && share + i < vecs; i += blockDim.x) {
-            uint4 words[N];
-#pragma unroll
-            for (int p = 0; p < N; ++p) {
-                words[p] = p == peers.rank
-                               ? as_words(load8(x + (share + i) * kVec))
-                               : __ldcg(reinterpret_cast<const uint4*>(ring.place(mine, kScattered, ring.first + turn, p)) + i);
-            }
-            RankSum<N> sum;
-#pragma unroll
-            for (int p = 0; p < N; ++p) sum.add(p, words[p]);
-            const Bf16x8 rounded = sum.rounded();
-            store8(x + (share + i) * kVec, rounded);
-#pragma unroll
-            for (int p = 0; p < N; ++p) {
-                if (p == peers.rank) continue;
-                char* const to = ring.place(peers.base[p], kGathered, ring.first + turn, peers.rank);
-                *reinterpret_cast<Bf16x8*>(to + i * 16) = rounded;
-            }
-        }
-        ring.raise<kGatheredFlags>(ring.first + turn);
+    for (int i = 1; i < N; ++i) {
+        const int p = peers.behind(i);
+        if (has(p)) call.send_to(p, place, as_words(load8(vec(p))));
     }
-    if (turns > 0) collect(turns - 1);
-    ring.end(turns);
+    uint4 own[1];
+    if (has(peers.rank)) own[0] = as_words(load8(vec(peers.rank)));
+    call.count();
+    Bf16x8 sums[1];
+    call.receive(own, sums, [&](int) { return has(peers.rank) ? int64_t{place} : -1; });
+    const int64_t summed = int64_t{share} + place;  // sums arrive behind the parts
+    if (has(peers.rank)) {
+        const uint4 sum = sendable(as_words(sums[0]));
+        store8(vec(peers.rank), as_bf16(sum));
+        call.send(summed, sum);
+    }
+#pragma unroll
+    for (int i = 1; i < N; ++i) {
+        const int p = peers.behind(i);
+        if (has(p)) store8(vec(p), as_bf16(call.take(p, summed)));
+    }
+    call.end();
 }
 
 // Columns of all ranks side by side: x is [rows, 4 * width], out [rows, N * 4 * width].
@@ -172,16 +135,16 @@ __device__ __forceinline__ void gather_columns(const float4* x, float4* out, int
 #pragma unroll
             for (int p = 0; p < N; ++p) {
                 if (p == peers.rank) continue;
-                char* const to = ring.place(peers.base[p], kGathered, ring.first + turn, peers.rank);
+                char* const to = ring.place(peers.base[p], ring.first + turn, peers.rank);
                 reinterpret_cast<float4*>(to)[i] = value;
             }
         }
-        ring.raise<kGatheredFlags>(ring.first + turn);
-        ring.await<kGatheredFlags>(ring.first + turn);
+        ring.raise(ring.first + turn);
+        ring.await(ring.first + turn);
 #pragma unroll
         for (int p = 0; p < N; ++p) {
             if (p == peers.rank) continue;
-            const char* const from = ring.place(peers.mine, kGathered, ring.first + turn, p);
+            const char* const from = ring.place(peers.mine, ring.first + turn, p);
             for (int i = threadIdx.x; i < kShare && first + i < vecs; i += blockDim.x) {
                 out[place(first + i, p)] = __ldcg(reinterpret_cast<const float4*>(from) + i);
             }
@@ -234,13 +197,13 @@ __device__ __forceinline__ Peers<N> peers_of(PEER_PARAMS) {
 #define KERNELS(N)                                                                                                            \
     SUM_FEW(1, N)                                                                                                             \
     SUM_FEW(4, N)                                                                                                             \
+    extern "C" __global__ void __launch_bounds__(256) sum_many_ranks_##N(bf16* x, int vecs, PEER_PARAMS) {                    \
+        sum_many<N>(x, vecs, PEERS(N));                                                                                       \
+    }                                                                                                                         \
     NORM_KERNEL(add_rms_norm, Rows::kAdd, 1, N)                                                                               \
     NORM_KERNEL(add_rms_norm, Rows::kAdd, 2, N)                                                                               \
     NORM_KERNEL(sandwich_norm, Rows::kSandwich, 1, N)                                                                         \
     NORM_KERNEL(sandwich_norm, Rows::kSandwich, 2, N)                                                                         \
-    extern "C" __global__ void __launch_bounds__(512, 1) sum_many_ranks_##N(bf16* x, int64_t vecs, PEER_PARAMS) {               \
-        sum_many(x, vecs, PEERS(N));                                                                                          \
-    }                                                                                                                         \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                                         \
         gather_columns_ranks_##N(const float4* x, float4* out, int64_t vecs, int width, PEER_PARAMS) {                       \
         gather_columns<N>(x, out, vecs, width, PEERS(N));                                                                  \

@@ -14,8 +14,7 @@ constexpr int64_t kFlags = 8 << 10;
 constexpr int64_t kSentParts = 32 << 10;  // a word: up to which part the other rank has sent
 constexpr int64_t kGivenUp = 36 << 10;    // a word: 1 once a wait of this rank has ended for a fault
 constexpr int64_t kFew = 64 << 10;        // [2][ranks][kFewBytes / ranks]
-constexpr int64_t kScattered = kFew + 2 * kFewBytes;
-constexpr int64_t kGathered = kScattered + 2 * int64_t{kRingBlocks} * kTileBytes;
+constexpr int64_t kGathered = kFew + 2 * kFewBytes;
 
 // A word that nobody has written yet. As two bf16 and as a float it is a NaN, and other NaNs are sent in its place.
 constexpr uint32_t kNotArrived = 0xffffffffu;
@@ -31,11 +30,8 @@ struct FewState {
 
 // Written by the peers, for each block of a ring: up to which turn they have sent.
 struct __align__(64) RingFlags {
-    uint32_t scattered[kMaxRanks];
-    uint32_t gathered[kMaxRanks];
+    uint32_t sent[kMaxRanks];
 };
-
-using RankFlags = uint32_t (RingFlags::*)[kMaxRanks];
 
 template <int N>
 struct Peers {
@@ -44,6 +40,17 @@ struct Peers {
     int rank;
     // In host memory: 0, or one more than the rank that did not come; what the host writes makes all waits end too.
     uint32_t* fault;
+
+    // Of a rank that is not known at compile time: from registers.
+    __device__ __forceinline__ char* base_of(int p) const {
+        char* found = base[0];
+#pragma unroll
+        for (int i = 1; i < N; ++i) found = i == p ? base[i] : found;
+        return found;
+    }
+
+    // The rank that is `i` behind this one.
+    __device__ __forceinline__ int behind(int i) const { return (rank + i) % N; }
 };
 
 __device__ __forceinline__ uint4 load_shared_words(const void* from) {
@@ -128,7 +135,7 @@ struct RankSum {
     __device__ __forceinline__ Bf16x8 rounded() const { return narrow(sum); }
 };
 
-// One call that sends everything to everyone, up to kFewBytes of all ranks: the data says itself that it has arrived. Each rank's buffer has
+// One call that sends up to kFewBytes to each rank: the data says itself that it has arrived. Each rank's buffer has
 // two halves, used in turn. A half is used again two calls later: by then every rank has seen the others' data of the call between,
 // which they sent when they were done with this half.
 template <int N>
@@ -151,12 +158,26 @@ struct FewCall {
         return base + half + from * (kFewBytes / N) + vec * 16;
     }
 
+    // To all others, in such an order that no rank is sent to by all at the same time.
     __device__ __forceinline__ void send(int64_t vec, const uint4& words) const {
-        const uint4 sent = sendable(words);
 #pragma unroll
-        for (int p = 0; p < N; ++p) {
-            if (p != peers.rank) store_shared_words(place(peers.base[p], peers.rank, vec), sent);
-        }
+        for (int i = 1; i < N; ++i) send_to(peers.behind(i), vec, words);
+    }
+
+    __device__ __forceinline__ void send_to(int to, int64_t vec, const uint4& words) const {
+        store_shared_words(place(peers.base_of(to), peers.rank, vec), sendable(words));
+    }
+
+    // A vector that rank `from` has sent.
+    __device__ __forceinline__ uint4 take(int from, int64_t vec) const {
+        char* const at = place(peers.mine, from, vec);
+        uint4 words;
+        wait_for_peers(peers, [&] {
+            words = load_shared_words(at);
+            return has_arrived(words) ? -1 : from;
+        });
+        store_shared_words(at, make_uint4(kNotArrived, kNotArrived, kNotArrived, kNotArrived));
+        return words;
     }
 
     // The next call uses the other half once all blocks have come here. Between sending and receiving, and `end` last.
@@ -212,8 +233,7 @@ struct FewCall {
 // used in turn, and flags say which turn has been sent. A block takes its turns in order, in one kernel after the other.
 template <int N>
 struct Ring {
-    static constexpr int kTile = kTileBytes / 16;  // vectors
-    static constexpr int kShare = kTile / N;
+    static constexpr int kShare = kTileBytes / 16 / N;  // vectors
 
     const Peers<N>& peers;
     uint32_t first;  // turns before this kernel
@@ -230,28 +250,26 @@ struct Ring {
     }
 
     // Where rank `from` leaves its vectors of `turn`.
-    __device__ __forceinline__ char* place(char* base, int64_t area, uint32_t turn, int from) const {
-        return base + area + ((int64_t{blockIdx.x} * 2 + (turn & 1)) * N + from) * (kShare * 16);
+    __device__ __forceinline__ char* place(char* base, uint32_t turn, int from) const {
+        return base + kGathered + ((int64_t{blockIdx.x} * 2 + (turn & 1)) * N + from) * (kShare * 16);
     }
 
     // What all threads of the block have written for the peers is there.
-    template <RankFlags kFlags>
     __device__ __forceinline__ void raise(uint32_t turn) const {
         __syncthreads();
         if (threadIdx.x > 0) return;
         __threadfence_system();
 #pragma unroll
         for (int p = 0; p < N; ++p) {
-            if (p != peers.rank) store_shared_word(&(flags(peers.base[p])->*kFlags)[peers.rank], turn);
+            if (p != peers.rank) store_shared_word(&flags(peers.base[p])->sent[peers.rank], turn);
         }
     }
 
     // What all peers have sent in `turn` may be read by all threads of the block.
-    template <RankFlags kFlags>
     __device__ __forceinline__ void await(uint32_t turn) const {
         const int p = threadIdx.x;
         if (p < N && p != peers.rank) {
-            const uint32_t* const from = &(flags(peers.mine)->*kFlags)[p];
+            const uint32_t* const from = &flags(peers.mine)->sent[p];
             wait_for_peers(peers, [&] { return static_cast<int>(load_shared_word(from) - turn) >= 0 ? -1 : p; });
             __threadfence_system();
         }

@@ -77,6 +77,7 @@ struct Ways {
 #[derive(Debug)]
 struct Peers {
     buffers: Arc<Buffers>,
+    /// Of threads that have one vector, and four of them.
     few: [Function; 2],
     many: Function,
     gather: Function,
@@ -224,29 +225,36 @@ impl AllReduce {
         );
         match (way, &self.peers, &self.nccl) {
             _ if x.is_empty() => Ok(()),
+            // Small blocks, so that what is small leaves by many multiprocessors.
             (Way::Few, Some(peers), _) => {
-                let most = layout::most_few(self.ranks) / size_of::<bf16>();
-                let starts = (0..x.len()).step_by(most);
-                starts
-                    .map(|start| x.range(start..x.len().min(start + most)))
-                    .try_for_each(|x| {
-                        let vecs = x.len() / VEC;
-                        // Small blocks, so that what is small leaves by many multiprocessors.
-                        let (kernel, per_block, threads) = match vecs {
-                            ..=65536 => (&peers.few[0], 256, 256),
-                            _ => (&peers.few[1], 4 * 512, 512),
-                        };
-                        let launch = Launch::new([vecs.div_ceil(per_block) as u32, 1, 1], threads);
-                        self.launch(kernel, launch.pdl(true), &[x.into(), int(vecs)])
-                    })
+                self.sum_in_parts(x, layout::most_few(self.ranks), |vecs| match vecs {
+                    ..=65536 => (&peers.few[0], vecs.div_ceil(256), 256),
+                    _ => (&peers.few[1], vecs.div_ceil(4 * 512), 512),
+                })
             }
-            (Way::Many, Some(peers), _) => {
-                let launch = Launch::new([layout::RING_BLOCKS as u32, 1, 1], 512).pdl(true);
-                self.launch(&peers.many, launch, &[x.into(), ((x.len() / VEC) as u64).into()])
-            }
+            (Way::Many, Some(peers), _) => self.sum_in_parts(x, layout::MOST_MANY, |vecs| {
+                (&peers.many, vecs.div_ceil(self.ranks).div_ceil(256), 256)
+            }),
             (_, _, Some(nccl)) => lock(nccl).sum_bf16(x.cast()),
             _ => unreachable!("ways are those that there are"),
         }
+    }
+
+    /// Sums of at most so many bytes at a time, by the kernel, the blocks and the threads of each that `kernel` says for so many vectors.
+    fn sum_in_parts<'k>(
+        &self,
+        x: GpuSlice<'_, bf16>,
+        most: usize,
+        kernel: impl Fn(usize) -> (&'k Function, usize, u32),
+    ) -> Result<(), GpuError> {
+        let most = most / size_of::<bf16>();
+        (0..x.len()).step_by(most).try_for_each(|start| {
+            let x = x.range(start..x.len().min(start + most));
+            let vecs = x.len() / VEC;
+            let (kernel, blocks, threads) = kernel(vecs);
+            let launch = Launch::new([blocks as u32, 1, 1], threads).pdl(true);
+            self.launch(kernel, launch, &[x.into(), int(vecs)])
+        })
     }
 
     /// `hidden +=` the sum of `delta` over the ranks, then its norm into `out`; all `[tokens, n]`: bit for bit [`Self::sum`] and

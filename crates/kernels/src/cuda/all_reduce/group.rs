@@ -127,13 +127,44 @@ impl AllReduce {
         Ok(ranks)
     }
 
-    /// Sums of a known pattern, by each kernel.
+    /// Sums and columns of a known pattern, by each kernel.
     fn compare(&self) -> Result<(), DeviceError> {
-        // Whole turns of the rings, and a bit more.
+        // A vector of each thread, and several.
         for (way, len) in [(Way::Few, 100_000), (Way::Few, 600_000), (Way::Many, 4_500_008)] {
             self.compare_by(len, |x| self.sum_by(way, x))?;
         }
-        Ok(())
+        self.compare_columns()
+    }
+
+    /// The same of columns that are gathered: more than one turn of the rings.
+    fn compare_columns(&self) -> Result<(), DeviceError> {
+        const ROWS: usize = 2;
+        const WIDTH: usize = 600_000;
+        let value = |rank: usize, i: usize| (rank * ROWS * WIDTH + i) as f32;
+        let values: Vec<f32> = (0..ROWS * WIDTH).map(|i| value(self.rank, i)).collect();
+        let all = self.ranks * values.len();
+        let alloc = |len: usize| self.gpu.alloc(Component::Communication, len * size_of::<f32>());
+        let (mine, out) = (alloc(values.len())?, alloc(all)?);
+        let (mine, out) = (mine.slice().range(0..values.len()), out.slice().range(0..all));
+        self.gpu.upload(&values, mine)?;
+        self.gather(mine, ROWS, out)?;
+        let found: Vec<f32> = self.gpu.download(out)?;
+        self.check()?;
+        let columns = found.chunks_exact(WIDTH).enumerate();
+        let is_right = columns.into_iter().all(|(at, columns)| {
+            let (row, rank) = (at / self.ranks, at % self.ranks);
+            let mut columns = columns.iter().enumerate();
+            columns.all(|(i, &found)| found == value(rank, row * WIDTH + i))
+        });
+        self.found(is_right)
+    }
+
+    /// Whether peers' memory held what was written to it.
+    fn found(&self, is_right: bool) -> Result<(), DeviceError> {
+        let gpu = self.gpu.info().ordinal;
+        is_right
+            .then_some(())
+            .ok_or(GpuError::WrongPeerData { gpu }.into())
     }
 
     /// The same of sums in halves, by the copy engines.
@@ -172,10 +203,7 @@ impl AllReduce {
             .iter()
             .enumerate()
             .all(|(i, sum)| sum.to_f32() == expected(i));
-        let gpu = self.gpu.info().ordinal;
-        is_right
-            .then_some(())
-            .ok_or(GpuError::WrongPeerData { gpu }.into())
+        self.found(is_right)
     }
 
     /// Microseconds of a sum of so many bytes, by each way that there is.

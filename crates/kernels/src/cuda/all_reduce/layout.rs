@@ -16,7 +16,7 @@ pub(super) const STATE: usize = 64 << 10;
 pub(super) const SENT_PARTS: usize = 32 << 10;
 /// Where what is yet to arrive is told by its value.
 pub(super) const FEW_RANGE: std::ops::Range<usize> = STATE..STATE + 2 * FEW;
-const BYTES: usize = FEW_RANGE.end + 4 * RING_BLOCKS * TILE;
+const BYTES: usize = FEW_RANGE.end + 2 * RING_BLOCKS * TILE;
 
 /// Nothing is wrong.
 pub(super) const NO_FAULT: u32 = 0;
@@ -29,6 +29,9 @@ pub(super) const PATIENCE_SECONDS: u32 = 20;
 pub(super) const fn most_few(ranks: usize) -> usize {
     FEW / ranks
 }
+
+/// Most bytes of which each rank sums a share at a time: there is room for the parts and for the sums.
+pub(super) const MOST_MANY: usize = FEW / 2;
 
 /// Bytes of device memory that each rank of a group holds to exchange sums, whatever the model; nothing for one rank alone. Rounded
 /// as the device rounds.
