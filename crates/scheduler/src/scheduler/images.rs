@@ -6,6 +6,9 @@ use plimsoll_core::{Image, PartialEncode, StepPlan};
 
 use crate::EncodeTime;
 
+/// What is left behind this share is nothing, for which there is no step.
+const ALL: f64 = 1.0 - 1e-6;
+
 /// What executors have of images, as far as steps that were planned tell. It may be less, after an image was given up for another: then
 /// the step that has rows of it encodes it, and readers wait.
 #[derive(Clone, Copy, Debug, Default)]
@@ -74,7 +77,10 @@ impl StepImage {
         let Some(time) = self.time.filter(|_| done < 1.0) else {
             return true;
         };
-        let share = (done + time.share(image.grid.patches())).min(1.0);
+        let share = match done + time.share(image.grid.patches()) {
+            share if share > ALL => 1.0,
+            share => share,
+        };
         self.encode = Some(PartialEncode {
             image: Arc::clone(image),
             share,
