@@ -14,6 +14,8 @@ struct EncoderArgs {
     int stride;   // elements between rows of q, of k and of v
     int dim;      // elements of a head, a multiple of eight, at most D
     int segment;  // rows that see each other
+    int begin;    // of each segment, the rows whose attention is computed
+    int end;
     float scale;  // times log2(e)
 };
 
@@ -47,7 +49,7 @@ struct EncoderAttention {
           v_tiles(k_tiles + 2 * kTile),
           first(int64_t(blockIdx.z) * args.segment),
           head_at(blockIdx.y * args.dim),
-          row(blockIdx.x * kRows) {}
+          row(args.begin + blockIdx.x * kRows) {}
 
     template <int Rows>
     __device__ __forceinline__ void load(const bf16* from, int begin, bf16* tile) const {
@@ -211,7 +213,7 @@ struct EncoderAttention {
                 all += __shfl_xor_sync(kAllLanes, all, 1);
                 all += __shfl_xor_sync(kAllLanes, all, 2);
                 const int at = row + warp_row + m * 16 + half * 8 + lane / 4;
-                if (at >= args.segment) continue;
+                if (at >= args.end) continue;
                 const float inverse = 1.0f / all;
                 bf16* const out = args.out + (first + at) * width + head_at + lane % 4 * 2;
 #pragma unroll
@@ -319,10 +321,10 @@ extern __shared__ __align__(16) char shared[];
 #define ENCODER_ATTENTION(D)                                                                                            \
     extern "C" __global__ void __launch_bounds__(EncoderAttention<D>::kThreads, 2)                                      \
         encoder_attention_##D(const bf16* q, const bf16* k, const bf16* v, bf16* out, int stride, int dim, int segment, \
-                              float scale) {                                                                            \
+                              int begin, int end, float scale) {                                                        \
         pdl_wait();                                                                                                     \
         pdl_launch();                                                                                                   \
-        const EncoderArgs args{q, k, v, out, stride, dim, segment, scale};                                              \
+        const EncoderArgs args{q, k, v, out, stride, dim, segment, begin, end, scale};                                  \
         EncoderAttention<D>(args, shared)();                                                                            \
     }
 

@@ -99,9 +99,10 @@ def write_model(directory, config):
         (directory / name).write_text(json.dumps(content))
 
 
-def write_words(directory, config):
+def write_words(directory, config, more_special=None):
     """The model's files with a vocabulary such as real ones: bytes, JSON's punctuation, and pronounceable words with and without
-    a space before them. Text is cut into bytes: that is for the server, which masks tokens by what they say."""
+    a space before them. Text is cut into bytes: that is for the server, which masks tokens by what they say. Special tokens are the first and
+    the last of texts, and `more_special`, with their numbers."""
     write_model(directory, config)
     # GPT-2's printable stand-ins for bytes.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -113,16 +114,15 @@ def write_words(directory, config):
     syllables = [c + v for c in consonants for v in vowels] + [c + v + e for c in consonants for v in vowels for e in "nrst"]
     words = itertools.chain.from_iterable(map("".join, itertools.product(syllables, repeat=n)) for n in (1, 2, 3))
     spaced = itertools.chain.from_iterable((word, " " + word, word.capitalize()) for word in words)
-    room = config["vocab_size"] - 256 - 2
+    special = {"<|begin|>": config["bos_token_id"], "<|end|>": config["eos_token_id"]} | (more_special or {})
+    room = config["vocab_size"] - 256 - len(special)
     texts = dict.fromkeys(itertools.islice(itertools.chain(written, digits, spaced), 2 * room))
     texts = [text for text in texts if len(text) > 1][:room]
     tokens = [symbol[byte] for byte in range(256)] + ["".join(symbol[byte] for byte in text.encode()) for text in texts]
-    special = ["<|begin|>", "<|end|>"]
-    ids = [config["bos_token_id"], config["eos_token_id"]]
-    free = (token for token in range(config["vocab_size"]) if token not in ids)
-    vocabulary = dict(zip(tokens, free)) | dict(zip(special, ids))
+    free = (token for token in range(config["vocab_size"]) if token not in special.values())
+    vocabulary = dict(zip(tokens, free)) | special
     added = [{"content": text, "id": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False} for text, token in zip(special, ids)]
+              "normalized": False} for text, token in special.items()]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
                  "pre_tokenizer": level, "post_processor": None, "decoder": level,

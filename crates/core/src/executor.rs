@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use crate::{BuildError, ConstraintError, Oom, RequestId, StepOutput, StepPlan};
+use crate::{BuildError, ConstraintError, EncodeCost, Oom, RequestId, StepOutput, StepPlan};
 
 /// Runs step plans: the device, as scheduler and engine see it.
 ///
@@ -29,6 +29,11 @@ pub trait Executor: Send {
 
     /// Busy and idle time of a device that works asynchronously; `None` if it is not measured.
     fn device_time(&self) -> Option<DeviceTime> {
+        None
+    }
+
+    /// How long images take to encode; `None` without an encoder, or if it is not measured.
+    fn encode_cost(&self) -> Option<EncodeCost> {
         None
     }
 
@@ -61,6 +66,10 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
 
     fn device_time(&self) -> Option<DeviceTime> {
         (**self).device_time()
+    }
+
+    fn encode_cost(&self) -> Option<EncodeCost> {
+        (**self).encode_cost()
     }
 }
 

@@ -42,8 +42,10 @@ pub use image::{Image, ImageGrid, ImageSpan};
 pub use logprobs::{Logprobs, PromptLogprob, TokenLogprob};
 pub use memory::{BuildError, Component, ComponentBytes, Meters, Oom, RefusedBy, human_bytes};
 pub use metadata::{MetaValue, Metadata};
-pub use plan::{GroupTable, Run, RunInput, RunState, SampleSpec, Sampled, ScoreSpec, StepOutput, StepPlan};
+pub use plan::{
+    GroupTable, PartialEncode, Run, RunInput, RunState, SampleSpec, Sampled, ScoreSpec, StepOutput, StepPlan,
+};
 pub use pooling::{Matryoshka, Pooling};
 pub use request::{Limits, Request, RequestError, RequestOptions};
 pub use sampling::{ParamError, SamplingOptions, SamplingParams};
-pub use step_costs::{StepCost, StepCosts};
+pub use step_costs::{EncodeCost, StepCost, StepCosts};

@@ -2,8 +2,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::{
-    CacheGroup, ImageSpan, Logprobs, PageId, Pooling, PromptLogprob, RequestId, SamplingParams, StateSlot,
-    TokenId,
+    CacheGroup, Image, ImageSpan, Logprobs, PageId, Pooling, PromptLogprob, RequestId, SamplingParams,
+    StateSlot, TokenId,
 };
 
 /// One step: a forward pass over a batch. Plain data.
@@ -13,6 +13,17 @@ pub struct StepPlan {
     pub step: u64,
     /// At most one run per request.
     pub runs: Vec<Run>,
+    /// A part of the encode of an image of which no run has rows yet.
+    pub encode: Option<PartialEncode>,
+}
+
+/// A part of an encode that a step computes beside its runs, so that nobody waits for all of it at once.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PartialEncode {
+    /// What is encoded.
+    pub image: Arc<Image>,
+    /// How much of it is done behind the step, of 1: at least so much, in whole parts as the executor divides it.
+    pub share: f64,
 }
 
 impl StepPlan {

@@ -18,6 +18,24 @@ pub struct StepCosts {
     mixed: Vec<StepCost>,
     /// Added for each token of context that the outputs look back at.
     context_seconds: f64,
+    encode: Option<EncodeCost>,
+}
+
+/// How long images take to encode.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct EncodeCost {
+    /// For each patch.
+    pub patch_seconds: f64,
+    /// For each pair of patches: all see each other.
+    pub pair_seconds: f64,
+}
+
+impl EncodeCost {
+    /// Seconds for an image of so many patches.
+    pub fn seconds(&self, patches: usize) -> f64 {
+        let patches = patches as f64;
+        patches * (self.patch_seconds + patches * self.pair_seconds)
+    }
 }
 
 impl StepCosts {
@@ -31,7 +49,18 @@ impl StepCosts {
             decode,
             mixed,
             context_seconds,
+            encode: None,
         })
+    }
+
+    /// The same of a model that encodes images.
+    pub fn with_encode(self, encode: Option<EncodeCost>) -> Self {
+        Self { encode, ..self }
+    }
+
+    /// What an image takes; `None` without an encoder, or where nothing is known of it.
+    pub fn encode(&self) -> Option<EncodeCost> {
+        self.encode
     }
 
     /// Steps without prompts, by rows.

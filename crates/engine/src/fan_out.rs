@@ -7,7 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use plimsoll_core::{DeviceTime, Executor, FillMasks, StepError, StepOutput, StepPlan};
+use plimsoll_core::{DeviceTime, EncodeCost, Executor, FillMasks, StepError, StepOutput, StepPlan};
 
 /// Longest wait for a rank after another has done its part: longer than ranks wait for each other in a step.
 const PATIENCE: Duration = Duration::from_secs(90);
@@ -238,6 +238,11 @@ impl<S: Executor + 'static> Executor for FanOut<S> {
     fn device_time(&self) -> Option<DeviceTime> {
         let mut times = self.on(&[0], |state| Ok(state.device_time())).ok()?;
         times.pop()?.ok()?
+    }
+
+    fn encode_cost(&self) -> Option<EncodeCost> {
+        let mut costs = self.on(&[0], |state| Ok(state.encode_cost())).ok()?;
+        costs.pop()?.ok()?
     }
 }
 

@@ -147,7 +147,7 @@ impl EngineHandle {
         };
         let (handle, mut thread) =
             Self::prepare(parts.state.device_time(), Box::new(source), scheduler, config);
-        thread.limit_prompts(parts.costs, parts.limits);
+        thread.limit_prompts(parts.costs, parts.limits, &parts.state);
         Self::run(thread, parts.state)?;
         Ok(handle)
     }

@@ -137,7 +137,7 @@ impl<E: Executor> EngineThread<E> {
     /// Switches to a new state.
     fn take_over(&mut self, proved: Proved<E>) -> E {
         let parts = proved.into_parts();
-        self.limit_prompts(parts.costs, parts.limits);
+        self.limit_prompts(parts.costs, parts.limits, &parts.state);
         let (executor, kv) = (parts.state, parts.config.kv);
         self.kv = kv;
         self.highest = self.source.proved_peak();

@@ -105,6 +105,7 @@ mod tests {
                 run(0, 30, Some(random)),
                 run(7, 2, None),
             ],
+            encode: None,
         };
         assert_eq!(
             StepShape::from(&plan).to_string(),

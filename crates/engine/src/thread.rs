@@ -70,9 +70,10 @@ pub(crate) enum Pause {
 }
 
 impl<E: Executor> EngineThread<E> {
-    /// Limits the prompts in steps that take the time of `costs`; without them prompts fill each step.
-    pub(crate) fn limit_prompts(&mut self, costs: Option<StepCosts>, limits: StepLimits) {
+    /// Limits prompts and encodes in steps of `executor` that take the time of `costs`; without them prompts fill each step.
+    pub(crate) fn limit_prompts(&mut self, costs: Option<StepCosts>, limits: StepLimits, executor: &E) {
         let (most, target) = (limits.max_num_batched_tokens, self.target_itl);
+        let costs = costs.map(|costs| costs.with_encode(executor.encode_cost()));
         let budget = costs.map(|costs| PromptBudget::new(costs, most, target));
         self.scheduler.limit_prompts(budget);
     }

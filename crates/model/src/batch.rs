@@ -101,7 +101,10 @@ impl Bounds {
     /// One image at most, so that the memory of one encode is enough.
     fn check_images(&self, plan: &StepPlan) -> Result<(), String> {
         let mut rows = plan.runs.iter().flat_map(Run::image_rows);
-        let Some((first, _)) = rows.next() else {
+        let encode = plan.encode.as_ref().map(|encode| (&encode.image, 0));
+        let first = rows.next();
+        let first = first.map(|(span, _)| (&span.image, span.first + span.len));
+        let Some((image, tokens)) = first.or(encode) else {
             return Ok(());
         };
         let Some(input) = &self.images else {
@@ -117,16 +120,19 @@ impl Bounds {
                 "a run ends among tokens {start}..{end}, which see each other"
             ));
         }
-        if rows.any(|(span, _)| span.image.hash != first.image.hash) {
-            return Err("rows of two images in a step that has those of one".to_owned());
+        let mut others = rows
+            .map(|(span, _)| &span.image)
+            .chain(encode.map(|(image, _)| image));
+        if others.any(|other| other.hash != image.hash) {
+            return Err("two images in a step that has one".to_owned());
         }
-        let (image, patches) = (&first.image, first.image.grid.patches());
+        let patches = image.grid.patches();
         let fits = patches <= input.limits.max_patches
             && image.patches.len() == patches * input.patch_values
-            && input.rows(image.grid) >= Some(first.first + first.len);
+            && input.rows(image.grid) >= Some(tokens);
         match fits {
             true => Ok(()),
-            false => Err(format!("an image of {:?} for {} tokens", image.grid, first.len)),
+            false => Err(format!("an image of {:?} for {tokens} tokens", image.grid)),
         }
     }
 

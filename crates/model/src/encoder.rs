@@ -1,17 +1,17 @@
-//! The encoder of images on a CPU: the blocks' operations on `f32` activations in an arena of its own.
+//! The encoder of images on a CPU: the blocks' operations on `f32` activations in memory of their own.
 //!
-//! Images are encoded inside the step that first needs them, before the decoder's layers, one at a time: a CPU has no second
-//! queue on which they could overlap with other steps.
+//! Images are encoded one at a time, before a step's decoder layers: at the latest in the step that first needs them, and layer by
+//! layer in steps before it where others would wait too long for all at once.
 
 mod cache;
 mod order;
+mod state;
 
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
-use plimsoll_core::{BlockSize, Component, Image, ImageGrid, Oom, PageId, Scratch};
-use plimsoll_device::{Arena, Budget, DryArena};
+use plimsoll_core::{BlockSize, Image, ImageGrid, Oom, PageId};
+use plimsoll_device::{Arena, DryArena};
 use plimsoll_kernels::{
     AttentionOptions, CachedValues, Gelu, KvLayout, Linear, LinearShape, PagedKvMut, Rotation, RunMeta, Sees,
     WeightType, attention, attention_scratch, gelu, glu, layer_norm, qk_norm_rope_kv_write, rms_norm,
@@ -21,8 +21,12 @@ use plimsoll_kernels::{
 use crate::blocks::{self, EncoderLayer, EncoderNorm, EncoderOperations, Merger};
 use crate::weights::Loader;
 use crate::{EncoderMlp, EncoderSpec, ModelError};
-pub(crate) use cache::{Embeddings, EncodedImage, KeptImages, PAGE, place};
+pub(crate) use cache::{Embeddings, EncodedImage, KeptImages, PAGE, PartialImage, place};
 use order::{PatchOrder, merged_patches};
+pub(crate) use state::{EncoderState, SlowestEncode, encode_cost, parts_of};
+
+/// Floats that the first of an activation is a multiple of.
+const ALIGNED: usize = 16;
 
 /// Tokens of a page of the keys and values of an image: whole vectors.
 const BLOCK: usize = 32;
@@ -32,7 +36,7 @@ const BLOCK: usize = 32;
 pub(crate) struct Encoder {
     pub(crate) spec: EncoderSpec,
     weights: blocks::Encoder<Arc<Linear>, Vec<f32>>,
-    /// Bytes of an arena in which the largest image can be encoded.
+    /// Bytes that operations on the largest image take from an arena.
     scratch: u64,
 }
 
@@ -52,15 +56,24 @@ impl Encoder {
         })
     }
 
-    /// Encodes one image: hands rows of `out_size` to `emit`, part by part ([`EncoderOperations::merge`]), each time consecutive
-    /// ones, with the index of the first; all `grid.patches() / merge²` in the end.
-    pub(crate) fn forward(
+    /// Encodes some parts of an image, whose activations of the parts before `memory` holds: hands rows of `out_size` to `emit`, column
+    /// by column ([`EncoderOperations::merge`]), each time consecutive ones, with the index of the first; all
+    /// `grid.patches() / merge²` behind the last part.
+    fn forward(
         &self,
         image: &Image,
+        parts: Range<usize>,
+        memory: &mut [f32],
         arena: &Arena,
         emit: &mut dyn FnMut(usize, usize, &[f32]),
     ) -> Result<(), Oom> {
         let spec = &self.spec;
+        if cfg!(debug_assertions) && parts.start == 0 {
+            memory.fill(f32::NAN);
+        }
+        let order = PatchOrder::new(spec, image.grid);
+        let lens = activations(spec, image.grid);
+        let mut rest = memory;
         let [
             hidden,
             normed,
@@ -74,9 +87,14 @@ impl Encoder {
             projected,
             keys,
             values,
-        ] = activations(spec, image.grid).map(|len| arena.alloc::<f32>(len));
-        let (angles, order) = (angles?, PatchOrder::new(spec, image.grid));
-        rotate(spec, &order, angles);
+        ] = lens.map(|len| {
+            let (own, others) = std::mem::take(&mut rest).split_at_mut(len.next_multiple_of(ALIGNED));
+            rest = others;
+            &mut own[..len]
+        });
+        if parts.start == 0 {
+            rotate(spec, &order, angles);
+        }
         let mut step = Step {
             spec,
             image,
@@ -84,20 +102,20 @@ impl Encoder {
             emit,
             order,
             pages: (0..pages(image.grid) as u32).map(PageId).collect(),
-            hidden: hidden?,
-            normed: normed?,
-            qkv: qkv?,
-            q: q?,
-            attended: attended?,
-            inner: inner?,
-            activated: activated?,
+            hidden,
+            normed,
+            qkv,
+            q,
+            attended,
+            inner,
+            activated,
             angles,
-            merged: merged?,
-            projected: projected?,
-            keys: keys?,
-            values: values?,
+            merged,
+            projected,
+            keys,
+            values,
         };
-        self.weights.forward(spec, &mut step)
+        self.weights.forward(spec, parts, &mut step)
     }
 }
 
@@ -299,9 +317,16 @@ impl EncoderOperations<Arc<Linear>, Vec<f32>> for Step<'_, '_> {
         Ok(())
     }
 
-    fn attend(&mut self, layer: &EncoderLayer<Arc<Linear>, Vec<f32>>) -> Result<(), Oom> {
+    fn parts(&self) -> usize {
+        1
+    }
+
+    fn project(&mut self, layer: &EncoderLayer<Arc<Linear>, Vec<f32>>) -> Result<(), Oom> {
         self.norm(&layer.attention_norm);
-        layer.qkv.forward(self.normed, self.qkv, self.arena)?;
+        layer.qkv.forward(self.normed, self.qkv, self.arena)
+    }
+
+    fn attend(&mut self, layer: &EncoderLayer<Arc<Linear>, Vec<f32>>, _: usize) -> Result<(), Oom> {
         let segments = self.order.segments(layer.is_windowed);
         self.attend_within(&segments)?;
         layer.output.forward(self.attended, self.q, self.arena)?;
@@ -309,7 +334,7 @@ impl EncoderOperations<Arc<Linear>, Vec<f32>> for Step<'_, '_> {
         Ok(())
     }
 
-    fn mlp(&mut self, layer: &EncoderLayer<Arc<Linear>, Vec<f32>>) -> Result<(), Oom> {
+    fn mlp(&mut self, layer: &EncoderLayer<Arc<Linear>, Vec<f32>>, _: usize) -> Result<(), Oom> {
         self.norm(&layer.mlp_norm);
         layer.up.forward(self.normed, self.inner, self.arena)?;
         match self.spec.mlp {
@@ -331,7 +356,7 @@ impl EncoderOperations<Arc<Linear>, Vec<f32>> for Step<'_, '_> {
         Ok(())
     }
 
-    fn merge(&mut self, merger: &Merger<Arc<Linear>, Vec<f32>>, part: usize) -> Result<(), Oom> {
+    fn merge(&mut self, merger: &Merger<Arc<Linear>, Vec<f32>>, column: usize) -> Result<(), Oom> {
         let (arena, out) = (self.arena, self.spec.out_size);
         let len = self.merged.len() / out * self.spec.hidden_size;
         match merger {
@@ -374,7 +399,7 @@ impl EncoderOperations<Arc<Linear>, Vec<f32>> for Step<'_, '_> {
         let mut first = 0;
         for count in self.order.consecutive_rows() {
             let row = self.order.row(first);
-            (self.emit)(part, row, &self.merged[first * out..(first + count) * out]);
+            (self.emit)(column, row, &self.merged[first * out..(first + count) * out]);
             first += count;
         }
         Ok(())
@@ -425,16 +450,12 @@ pub(crate) fn count(
     weights: &blocks::Encoder<LinearShape, ()>,
     arena: &mut DryArena,
 ) -> Option<()> {
-    let grid = largest_grid(spec);
-    for len in activations(spec, grid) {
-        arena.alloc::<f32>(len)?;
-    }
     let mut step = CountStep {
-        rows: grid.patches(),
+        rows: largest_grid(spec).patches(),
         spec,
         arena,
     };
-    weights.forward(spec, &mut step).ok()
+    weights.forward(spec, 0..spec.layers, &mut step).ok()
 }
 
 struct CountStep<'a> {
@@ -463,13 +484,20 @@ impl EncoderOperations<LinearShape, ()> for CountStep<'_> {
         Ok(())
     }
 
-    fn attend(&mut self, layer: &EncoderLayer<LinearShape, ()>) -> Result<(), Boundless> {
-        self.linear(&layer.qkv, self.rows)?;
+    fn parts(&self) -> usize {
+        1
+    }
+
+    fn project(&mut self, layer: &EncoderLayer<LinearShape, ()>) -> Result<(), Boundless> {
+        self.linear(&layer.qkv, self.rows)
+    }
+
+    fn attend(&mut self, layer: &EncoderLayer<LinearShape, ()>, _: usize) -> Result<(), Boundless> {
         attention_scratch(self.spec.head_dim(), 1, self.arena).ok_or(Boundless)?;
         self.linear(&layer.output, self.rows)
     }
 
-    fn mlp(&mut self, layer: &EncoderLayer<LinearShape, ()>) -> Result<(), Boundless> {
+    fn mlp(&mut self, layer: &EncoderLayer<LinearShape, ()>, _: usize) -> Result<(), Boundless> {
         self.linear(&layer.up, self.rows)?;
         self.linear(&layer.down, self.rows)
     }
@@ -491,68 +519,5 @@ impl EncoderOperations<LinearShape, ()> for CountStep<'_> {
             } => &[merge, up, down],
         };
         linears.iter().try_for_each(|linear| self.linear(linear, rows))
-    }
-}
-
-/// How long the largest image took at most when a state was built, in nanoseconds.
-#[derive(Debug, Default)]
-pub(crate) struct SlowestEncode(AtomicU64);
-
-impl SlowestEncode {
-    pub(crate) fn add(&self, took: Duration) {
-        let nanos = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        self.0.fetch_max(nanos, Ordering::Relaxed);
-    }
-
-    pub(crate) fn get(&self) -> Duration {
-        Duration::from_nanos(self.0.load(Ordering::Relaxed))
-    }
-}
-
-/// What a state has for images: the arena of one encode at a time, and the embeddings of a few images.
-#[derive(Debug)]
-pub(crate) struct EncoderState {
-    arena: Arena,
-    pub(crate) embeddings: Embeddings,
-}
-
-impl EncoderState {
-    /// Takes as much memory as the largest image that limits allow, and encodes such a one: a state that cannot is not built.
-    /// From then on the memory is the encoder's.
-    pub(crate) fn new(encoder: &Encoder, budget: &Budget) -> Result<Self, Oom> {
-        let spec = &encoder.spec;
-        let mut state = Self {
-            arena: Arena::of(Component::Encoder, budget, Scratch::Fixed(encoder.scratch))?,
-            embeddings: Embeddings::new(spec, budget)?,
-        };
-        state.encode(encoder, &largest_image(spec))?;
-        state.embeddings.images.clear();
-        Ok(state)
-    }
-
-    /// The image's rows, encoded now unless they are kept.
-    pub(crate) fn encode(&mut self, encoder: &Encoder, image: &Image) -> Result<EncodedImage, Oom> {
-        if let Some(kept) = self.embeddings.images.find(&image.hash) {
-            return Ok(kept);
-        }
-        self.arena.reset();
-        let rows = image.grid.patches() / encoder.spec.merged();
-        let place = self.embeddings.images.place(rows);
-        let embeddings = &mut self.embeddings;
-        let encoded = encoder.forward(image, &self.arena, &mut |part, first, rows| {
-            embeddings.write(&place, part, first, rows);
-        });
-        match encoded {
-            Ok(()) => Ok(self.embeddings.images.keep(image.hash, place)),
-            Err(oom) => {
-                self.embeddings.images.give_back(&place);
-                Err(oom)
-            }
-        }
-    }
-
-    /// Bytes beside the arena.
-    pub(crate) fn embedding_bytes(spec: &EncoderSpec) -> Option<usize> {
-        Embeddings::bytes(spec)
     }
 }

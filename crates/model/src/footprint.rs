@@ -62,7 +62,7 @@ pub struct Footprint {
     kv_element: KvElementType,
     decoder: blocks::Decoder<LinearShape, LinearShape, ()>,
     /// Bytes that a state has for images: the arena of one encode, and embeddings.
-    encoder: [u64; 2],
+    encoder: [u64; 3],
 }
 
 impl Footprint {
@@ -91,7 +91,7 @@ impl Footprint {
         let decoder = blocks::Decoder::visit(&spec, &mut sizes)?;
         let all_f32 = sizes.all_f32;
         let encoder = match &description.about.config.encoder {
-            None => [0; 2],
+            None => [0; 3],
             Some(spec) => encoder_bytes(spec, &blocks::Encoder::visit(spec, &mut sizes)?),
         };
         let Sizes {
@@ -217,12 +217,15 @@ impl Footprint {
     }
 }
 
-/// Bytes of the arena that one encode of the largest image takes, and of the embeddings that are kept.
-pub(crate) fn encoder_bytes(spec: &EncoderSpec, weights: &blocks::Encoder<LinearShape, ()>) -> [u64; 2] {
+/// Bytes of the activations of the largest image, of the arena that its encode takes, and of the embeddings that are kept.
+pub(crate) fn encoder_bytes(spec: &EncoderSpec, weights: &blocks::Encoder<LinearShape, ()>) -> [u64; 3] {
     let mut arena = DryArena::default();
-    let scratch = encoder::count(spec, weights, &mut arena).map(|()| arena.take_high_water() as u64);
-    let kept = EncoderState::embedding_bytes(spec).map(|bytes| bytes as u64);
-    [scratch, kept].map(|bytes| bytes.unwrap_or(u64::MAX))
+    let scratch = encoder::count(spec, weights, &mut arena).map(|()| arena.take_high_water());
+    let (activations, kept) = (
+        EncoderState::activation_bytes(spec),
+        EncoderState::embedding_bytes(spec),
+    );
+    [activations, scratch, kept].map(|bytes| bytes.map_or(u64::MAX, |bytes| bytes as u64))
 }
 
 /// Counts what the operations of [`crate::decoder`] take from the arena.

@@ -1,12 +1,12 @@
 //! What a step's images are to its batch.
 
-use plimsoll_core::{Image, Oom, Run, StepPlan};
+use plimsoll_core::{Image, Oom, PartialEncode, Run, StepPlan};
 
 use crate::batch::{Batch, BatchImage};
 use crate::encoder::{Encoder, EncoderState};
 use crate::positions::positions;
 
-/// Encodes the image of a checked plan, if it has one and its rows are not kept, and tells the batch of it, of positions if they
+/// Encodes the image of a checked plan, if it has one and its rows are not kept, or the part of one that the plan names, and tells the batch of it, of positions if they
 /// have three dimensions, and of what tokens see.
 pub(crate) fn prepare<'a>(
     state: &'a mut EncoderState,
@@ -15,6 +15,10 @@ pub(crate) fn prepare<'a>(
     has_axes: bool,
     batch: &mut Batch<'a>,
 ) -> Result<(), Oom> {
+    let read = rows_of(plan);
+    if let (None, Some(PartialEncode { image, share })) = (&read, &plan.encode) {
+        state.advance(encoder, image, *share)?;
+    }
     if plan.runs.iter().all(|run| run.images.is_none()) {
         return Ok(());
     }
@@ -32,7 +36,7 @@ pub(crate) fn prepare<'a>(
     if input.mutual {
         batch.ends = Some(plan.runs.iter().flat_map(ends_of).collect());
     }
-    if let Some((image, rows)) = rows_of(plan) {
+    if let Some((image, rows)) = read {
         let encoded = state.encode(encoder, image)?;
         batch.image = Some(BatchImage {
             rows,

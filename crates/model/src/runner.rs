@@ -1,10 +1,9 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use plimsoll_core::{
-    Component, Executor, FillMasks, Image, Oom, Pooling, PromptLogprob, RequestId, Run, SampleSpec, Sampled,
-    StateConfig, StepError, StepLimits, StepOutput, StepPlan, TokenId,
+    Component, EncodeCost, Executor, FillMasks, Image, Oom, Pooling, PromptLogprob, RequestId, Run,
+    SampleSpec, Sampled, StateConfig, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 use plimsoll_device::{Arena, Budget, Slab};
 use plimsoll_kernels::{Exchange, SampleError, ScoreRow, apply_mask, sample, score, sum_rows};
@@ -69,9 +68,8 @@ impl Runner {
         let encoder = match &model.encoder {
             None => None,
             Some(encoder) => {
-                let begun = Instant::now();
                 let state = EncoderState::new(encoder, budget)?;
-                model.slowest_encode.add(begun.elapsed());
+                model.slowest_encode.add(state.largest());
                 Some(state)
             }
         };
@@ -482,5 +480,10 @@ impl Executor for Runner {
         self.done
             .pop_front()
             .ok_or_else(|| StepError::Failed("no step was launched".to_owned()))
+    }
+
+    fn encode_cost(&self) -> Option<EncodeCost> {
+        let state = self.encoder.as_ref()?;
+        self.model.encoder.as_ref().map(|encoder| state.cost(encoder))
     }
 }

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use crate::common::images::{IMAGE_LIMITS, IMAGE_MODELS, ImageCase, chunks, golden_images, image, options};
 use crate::common::*;
-use plimsoll_core::{Component, EncoderLimits, Executor, Image, RunInput, StepError, TokenId};
+use plimsoll_core::{
+    Component, EncoderLimits, Executor, Image, PartialEncode, RunInput, StepError, StepPlan, TokenId,
+};
 use plimsoll_device::Budget;
 use plimsoll_model::{Footprint, KvCacheDtype, LoadOptions, Model, Runner};
 use rand::rngs::StdRng;
@@ -128,6 +130,39 @@ fn images_and_text_share_steps() {
     }
 }
 
+/// Steps in which others go on encode a part each; however many there are, the rows are the same. Parts are lost where another image is
+/// needed first.
+#[test]
+fn images_are_encoded_in_parts_beside_steps() {
+    for name in IMAGE_MODELS {
+        let model = load_with_images(name);
+        let case = &golden_images(name).cases[0];
+        let (steps, last) = case.in_parts();
+        let whole = plan(vec![case.run(1, 0..case.prompt.len(), &blocks(0..3))]);
+        let expected = runner(&model, 16, 8).logits(&whole, &[last - 1]).unwrap();
+        for (done, other_first) in [(5, false), (5, true), (3, false), (3, true), (0, false)] {
+            let mut runner = runner(&model, 16, 8);
+            for step in &steps[..done] {
+                runner.execute(step).unwrap();
+            }
+            if other_first {
+                for (seed, width) in [(90, 4), (91, 12), (92, 12)] {
+                    runner.encode(&image_of(&model, seed, [1, 4, width])).unwrap();
+                }
+            }
+            for step in &steps[done..5] {
+                let without = plan(step.runs.clone());
+                runner.execute(&without).unwrap();
+            }
+            let found = runner.logits(&steps[5], &[last]).unwrap();
+            assert_eq!(
+                found, expected,
+                "{name}: {done} parts, another first: {other_first}"
+            );
+        }
+    }
+}
+
 /// Images come and go; whether one is kept does not change what it is.
 #[test]
 fn embeddings_are_kept_by_content_and_encoded_again_when_they_are_gone() {
@@ -225,9 +260,27 @@ fn plans_that_no_scheduler_makes_are_refused() {
         );
     };
     let model = load_with_images("qwen3-vl");
-    refused(&model, both(), "rows of two images");
+    refused(&model, both(), "two images in a step");
     refused(&load("qwen3-vl", KvCacheDtype::F32), both(), "without images");
-    refused(&model, plan(vec![case.too_large(&table).1]), "for 13 tokens");
+    let (large, too_large) = case.too_large(&table);
+    refused(&model, plan(vec![too_large]), "for 13 tokens");
+    let beside = |image: &Arc<Image>, run| StepPlan {
+        encode: Some(PartialEncode {
+            image: Arc::clone(image),
+            share: 0.5,
+        }),
+        ..plan(vec![run])
+    };
+    let text = || run(1, 0, &case.prompt[..1], &table);
+    refused(&model, beside(&large, text()), "an image of");
+    let first = case.run(1, 0..case.spans()[0].end(), &table);
+    let other = &case.spans().last().unwrap().image.clone();
+    refused(&model, beside(other, first), "two images in a step");
+    refused(
+        &load("qwen3-vl", KvCacheDtype::F32),
+        beside(other, text()),
+        "without images",
+    );
 }
 
 /// Tokens that see each other are computed at once, or what the first of them are would depend on how a prompt is cut.

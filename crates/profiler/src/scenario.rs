@@ -432,6 +432,7 @@ impl Shapes {
         StepPlan {
             step,
             runs: runs.collect(),
+            encode: None,
         }
     }
 

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use plimsoll_core::{StepCost, StepCosts};
+use plimsoll_core::{EncodeCost, StepCost, StepCosts};
 
 /// A choice of prompt tokens that costs at most this part more per token than the best one is as good.
 const TOLERANCE: f64 = 0.01;
@@ -17,7 +17,10 @@ const STRETCH: f64 = 2.0;
 /// Added to [`STRETCH`], times the square root of how many requests wait for each one that generates.
 const STRETCH_BY_BACKLOG: f64 = 7.0;
 
-/// No prompt takes more steps than this, whatever a step may take.
+/// With one image to encode, a step in which requests generate may take this part longer.
+const ENCODE_STRETCH: f64 = 0.2;
+
+/// No prompt takes more steps than this, whatever a step may take, and no image.
 const MOST_CHUNKS: usize = 256;
 
 /// The rule by which [`crate::Scheduler`] decides how many tokens of prompts go into a step in which requests generate.
@@ -41,6 +44,21 @@ pub struct PromptBudget {
     target: Option<f64>,
     /// Rows of the largest step.
     most: usize,
+}
+
+/// How long a step in which requests generate may encode.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct EncodeTime {
+    seconds: f64,
+    cost: EncodeCost,
+}
+
+impl EncodeTime {
+    /// The part of an image of so many patches that this is enough for, of 1.
+    pub fn share(&self, patches: usize) -> f64 {
+        let share = self.seconds / self.cost.seconds(patches);
+        share.clamp((MOST_CHUNKS as f64).recip(), 1.0)
+    }
 }
 
 /// What there is to compute.
@@ -74,6 +92,11 @@ impl PromptBudget {
         }
     }
 
+    /// What it was made with.
+    pub fn costs(&self) -> &StepCosts {
+        &self.costs
+    }
+
     /// Most prompt tokens of the next step, at least one unless requests that generate fill it.
     pub fn prompt_tokens(&self, load: &Load) -> usize {
         let Load {
@@ -97,6 +120,29 @@ impl PromptBudget {
         let tokens = within(stretch * alone).clamp(fewest, most);
         let tokens = self.target.map_or(tokens, |target| tokens.min(within(target)));
         tokens.max(next_prompt.div_ceil(MOST_CHUNKS)).max(1).min(room)
+    }
+
+    /// How long the next step may encode: a fifth of the time that it takes anyway, and more while others wait. `None` where nobody
+    /// generates, or where it is not known how long images take: then they are encoded at once.
+    pub fn encode_time(&self, load: &Load) -> Option<EncodeTime> {
+        let cost = self.costs.encode()?;
+        let Load {
+            decoding,
+            context,
+            prompts,
+            ..
+        } = *load;
+        if decoding == 0 {
+            return None;
+        }
+        let alone = self.costs.decode_seconds(decoding) + self.costs.context_seconds() * context as f64;
+        let others = prompts.saturating_sub(1) as f64 / decoding as f64;
+        let seconds = (ENCODE_STRETCH + STRETCH_BY_BACKLOG * others.sqrt()) * alone;
+        let target = self.target.map(|target| (target - alone).max(0.0));
+        Some(EncodeTime {
+            seconds: target.map_or(seconds, |target| seconds.min(target)),
+            cost,
+        })
     }
 
     /// Fewest and most prompt tokens that cost hardly more than they must.
@@ -166,6 +212,39 @@ mod tests {
         assert!(tokens.is_sorted() && tokens[4] > 4 * tokens[0], "{tokens:?}");
         assert_eq!(budget.prompt_tokens(&load(0, 100)), MOST, "nobody reads");
         assert_eq!(budget.prompt_tokens(&load(100, 0)), MOST - 100, "nobody waits");
+    }
+
+    #[test]
+    fn readers_wait_a_fifth_longer_for_an_image_and_more_for_a_backlog() {
+        let cost = EncodeCost {
+            patch_seconds: 10e-6,
+            pair_seconds: 0.0,
+        };
+        let of = |target| {
+            let budget = budget(target);
+            let costs = budget.costs.clone().with_encode(Some(cost));
+            PromptBudget { costs, ..budget }
+        };
+        let share = |budget: &PromptBudget, decoding, prompts| {
+            let time = budget.encode_time(&load(decoding, prompts));
+            time.map(|time| time.share(4000))
+        };
+        // 4 ms a step, 40 ms an image.
+        let budget_of_images = of(None);
+        assert_eq!(share(&budget(None), 64, 1), None, "a model without images");
+        assert_eq!(share(&budget_of_images, 0, 1), None, "nobody reads");
+        let alone = share(&budget_of_images, 64, 1).unwrap();
+        assert!((alone - 0.02).abs() < 1e-6, "{alone}");
+        let shares: Vec<f64> = [2, 8, 64]
+            .map(|prompts| share(&budget_of_images, 64, prompts).unwrap())
+            .into();
+        assert!(
+            shares.is_sorted() && shares[0] > alone && shares[2] > 0.5,
+            "{shares:?}"
+        );
+        // 0.5 ms are left, or nothing.
+        assert!((share(&of(Some(5)), 64, 64).unwrap() - 1.0 / 40.0).abs() < 1e-6);
+        assert_eq!(share(&of(Some(4)), 64, 64), Some(1.0 / 256.0));
     }
 
     #[test]

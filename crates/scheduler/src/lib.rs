@@ -32,6 +32,6 @@ mod scheduler;
 mod sequence;
 mod stats;
 
-pub use budget::{Load, PromptBudget};
+pub use budget::{EncodeTime, Load, PromptBudget};
 pub use scheduler::{Follow, MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
 pub use stats::SchedulerStats;

@@ -1,3 +1,4 @@
+mod images;
 mod room;
 
 use std::collections::{BTreeMap, HashMap};
@@ -13,7 +14,7 @@ use crate::{
     PromptBudget, SchedulerStats,
     defect::defect,
     queue::{Queue, Rank},
-    scheduler::room::Room,
+    scheduler::{images::KnownImages, room::Room},
     sequence::{Arrival, Running, Sequence},
 };
 
@@ -81,6 +82,7 @@ pub struct Scheduler {
     /// A request was preempted and no blocks came back since: a request admitted now would soon be preempted too.
     short_of_blocks: bool,
     prompt_budget: Option<PromptBudget>,
+    images: KnownImages,
     counters: SchedulerStats,
 }
 
@@ -111,6 +113,7 @@ impl Scheduler {
             in_flight: Vec::with_capacity(MAX_IN_FLIGHT),
             short_of_blocks: false,
             prompt_budget: None,
+            images: KnownImages::default(),
             counters: SchedulerStats::default(),
         }
     }
@@ -181,7 +184,7 @@ impl Scheduler {
         let mut runs = Vec::new();
         let mut room = self.room();
         if self.in_flight.len() < MAX_IN_FLIGHT && self.plan_running(&mut runs, &mut room) {
-            self.plan_waiting(&mut runs, room);
+            self.plan_waiting(&mut runs, &mut room);
         }
         if runs.is_empty() {
             return StepPlan::default();
@@ -189,7 +192,9 @@ impl Scheduler {
         let plan = StepPlan {
             step: self.counters.steps,
             runs,
+            encode: room.image.encode(),
         };
+        self.images.plan(&plan);
         self.in_flight.push(plan.step);
         self.counters.steps += 1;
         self.counters.computed_tokens += plan.num_tokens() as u64;
@@ -214,14 +219,9 @@ impl Scheduler {
         }
         self.land(plan);
         let mut events = Vec::with_capacity(plan.runs.len());
-        let StepOutput {
-            samples,
-            scores,
-            pooled,
-        } = output;
-        let mut scores = scores.into_iter();
-        let pooled = pooled.into_iter().chain(std::iter::repeat(None));
-        for ((run, sampled), pooled) in plan.runs.iter().zip(samples).zip(pooled) {
+        let mut scores = output.scores.into_iter();
+        let pooled = output.pooled.into_iter().chain(std::iter::repeat(None));
+        for ((run, sampled), pooled) in plan.runs.iter().zip(output.samples).zip(pooled) {
             let scored = run.score.as_ref().and_then(|_| scores.next());
             self.apply_run(run, sampled, scored.unwrap_or_default(), pooled, &mut events);
         }
@@ -263,6 +263,7 @@ impl Scheduler {
     /// Fails all requests of a failed step.
     pub fn fail(&mut self, plan: &StepPlan, error: &StepError) -> Vec<(RequestId, Event)> {
         self.land(plan);
+        self.images = KnownImages::default();
         let mut events = Vec::new();
         for run in &plan.runs {
             let id = run.request;
@@ -291,6 +292,7 @@ impl Scheduler {
         );
         self.kv.reset(kv);
         self.short_of_blocks = false;
+        self.images = KnownImages::default();
         while let Some((rank, Running { sequence, .. })) = self.running.pop_first() {
             self.wait_again(rank, sequence);
             self.counters.restarts += 1;
@@ -440,7 +442,7 @@ impl Scheduler {
     }
 
     /// Admits waiting requests, each in its turn, while tokens, runs and blocks last.
-    fn plan_waiting(&mut self, runs: &mut Vec<Run>, mut room: Room) {
+    fn plan_waiting(&mut self, runs: &mut Vec<Run>, room: &mut Room) {
         while room.for_prompts() > 0 && !self.short_of_blocks && self.running.len() < self.limits.max_num_seqs
         {
             let lowest = self.running.first_key_value().map(|(rank, _)| rank.class);

@@ -1,12 +1,13 @@
-//! Prompts with images whose tokens see each other: no step ends among them.
+//! Prompts with images: those whose tokens see each other, among which no step ends, and those that are encoded while others generate.
 
 use std::sync::Arc;
 
 use plimsoll_core::{
-    BlockSize, CacheGroups, EncoderLimits, Image, ImageGrid, ImageInput, ImageSpan, KvConfig, Limits,
-    Request, RequestId, RequestOptions, Sampled, StepLimits, StepOutput, TokenId,
+    BlockSize, CacheGroups, EncodeCost, EncoderLimits, Image, ImageGrid, ImageInput, ImageSpan, KvConfig,
+    Limits, Request, RequestId, RequestOptions, Sampled, StepCost, StepCosts, StepError, StepLimits,
+    StepOutput, StepPlan, TokenId,
 };
-use plimsoll_scheduler::{Scheduler, SchedulerConfig};
+use plimsoll_scheduler::{PromptBudget, Scheduler, SchedulerConfig};
 
 const PLACEHOLDER: TokenId = 7;
 /// Tokens of an image.
@@ -79,6 +80,13 @@ fn request(id: u64, len: usize, starts: &[usize], mutual: bool, last: TokenId) -
 
 /// Runs the next step: where the run of `id` starts and ends.
 fn step(scheduler: &mut Scheduler, id: u64) -> Option<(usize, usize)> {
+    let plan = next(scheduler);
+    let run = plan.runs.iter().find(|run| run.request == RequestId(id));
+    run.map(|run| (run.start, run.end()))
+}
+
+/// Runs the next step.
+fn next(scheduler: &mut Scheduler) -> StepPlan {
     let plan = scheduler.plan();
     let token = |sampled: bool| {
         sampled.then_some(Sampled {
@@ -90,10 +98,27 @@ fn step(scheduler: &mut Scheduler, id: u64) -> Option<(usize, usize)> {
         samples: plan.runs.iter().map(|run| token(run.sample.is_some())).collect(),
         ..Default::default()
     };
-    let run = plan.runs.iter().find(|run| run.request == RequestId(id));
-    let range = run.map(|run| (run.start, run.end()));
     scheduler.apply(&plan, output);
-    range
+    plan
+}
+
+/// One in which a step takes 1 ms, and an image 2 ms.
+fn patient_scheduler(max_num_batched_tokens: usize) -> Scheduler {
+    let mut scheduler = scheduler(max_num_batched_tokens);
+    let steps = [1, max_num_batched_tokens].map(|rows| StepCost { rows, seconds: 1e-3 });
+    let costs = StepCosts::new(steps.to_vec(), steps.to_vec(), 0.0).unwrap();
+    let costs = costs.with_encode(Some(EncodeCost {
+        patch_seconds: 2e-3 / ROWS as f64,
+        pair_seconds: 0.0,
+    }));
+    scheduler.limit_prompts(Some(PromptBudget::new(costs, max_num_batched_tokens, None)));
+    scheduler
+}
+
+/// How much of an image a step encodes, if it computes no part of `id`; `None` if it does.
+fn encoded(plan: &StepPlan, id: u64) -> Option<f64> {
+    let waits = plan.runs.iter().all(|run| run.request != RequestId(id));
+    waits.then(|| plan.encode.as_ref().map_or(0.0, |encode| encode.share))
 }
 
 /// Until the prompt is computed: the ends of its runs.
@@ -125,4 +150,81 @@ fn a_prompt_goes_on_within_an_image_whose_beginning_is_cached() {
     // The first block ends within the image, and the second is another.
     scheduler.submit(request(2, 15, &[2], true, 99));
     assert_eq!(step(&mut scheduler, 2), Some((8, 15)));
+}
+
+#[test]
+fn an_image_is_encoded_in_parts_while_others_generate() {
+    let mut scheduler = patient_scheduler(64);
+    scheduler.submit(request(1, 20, &[], false, 9));
+    assert_eq!(step(&mut scheduler, 1), Some((0, 20)));
+    // It begins with its image.
+    scheduler.submit(request(2, 30, &[0], false, 9));
+    let mut shares = Vec::new();
+    while let Some(share) = {
+        let plan = next(&mut scheduler);
+        assert!(
+            plan.runs.iter().any(|run| run.request == RequestId(1)),
+            "a reader waits"
+        );
+        encoded(&plan, 2)
+    } {
+        shares.push(share);
+    }
+    // A fifth of a millisecond of two, step after step; the last part in the step that has its rows.
+    assert_eq!(shares.len(), 9, "{shares:?}");
+    for (step, share) in shares.iter().enumerate() {
+        assert!((share - 0.1 * (step + 1) as f64).abs() < 1e-9, "{shares:?}");
+    }
+    // Rows of the same image are there, and what the prefix cache has needs none.
+    scheduler.submit(request(3, 30, &[1], false, 9));
+    assert_eq!(step(&mut scheduler, 3), Some((0, 30)));
+    scheduler.submit(request(4, 30, &[0], false, 11));
+    assert_eq!(step(&mut scheduler, 4), Some((24, 30)));
+    assert!(next(&mut scheduler).encode.is_none());
+}
+
+#[test]
+fn nobody_who_reads_is_no_reason_to_wait() {
+    let mut scheduler = patient_scheduler(64);
+    scheduler.submit(request(1, 30, &[0], false, 9));
+    let plan = next(&mut scheduler);
+    assert_eq!((encoded(&plan, 1), plan.encode), (None, None));
+}
+
+/// Text before an image is computed meanwhile.
+#[test]
+fn a_prompt_goes_on_up_to_its_image() {
+    let mut scheduler = patient_scheduler(64);
+    scheduler.submit(request(1, 20, &[], false, 9));
+    step(&mut scheduler, 1);
+    scheduler.submit(request(2, 40, &[16], false, 9));
+    let plan = next(&mut scheduler);
+    let run = plan.runs.iter().find(|run| run.request == RequestId(2));
+    assert_eq!(run.map(|run| (run.start, run.end())), Some((0, 16)));
+    assert!(plan.encode.is_some_and(|encode| encode.share < 0.2));
+    let mut steps = 1;
+    while encoded(&next(&mut scheduler), 2).is_some() {
+        steps += 1;
+    }
+    assert_eq!(steps, 9);
+}
+
+/// What a failed step was to encode is lost, and what steps before it have encoded.
+#[test]
+fn an_encode_begins_again_after_a_failed_step() {
+    let mut scheduler = patient_scheduler(64);
+    let mut first_shares = Vec::new();
+    for (reader, viewer) in [(1, 2), (3, 4)] {
+        scheduler.submit(request(reader, 20, &[], false, 9));
+        step(&mut scheduler, reader);
+        scheduler.submit(request(viewer, 30, &[0], false, 9));
+        first_shares.push(encoded(&next(&mut scheduler), viewer).unwrap());
+        let plan = scheduler.plan();
+        scheduler.fail(&plan, &StepError::Failed("injected".to_owned()));
+        scheduler.cancel(RequestId(viewer));
+    }
+    assert!(
+        first_shares.iter().all(|share| (share - 0.1).abs() < 1e-9),
+        "{first_shares:?}"
+    );
 }

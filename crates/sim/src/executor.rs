@@ -9,6 +9,7 @@ use plimsoll_core::{
     RunInput, RunState, Sampled, ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 
+use crate::images::EncodedImages;
 use crate::model::{Context, SimModel};
 
 /// How long simulated steps take.
@@ -59,6 +60,8 @@ pub struct SimExecutor {
     last_sampled: HashMap<RequestId, TokenId>,
     faults: HashMap<u64, Fault>,
     synthetic: bool,
+    images: EncodedImages,
+    spares_readers: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -93,6 +96,8 @@ impl SimExecutor {
             last_sampled: HashMap::new(),
             faults: HashMap::new(),
             synthetic: false,
+            images: EncodedImages::default(),
+            spares_readers: false,
         }
     }
 
@@ -104,6 +109,11 @@ impl SimExecutor {
     /// While true, plans may refer to KV that was never computed and share blocks at will, as a profile's worst cases do.
     pub fn allow_synthetic(&mut self, allow: bool) {
         self.synthetic = allow;
+    }
+
+    /// From now on, steps in which requests generate find their image encoded.
+    pub fn spare_readers(&mut self) {
+        self.spares_readers = true;
     }
 
     /// Whether the step launched last does.
@@ -120,11 +130,6 @@ impl SimExecutor {
                 plan.runs.len(),
                 plan.num_tokens()
             ));
-        }
-        let images = plan.runs.iter().flat_map(Run::image_rows);
-        let images: HashSet<_> = images.map(|(span, _)| span.image.hash).collect();
-        if images.len() > 1 {
-            return Err(format!("rows of {} images in a step", images.len()));
         }
         let mut requests = HashSet::new();
         for run in &plan.runs {
@@ -463,7 +468,10 @@ impl Executor for SimExecutor {
         if self.faults.get(&plan.step) == Some(&Fault::Launch) {
             return Err(StepError::Failed(Self::INJECTED.into()));
         }
-        self.check(plan).map_err(StepError::Failed)?;
+        let checked = self
+            .check(plan)
+            .and_then(|()| self.images.check(plan, self.spares_readers));
+        checked.map_err(StepError::Failed)?;
         if self.awaits_masks() {
             return Err(StepError::Failed("the step before still awaits its masks".into()));
         }

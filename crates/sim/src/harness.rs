@@ -7,7 +7,7 @@ use plimsoll_core::{
 use plimsoll_scheduler::{Follow, Scheduler, SchedulerStats};
 
 use crate::{
-    executor::{SimConfig, SimExecutor, StepTime},
+    executor::SimExecutor,
     model::{oracle, pooled_oracle, score_oracle},
     router::Router,
     turns::Turns,
@@ -136,7 +136,7 @@ impl<'a> Life<'a> {
             depth,
             audit,
             scheduler,
-            executor: executor(workload, kv),
+            executor: workload.executor(kv),
             kv,
             in_flight: VecDeque::new(),
             unsampled: false,
@@ -179,7 +179,7 @@ impl<'a> Life<'a> {
     fn reset(&mut self, reset: &Reset) -> Result<(), String> {
         while self.finish()? {}
         self.kv.num_pages = reset.num_pages;
-        self.executor = executor(self.workload, self.kv);
+        self.executor = self.workload.executor(self.kv);
         for client in self.clients.values_mut() {
             // Running requests may return at once.
             client.freed_at_admission = NEVER;
@@ -517,20 +517,6 @@ impl<'a> Life<'a> {
 
 /// No number of requests whose blocks are back.
 const NEVER: u64 = u64::MAX;
-
-/// An empty device.
-fn executor(workload: &Workload, kv: KvConfig) -> SimExecutor {
-    let mut executor = SimExecutor::new(SimConfig {
-        kv,
-        limits: workload.scheduler.limits,
-        model: workload.model,
-        step_time: StepTime::default(),
-    });
-    for &(step, fault) in &workload.faults {
-        executor.inject(step, fault);
-    }
-    executor
-}
 
 impl Client<'_> {
     fn hear_about_prompt(&mut self, event: &PromptEvent) -> Result<(), String> {

@@ -5,6 +5,7 @@ mod cost;
 mod device;
 mod executor;
 mod harness;
+mod images;
 mod model;
 mod quote;
 mod ranks;

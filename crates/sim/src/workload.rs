@@ -2,9 +2,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use plimsoll_core::{
-    Bans, BlockSize, CacheGroups, CacheKind, CacheLayout, Constraint, EncoderLimits, Image, ImageGrid,
-    ImageInput, ImageSpan, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions, SamplingOptions,
-    StepCost, StepCosts, StepLimits, StepPlan, TenantId, TokenId,
+    Bans, BlockSize, CacheGroups, CacheKind, CacheLayout, Constraint, EncodeCost, EncoderLimits, Image,
+    ImageGrid, ImageInput, ImageSpan, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions,
+    SamplingOptions, StepCost, StepCosts, StepLimits, StepPlan, TenantId, TokenId,
 };
 use plimsoll_scheduler::{PromptBudget, SchedulerConfig};
 use rand::{
@@ -15,7 +15,7 @@ use rand::{
 
 use crate::{
     constraint::SimConstraint,
-    executor::Fault,
+    executor::{Fault, SimConfig, SimExecutor, StepTime},
     model::{SimModel, oracle},
 };
 
@@ -136,6 +136,24 @@ impl Workload {
             prompt_budget: prompt_budget(seed, limits.max_num_batched_tokens),
         }
     }
+
+    /// An empty device with its faults.
+    pub(crate) fn executor(&self, kv: KvConfig) -> SimExecutor {
+        let mut executor = SimExecutor::new(SimConfig {
+            kv,
+            limits: self.scheduler.limits,
+            model: self.model,
+            step_time: StepTime::default(),
+        });
+        for &(step, fault) in &self.faults {
+            executor.inject(step, fault);
+        }
+        let costs = self.prompt_budget.as_ref().map(PromptBudget::costs);
+        if costs.is_some_and(|costs| costs.encode().is_some()) {
+            executor.spare_readers();
+        }
+        executor
+    }
 }
 
 /// In one model of three, some layers have states: mostly in as many slots as requests run at once and some for snapshots, or in
@@ -171,6 +189,11 @@ fn prompt_budget(seed: u64, most: usize) -> Option<PromptBudget> {
     let target = rng
         .random_bool(0.5)
         .then(|| Duration::from_secs_f64(rng.random_range(0.1..3.0)));
+    let encode = rng.random_bool(0.7).then(|| EncodeCost {
+        patch_seconds: rng.random_range(0.001..0.3),
+        pair_seconds: 0.0,
+    });
+    let costs = costs.with_encode(encode);
     limited.then(|| PromptBudget::new(costs, most, target))
 }
 

@@ -56,7 +56,11 @@ fn sampling(mut run: Run, index: usize, prompt_len: usize) -> Run {
 }
 
 fn plan(step: u64, runs: Vec<Run>) -> StepPlan {
-    StepPlan { step, runs }
+    StepPlan {
+        step,
+        runs,
+        encode: None,
+    }
 }
 
 #[test]

@@ -50,6 +50,7 @@ const SCHEDULING: Program = Program {
         "src/constraint.rs",
         "src/executor.rs",
         "src/harness.rs",
+        "src/images.rs",
         "src/model.rs",
         "src/quote.rs",
         "src/router.rs",

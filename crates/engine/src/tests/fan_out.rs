@@ -106,6 +106,7 @@ fn plan_of(step: u64, constrained: bool) -> StepPlan {
             score: None,
             pool: None,
         }],
+        encode: None,
     }
 }
 

@@ -81,6 +81,7 @@ pub(crate) fn bench(gpu: &Gpu) {
             heads: HEADS,
             head_dim: DIM,
             segment: patches,
+            rows: 0..patches,
             scale: 1.0 / (DIM as f32).sqrt(),
             out,
         };

@@ -1,4 +1,5 @@
 use std::f32::consts::LOG2_E;
+use std::ops::Range;
 
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
@@ -71,7 +72,7 @@ pub struct PatchGrid {
 }
 
 /// Attention in which the rows of a segment, a frame's patches, see each other.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct PatchAttention<'a> {
     /// `[rows, 3, heads, head_dim]`: q, k and v.
     pub qkv: GpuSlice<'a, bf16>,
@@ -81,6 +82,8 @@ pub struct PatchAttention<'a> {
     pub head_dim: usize,
     /// Rows that see each other: consecutive ones.
     pub segment: usize,
+    /// Those whose attention is computed: rows of one segment, or whole segments.
+    pub rows: Range<usize>,
     /// Multiplies the scores; more than 0.
     pub scale: f32,
     /// `[rows, heads, head_dim]`.
@@ -157,6 +160,7 @@ impl EncoderKernels {
             heads,
             head_dim: dim,
             segment,
+            ref rows,
             scale,
             out,
         } = *args;
@@ -171,12 +175,29 @@ impl EncoderKernels {
             "out is not [segments, {segment}, {width}]"
         );
         assert_eq!(qkv.len(), 3 * out.len(), "qkv is not [rows, 3, {width}]");
+        assert!(
+            rows.end * width <= out.len(),
+            "{rows:?} of {} rows",
+            out.len() / width
+        );
         let fitting = self.attention.iter().find(|(shape, _)| shape.dim >= dim);
         let (shape, function) = fitting.unwrap_or_else(|| panic!("heads of {dim}"));
-        if out.is_empty() {
+        if rows.is_empty() {
             return Ok(());
         }
-        let part = |index: usize| Arg::from(qkv.range(index * width..qkv.len()));
+        // Of how many segments which rows.
+        let first = rows.start / segment * segment;
+        let (begin, end) = (rows.start - first, rows.end - first);
+        let (segments, end) = match end <= segment {
+            true => (1, end),
+            false => (end / segment, segment),
+        };
+        assert!(
+            segments == 1 || (begin == 0 && rows.end == first + segments * segment),
+            "rows {rows:?} of segments of {segment} are neither in one nor all of some"
+        );
+        let out = out.range(first * width..out.len());
+        let part = |index: usize| Arg::from(qkv.range((3 * first + index) * width..qkv.len()));
         let args = [
             part(0),
             part(1),
@@ -185,10 +206,12 @@ impl EncoderKernels {
             int(3 * width),
             int(dim),
             int(segment),
+            int(begin),
+            int(end),
             (scale * LOG2_E).into(),
         ];
-        let segments = out.len() / (width * segment);
-        let grid = [segment.div_ceil(shape.rows) as u32, heads as u32, segments as u32];
+        let tiles = (end - begin).div_ceil(shape.rows);
+        let grid = [tiles as u32, heads as u32, segments as u32];
         let launch = Launch::new(grid, ATTENTION_THREADS).shared(shape.shared());
         self.launch(function, launch, &args)
     }

@@ -92,16 +92,25 @@ impl Attention {
         let qkv = upload_guarded(gpu, &self.qkv);
         let len = self.qkv.len() / 3;
         let out = poisoned::<bf16>(gpu, len + GUARD);
-        kernels
-            .attention(&PatchAttention {
-                qkv: qkv.slice().range(0..self.qkv.len()),
-                heads: self.heads,
-                head_dim: self.dim,
-                segment: self.segment,
-                scale: self.scale,
-                out: out.slice().range(0..len),
-            })
-            .unwrap();
+        let rows = self.segment * self.segments;
+        // In two parts: of one segment, or whole segments.
+        let cut = match self.segments {
+            1 => self.segment * 2 / 5,
+            segments => segments / 2 * self.segment,
+        };
+        for rows in [0..cut, cut..rows] {
+            kernels
+                .attention(&PatchAttention {
+                    qkv: qkv.slice().range(0..self.qkv.len()),
+                    heads: self.heads,
+                    head_dim: self.dim,
+                    segment: self.segment,
+                    rows,
+                    scale: self.scale,
+                    out: out.slice().range(0..len),
+                })
+                .unwrap();
+        }
         written(gpu, &out, len)
     }
 

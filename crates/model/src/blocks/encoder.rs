@@ -1,3 +1,5 @@
+use std::ops::Range;
+
 use super::{Scope, Stack, Vector, Visitor};
 use crate::EncoderSpec;
 use crate::encoder_spec::{MergerNames, families};
@@ -71,14 +73,20 @@ pub(crate) trait EncoderOperations<L, V> {
     /// Puts the norm of the residual stream in its place.
     fn normalise(&mut self, norm: &EncoderNorm<V>) -> Result<(), Self::Error>;
 
-    /// Adds the attention of the norm of the residual stream to it.
-    fn attend(&mut self, layer: &EncoderLayer<L, V>) -> Result<(), Self::Error>;
+    /// In how many parts a layer's patches are taken from [`Self::attend`] on.
+    fn parts(&self) -> usize;
 
-    /// Adds the MLP of the norm of the residual stream to it.
-    fn mlp(&mut self, layer: &EncoderLayer<L, V>) -> Result<(), Self::Error>;
+    /// Queries, keys and values of all patches, from the norm of the residual stream.
+    fn project(&mut self, layer: &EncoderLayer<L, V>) -> Result<(), Self::Error>;
 
-    /// From the residual stream to rows: embeddings (part 0), or what the decoder's layer `part - 1` adds to its output.
-    fn merge(&mut self, merger: &Merger<L, V>, part: usize) -> Result<(), Self::Error>;
+    /// Adds their attention to the residual stream of one part of the patches.
+    fn attend(&mut self, layer: &EncoderLayer<L, V>, part: usize) -> Result<(), Self::Error>;
+
+    /// Adds the MLP of the norm of the residual stream to it, of one part of the patches.
+    fn mlp(&mut self, layer: &EncoderLayer<L, V>, part: usize) -> Result<(), Self::Error>;
+
+    /// From the residual stream to rows: embeddings (column 0), or what the decoder's layer `column - 1` adds to its output.
+    fn merge(&mut self, merger: &Merger<L, V>, column: usize) -> Result<(), Self::Error>;
 }
 
 impl<L, V> Encoder<L, V> {
@@ -146,24 +154,39 @@ impl<L, V> Encoder<L, V> {
         }
     }
 
-    /// All of it.
+    /// Some of the parts of it, in order: each is a part of a layer's patches, and there are as many as layers times [`EncoderOperations::parts`].
     pub(crate) fn forward<O: EncoderOperations<L, V>>(
         &self,
         spec: &EncoderSpec,
+        parts: Range<usize>,
         step: &mut O,
     ) -> Result<(), O::Error> {
-        step.embed(&self.patches, self.positions.as_ref())?;
-        if let Some(norm) = &self.first_norm {
-            step.normalise(norm)?;
-        }
-        for (index, layer) in self.layers.iter().enumerate() {
-            step.attend(layer)?;
-            step.mlp(layer)?;
+        let of_layer = step.parts();
+        for at in parts {
+            let (index, part) = (at / of_layer, at % of_layer);
+            let layer = &self.layers[index];
+            if at == 0 {
+                step.embed(&self.patches, self.positions.as_ref())?;
+                if let Some(norm) = &self.first_norm {
+                    step.normalise(norm)?;
+                }
+            }
+            if part == 0 {
+                step.project(layer)?;
+            }
+            step.attend(layer, part)?;
+            step.mlp(layer, part)?;
+            if part + 1 < of_layer {
+                continue;
+            }
             if let Some(feature) = spec.features.iter().position(|&feature| feature == index) {
                 step.merge(&self.features[feature], 1 + feature)?;
             }
+            if index + 1 == self.layers.len() {
+                step.merge(&self.merger, 0)?;
+            }
         }
-        step.merge(&self.merger, 0)
+        Ok(())
     }
 }
 

@@ -1,28 +1,37 @@
 //! The encoder of images on a GPU: the blocks' operations as launches on `bf16` activations, in memory of its own.
 //!
-//! Images are encoded on the stream of the steps, ahead of the step that first has rows of them: what was launched before still reads
-//! rows that make room for the new ones, and what is launched afterwards finds these.
+//! Images are encoded on the stream of the steps, ahead of the step that first has rows of them, part by part in steps before it where
+//! others would wait too long for all at once: what was launched before still reads rows that make room for the new ones, and what is
+//! launched afterwards finds these.
 
+mod layout;
+
+use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
-use plimsoll_core::{Component, Image, ImageGrid};
+use plimsoll_core::{Component, EncodeCost, Image, ImageGrid};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
 use plimsoll_kernels::Gelu;
 use plimsoll_kernels::cuda::{
     AllReduce, EncoderKernels, GpuLayerNorm, GpuLinear, KeptRows, Linears, PatchAttention, PatchGrid,
 };
+use rayon::prelude::*;
 
-use super::staging::{Layout, STEPS_IN_FLIGHT, Section};
+use super::staging::STEPS_IN_FLIGHT;
 use super::weights::{GpuEncoderWeights, GpuVector};
 use crate::blocks::{EncoderLayer, EncoderNorm, EncoderOperations, Merger};
-use crate::encoder::{EncodedImage, KeptImages, PAGE, largest_image, place};
+use crate::encoder::{
+    EncodedImage, KeptImages, PAGE, PartialImage, encode_cost, largest_image, parts_of, place,
+};
 use crate::encoder_spec::families;
 use crate::{EncoderMlp, EncoderSpec, ModelError};
+use layout::{EncoderLayout, parts};
 
-/// Alignment of everything, in bytes.
-const ALIGN: usize = 256;
+/// Floats that a thread rounds at a time.
+const CHUNK: usize = 1 << 16;
 
 /// What the kernels ask of an encoder, beyond what the CPU does.
 pub(super) fn check(spec: &EncoderSpec) -> Result<(), ModelError> {
@@ -119,46 +128,6 @@ pub(super) struct Products<'a> {
     pub(super) all_reduce: Option<&'a AllReduce>,
 }
 
-/// Where everything lies that is on the device for images of up to so many patches.
-#[derive(Clone, Copy, Debug)]
-struct EncoderLayout {
-    /// Rows that are kept, of all parts.
-    kept: Section<bf16>,
-    /// The residual stream.
-    hidden: Section<bf16>,
-    normed: Section<bf16>,
-    /// What is to be added to the residual stream; inside the mergers.
-    delta: Section<bf16>,
-    /// Patches, then q, k and v, or what is inside the MLP.
-    wide: Section<bf16>,
-    angles: Section<f32>,
-    rows: Section<bf16>,
-    /// Pages of the rows.
-    pages: Section<i32>,
-    bytes: usize,
-}
-
-impl EncoderLayout {
-    /// `None` if no memory could hold it.
-    fn new(spec: &EncoderSpec, patches: usize) -> Option<Self> {
-        let mut layout = Layout::aligned(ALIGN);
-        let hidden = spec.hidden_size;
-        let wide = [3 * hidden, spec.intermediate_size, spec.input.patch_values];
-        let rows = patches / spec.merged();
-        Some(Self {
-            kept: layout.rows(KeptImages::rows(spec)?, spec.row_size())?,
-            hidden: layout.rows(patches, hidden)?,
-            normed: layout.rows(patches, hidden)?,
-            delta: layout.rows(patches, hidden)?,
-            wide: layout.rows(patches, wide.into_iter().max()?)?,
-            angles: layout.rows(patches, spec.head_dim())?,
-            rows: layout.rows(rows, spec.out_size)?,
-            pages: layout.rows(rows.div_ceil(PAGE), 1)?,
-            bytes: layout.bytes(),
-        })
-    }
-}
-
 /// What a state has for images: the memory of one encode at a time, and the rows of a few images.
 #[derive(Debug)]
 pub(super) struct EncoderState {
@@ -168,6 +137,7 @@ pub(super) struct EncoderState {
     memory: GpuSlab,
     layout: EncoderLayout,
     images: KeptImages,
+    largest: Duration,
     /// Patches and pages of each step in flight.
     host: Vec<Input>,
 }
@@ -177,8 +147,9 @@ pub(super) struct EncoderState {
 pub(super) struct PlacedImage<'a> {
     image: &'a Image,
     pages: EncodedImage,
-    is_kept: bool,
-    /// What is kept from then on, beside an image that is new.
+    /// Parts of it that are to be encoded.
+    parts: Range<usize>,
+    /// What is kept once they are, or begun.
     images: KeptImages,
 }
 
@@ -217,6 +188,7 @@ impl EncoderState {
             memory,
             layout,
             images: KeptImages::new(spec),
+            largest: Duration::ZERO,
             host: (0..STEPS_IN_FLIGHT).map(input).collect::<Result<_, _>>()?,
         };
         // Nobody reads these rows, and other ranks may not have the memory for theirs.
@@ -225,10 +197,26 @@ impl EncoderState {
             ..products
         };
         let image = largest_image(spec);
-        state.encode(alone, state.look_up(&image), 0)?;
-        gpu.synchronize()?;
+        // The second time, libraries have loaded what they need.
+        for _ in 0..2 {
+            state.images.clear();
+            let begun = Instant::now();
+            state.encode(alone, state.look_up(&image, 1.0), 0)?;
+            gpu.synchronize()?;
+            state.largest = begun.elapsed();
+        }
         state.images.clear();
         Ok(state)
+    }
+
+    /// How long the largest image took.
+    pub(super) fn largest(&self) -> Duration {
+        self.largest
+    }
+
+    /// How long others take.
+    pub(super) fn cost(&self) -> EncodeCost {
+        encode_cost(&self.spec, Self::most_patches(&self.spec), self.largest)
     }
 
     /// Bytes of device memory; `None` if no memory could hold it.
@@ -263,21 +251,36 @@ impl EncoderState {
         }
     }
 
-    /// Finds the image's rows, or room for them. Nothing changes before it is encoded: a step that one rank cannot begin leaves the same
-    /// images on all of them, which then encode the same again.
-    pub(super) fn look_up<'a>(&self, image: &'a Image) -> PlacedImage<'a> {
+    /// Finds the image's rows, or room for them, and what there is to do until this share of it is encoded. Nothing changes before that is
+    /// launched: a step that one rank cannot begin leaves the same images on all of them, which then encode the same again.
+    pub(super) fn look_up<'a>(&self, image: &'a Image, share: f64) -> PlacedImage<'a> {
         let mut images = self.images.clone();
-        let kept = images.find(&image.hash);
+        let (pages, parts) = match images.find(&image.hash) {
+            Some(pages) => (pages, 0..0),
+            None => {
+                let all = self.spec.layers * parts(image.grid).count();
+                let begun = images.begin(&image.hash, image.grid.patches() / self.spec.merged());
+                let PartialImage {
+                    pages, parts: done, ..
+                } = begun;
+                let (pages, todo) = (Arc::clone(pages), *done..parts_of(share, all).max(*done));
+                *done = todo.end;
+                if todo.end == all {
+                    images.finish();
+                }
+                (pages, todo)
+            }
+        };
         PlacedImage {
             image,
-            is_kept: kept.is_some(),
-            pages: kept.unwrap_or_else(|| images.place(image.grid.patches() / self.spec.merged())),
+            pages,
+            parts,
             images,
         }
     }
 
-    /// Launches what makes the image's rows, unless they are kept, as a part of step slot `slot`, whose last step has ended. Nothing was
-    /// encoded since it was looked up.
+    /// Launches what is to be encoded of the image, as a part of step slot `slot`, whose last step has ended. Nothing was encoded since it
+    /// was looked up.
     pub(super) fn encode(
         &mut self,
         products: Products<'_>,
@@ -287,20 +290,18 @@ impl EncoderState {
         let PlacedImage {
             image,
             pages,
-            is_kept,
+            parts,
             images,
         } = placed;
+        if !parts.is_empty()
+            && let Err(error) = self.launch(products, image, &pages, parts, slot)
+        {
+            // Rows of any of them may have been written over.
+            self.images.clear();
+            return Err(error);
+        }
         self.images = images;
-        if is_kept {
-            return Ok(pages);
-        }
-        match self.launch(products, image, &pages, slot) {
-            Ok(()) => Ok(self.images.keep(image.hash, pages)),
-            Err(error) => {
-                self.images.give_back(&pages);
-                Err(error)
-            }
-        }
+        Ok(pages)
     }
 
     /// Rows of an encoded image, `[rows, row_size]`, when all work is done.
@@ -320,27 +321,20 @@ impl EncoderState {
         products: Products<'_>,
         image: &Image,
         place: &EncodedImage,
+        parts: Range<usize>,
         slot: usize,
     ) -> Result<(), DeviceError> {
-        let (spec, grid) = (&self.spec, image.grid);
+        let grid = image.grid;
         let patches = grid.patches();
-        let layout = EncoderLayout::new(spec, patches);
+        let layout = EncoderLayout::new(&self.spec, patches);
         let layout = layout.ok_or_else(|| self.gpu.budget().oom(Component::Encoder, u64::MAX))?;
-        let input = &mut self.host[slot];
-        let values = image.patches.len();
-        input.patches.as_mut_slice::<bf16>()[..values].convert_from_f32_slice(&image.patches);
-        for (to, &page) in input.pages.as_mut_slice::<i32>().iter_mut().zip(place.iter()) {
-            *to = page as i32;
+        if parts.start == 0 {
+            self.send(image, place, layout, slot)?;
         }
-        let pages = layout.pages.of(&self.memory);
-        let wide = layout.wide.of(&self.memory);
-        let taken = wide.range(0..values);
-        // SAFETY: the slot is packed again when its step has ended, and the drop of the runner waits for all of them.
-        unsafe {
-            self.gpu.upload_async(&input.patches, 0, taken.cast())?;
-            self.gpu.upload_async(&input.pages, 0, pages.cast())?;
-        }
+        let spec = &self.spec;
         let form = Form::of(spec).expect(CHECKED);
+        let parts_of_image: Vec<_> = self::parts(grid).collect();
+        let parts_of_layer = parts_of_image.len();
         let mut step = Step {
             gpu: &self.gpu,
             spec,
@@ -350,21 +344,57 @@ impl EncoderState {
             all_reduce: products.all_reduce,
             grid,
             rows: patches / spec.merged(),
-            is_added: true,
+            parts: parts_of_image,
+            is_added: is_added(spec, parts.start / parts_of_layer),
             hidden: layout.hidden.of(&self.memory),
             normed: layout.normed.of(&self.memory),
             delta: layout.delta.of(&self.memory),
-            wide,
+            wide: layout.wide.of(&self.memory),
+            inner: layout.inner.of(&self.memory),
             angles: layout.angles.of(&self.memory),
             merged: layout.rows.of(&self.memory),
-            pages,
+            pages: layout.pages.of(&self.memory),
             kept: self.kept(0),
         };
-        self.kernels
-            .patch_angles(step.patch_grid(), form.theta, step.angles)?;
-        products.weights.forward(spec, &mut step)?;
+        if parts.start == 0 {
+            self.kernels
+                .patch_angles(step.patch_grid(), form.theta, step.angles)?;
+        }
+        products.weights.forward(spec, parts, &mut step)?;
         Ok(())
     }
+
+    /// Launches the copies of what the first part takes from the host.
+    fn send(
+        &mut self,
+        image: &Image,
+        place: &EncodedImage,
+        layout: EncoderLayout,
+        slot: usize,
+    ) -> Result<(), GpuError> {
+        let input = &mut self.host[slot];
+        let values = image.patches.len();
+        let patches = &mut input.patches.as_mut_slice::<bf16>()[..values];
+        let chunks = patches.par_chunks_mut(CHUNK).zip(image.patches.par_chunks(CHUNK));
+        chunks.for_each(|(to, from)| to.convert_from_f32_slice(from));
+        for (to, &page) in input.pages.as_mut_slice::<i32>().iter_mut().zip(place.iter()) {
+            *to = page as i32;
+        }
+        let taken = layout.wide.of(&self.memory).range(0..values);
+        let pages = layout.pages.of(&self.memory);
+        // SAFETY: the slot is packed again when its step has ended, and the drop of the runner waits for all of them.
+        unsafe {
+            self.gpu.upload_async(&input.patches, 0, taken.cast())?;
+            self.gpu.upload_async(&input.pages, 0, pages.cast())
+        }
+    }
+}
+
+/// Whether nothing is left to be added to the residual stream before this layer: rows were made of it.
+fn is_added(spec: &EncoderSpec, layer: usize) -> bool {
+    layer
+        .checked_sub(1)
+        .is_none_or(|before| spec.features.contains(&before))
 }
 
 /// Of what [`check`] refuses.
@@ -381,12 +411,15 @@ struct Step<'a> {
     grid: ImageGrid,
     /// Rows that it becomes.
     rows: usize,
+    /// Of each part of a layer.
+    parts: Vec<Range<usize>>,
     /// Nothing is to be added to the residual stream.
     is_added: bool,
     hidden: GpuSlice<'a, bf16>,
     normed: GpuSlice<'a, bf16>,
     delta: GpuSlice<'a, bf16>,
     wide: GpuSlice<'a, bf16>,
+    inner: GpuSlice<'a, bf16>,
     angles: GpuSlice<'a, f32>,
     merged: GpuSlice<'a, bf16>,
     pages: GpuSlice<'a, i32>,
@@ -410,13 +443,32 @@ impl<'a> Step<'a> {
 
     /// The norm of the residual stream, to which what is left is added first.
     fn norm(&mut self, norm: &EncoderNorm<GpuVector>) -> Result<(), GpuError> {
-        let delta = (!std::mem::replace(&mut self.is_added, true)).then_some(self.delta);
-        let norm = GpuLayerNorm {
+        let is_added = std::mem::replace(&mut self.is_added, true);
+        self.norm_of(norm, 0..self.grid.patches(), !is_added)
+    }
+
+    /// The same of some patches.
+    fn norm_of(
+        &self,
+        norm: &EncoderNorm<GpuVector>,
+        patches: Range<usize>,
+        is_left: bool,
+    ) -> Result<(), GpuError> {
+        let of = |x| self.rows_of(x, &patches);
+        let weights = GpuLayerNorm {
             weight: norm.weight.slice(),
             bias: norm.bias.as_ref().expect(CHECKED).slice(),
             eps: self.spec.eps,
         };
-        self.kernels.layer_norm(self.hidden, delta, norm, self.normed)
+        let delta = is_left.then(|| of(self.delta));
+        self.kernels
+            .layer_norm(of(self.hidden), delta, weights, of(self.normed))
+    }
+
+    /// Rows of an activation of `[patches, hidden_size]`.
+    fn rows_of(&self, x: GpuSlice<'a, bf16>, patches: &Range<usize>) -> GpuSlice<'a, bf16> {
+        let width = self.spec.hidden_size;
+        x.range(patches.start * width..patches.end * width)
     }
 
     /// Chips of one kind may compute a product in different ways, which differ in the last bits, and ranks that sample different tokens
@@ -447,36 +499,48 @@ impl EncoderOperations<GpuLinear, GpuVector> for Step<'_> {
         unreachable!("{CHECKED}: there is no norm before the first layer")
     }
 
-    fn attend(&mut self, layer: &EncoderLayer<GpuLinear, GpuVector>) -> Result<(), GpuError> {
+    fn parts(&self) -> usize {
+        self.parts.len()
+    }
+
+    fn project(&mut self, layer: &EncoderLayer<GpuLinear, GpuVector>) -> Result<(), GpuError> {
         self.norm(&layer.attention_norm)?;
         let qkv = self.wide(3 * self.spec.hidden_size);
         self.linears.forward(self.normed, &layer.qkv, qkv)?;
+        let (heads, patches) = (self.spec.heads, self.grid.patches());
+        self.kernels.rotate(qkv, heads, self.angles, patches)
+    }
+
+    fn attend(&mut self, layer: &EncoderLayer<GpuLinear, GpuVector>, part: usize) -> Result<(), GpuError> {
+        let rows = self.parts[part].clone();
         let (heads, head_dim) = (self.spec.heads, self.spec.head_dim());
-        self.kernels
-            .rotate(qkv, heads, self.angles, self.grid.patches())?;
         self.kernels.attention(&PatchAttention {
-            qkv,
+            qkv: self.wide(3 * self.spec.hidden_size),
             heads,
             head_dim,
             // Patches of one frame see each other.
             segment: self.grid.height * self.grid.width,
+            rows: rows.clone(),
             scale: 1.0 / (head_dim as f32).sqrt(),
             out: self.normed,
         })?;
-        self.is_added = false;
-        self.linears.forward(self.normed, &layer.output, self.delta)
+        let (attended, delta) = (self.rows_of(self.normed, &rows), self.rows_of(self.delta, &rows));
+        self.linears.forward(attended, &layer.output, delta)
     }
 
-    fn mlp(&mut self, layer: &EncoderLayer<GpuLinear, GpuVector>) -> Result<(), GpuError> {
-        self.norm(&layer.mlp_norm)?;
-        let inner = self.wide(self.spec.intermediate_size);
-        self.linears.forward(self.normed, &layer.up, inner)?;
+    fn mlp(&mut self, layer: &EncoderLayer<GpuLinear, GpuVector>, part: usize) -> Result<(), GpuError> {
+        let rows = self.parts[part].clone();
+        self.norm_of(&layer.mlp_norm, rows.clone(), true)?;
+        let inner = self.inner.range(0..rows.len() * self.spec.intermediate_size);
+        let (normed, delta) = (self.rows_of(self.normed, &rows), self.rows_of(self.delta, &rows));
+        self.linears.forward(normed, &layer.up, inner)?;
         self.kernels.gelu(self.form.activation, inner)?;
+        // Of the last part, that of all of them.
         self.is_added = false;
-        self.linears.forward(inner, &layer.down, self.delta)
+        self.linears.forward(inner, &layer.down, delta)
     }
 
-    fn merge(&mut self, merger: &Merger<GpuLinear, GpuVector>, part: usize) -> Result<(), GpuError> {
+    fn merge(&mut self, merger: &Merger<GpuLinear, GpuVector>, column: usize) -> Result<(), GpuError> {
         let Merger::Mlp { norm, up, down } = merger else {
             unreachable!("{CHECKED}: rows are made by an MLP");
         };
@@ -487,7 +551,7 @@ impl EncoderOperations<GpuLinear, GpuVector> for Step<'_> {
         self.linears.forward(self.delta, down, self.merged)?;
         self.take_rows_of_first_rank()?;
         let kept = KeptRows {
-            column: part * self.spec.out_size,
+            column: column * self.spec.out_size,
             ..self.kept
         };
         self.kernels

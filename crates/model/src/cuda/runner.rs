@@ -2,11 +2,10 @@ mod batch;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::Instant;
 
 use plimsoll_core::{
-    Component, DeviceTime, Executor, FillMasks, Image, KvConfig, RequestId, StateConfig, StepError,
-    StepLimits, StepOutput, StepPlan,
+    Component, DeviceTime, EncodeCost, Executor, FillMasks, Image, KvConfig, RequestId, StateConfig,
+    StepError, StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_device::cuda::{DeviceError, GpuArena, GpuError, GpuSlab, Graph};
 use plimsoll_kernels::SampleError;
@@ -79,9 +78,8 @@ impl GpuRunner {
         let encoder = match model.encoder.as_ref().zip(model.decoder().encoder()) {
             None => None,
             Some((encoder, products)) => {
-                let begun = Instant::now();
                 let state = EncoderState::new(gpu, encoder, products)?;
-                model.slowest_encode.add(begun.elapsed());
+                model.slowest_encode.add(state.largest());
                 Some(state)
             }
         };
@@ -332,25 +330,30 @@ impl GpuRunner {
         self.agree(None, guard)?;
         let state = self.state.encoder.as_mut();
         let state = state.expect("a model that has an encoder has a state of it");
-        let encoded = state.encode(products, state.look_up(image), 0)?;
+        let encoded = state.encode(products, state.look_up(image, 1.0), 0)?;
         let rows = state.download(&encoded, rows).map_err(failed)?;
         self.check_ranks()?;
         Ok(rows)
     }
 
-    /// Where the rows of the image of a checked plan are or will be, if it has one, and the rows of the plan that are its: of each, which
-    /// of the batch, and which of those that are kept.
+    /// Where the rows of the image of a checked plan are or will be, if it has one, and the rows of the plan that are its, none if the step
+    /// only encodes a part of it: of each, which of the batch, and which of those that are kept.
     fn look_up_image<'a>(&self, plan: &'a StepPlan) -> (Option<PlacedImage<'a>>, Vec<[i32; 2]>) {
-        let Some(((image, rows), state)) = images::rows_of(plan).zip(self.state.encoder.as_ref()) else {
+        let Some(state) = &self.state.encoder else {
             return (None, Vec::new());
         };
-        let placed = state.look_up(image);
+        let Some((image, rows)) = images::rows_of(plan) else {
+            let encode = plan.encode.as_ref();
+            let placed = encode.map(|encode| state.look_up(&encode.image, encode.share));
+            return (placed, Vec::new());
+        };
+        let placed = state.look_up(image, 1.0);
         let place = |(row, of_image)| [row as i32, placed.place(of_image)];
         let rows = rows.into_iter().map(place).collect();
         (Some(placed), rows)
     }
 
-    /// Launches the encode of a step's image, if it has one and its rows are not kept.
+    /// Launches what is to be encoded of a step's image, if it has one.
     fn encode_image(&mut self, slot: usize, image: Option<PlacedImage<'_>>) -> Result<(), DeviceError> {
         let (state, products) = (self.state.encoder.as_mut(), self.model.decoder().encoder());
         if let (Some(image), Some(state), Some(products)) = (image, state, products) {
@@ -579,6 +582,10 @@ impl Executor for GpuRunner {
 
     fn device_time(&self) -> Option<DeviceTime> {
         Some(self.clocks.time())
+    }
+
+    fn encode_cost(&self) -> Option<EncodeCost> {
+        self.state.encoder.as_ref().map(EncoderState::cost)
     }
 }
 

@@ -22,6 +22,16 @@ pub(crate) struct KeptImages {
     free: Vec<usize>,
     /// The least recently used first.
     kept: Vec<([u8; 32], EncodedImage)>,
+    partial: Option<PartialImage>,
+}
+
+/// An image of which some parts of the encode are done.
+#[derive(Clone, Debug)]
+pub(crate) struct PartialImage {
+    hash: [u8; 32],
+    /// Where its rows will be.
+    pub(crate) pages: EncodedImage,
+    pub(crate) parts: usize,
 }
 
 impl KeptImages {
@@ -29,6 +39,7 @@ impl KeptImages {
         Self {
             free: (0..pages(spec)).rev().collect(),
             kept: Vec::new(),
+            partial: None,
         }
     }
 
@@ -44,8 +55,35 @@ impl KeptImages {
         self.kept.last().map(|(_, pages)| Arc::clone(pages))
     }
 
-    /// Room for so many rows, at most those of the largest image.
-    pub(crate) fn place(&mut self, rows: usize) -> EncodedImage {
+    /// What is done of an image that is not kept, of so many rows: at most those of the largest. Parts of any other are lost.
+    pub(crate) fn begin(&mut self, hash: &[u8; 32], rows: usize) -> &mut PartialImage {
+        if self.partial.as_ref().is_none_or(|partial| partial.hash != *hash) {
+            self.give_up();
+            let pages = self.place(rows);
+            self.partial = Some(PartialImage {
+                hash: *hash,
+                pages,
+                parts: 0,
+            });
+        }
+        self.partial.as_mut().expect("it has begun")
+    }
+
+    /// What was written of the image that has begun is of no use.
+    pub(crate) fn give_up(&mut self) {
+        if let Some(PartialImage { pages, .. }) = self.partial.take() {
+            self.free.extend(pages.iter());
+        }
+    }
+
+    /// All rows of the image that has begun were written: it is kept.
+    pub(crate) fn finish(&mut self) {
+        if let Some(PartialImage { hash, pages, .. }) = self.partial.take() {
+            self.kept.push((hash, pages));
+        }
+    }
+
+    fn place(&mut self, rows: usize) -> EncodedImage {
         let pages = rows.div_ceil(PAGE);
         let mut gone = 0;
         while self.free.len() < pages {
@@ -56,19 +94,9 @@ impl KeptImages {
         self.free.drain(self.free.len() - pages..).collect()
     }
 
-    /// Nothing was written there that is of use.
-    pub(crate) fn give_back(&mut self, pages: &EncodedImage) {
-        self.free.extend(pages.iter());
-    }
-
-    /// Keeps what was written there.
-    pub(crate) fn keep(&mut self, hash: [u8; 32], pages: EncodedImage) -> EncodedImage {
-        self.kept.push((hash, Arc::clone(&pages)));
-        pages
-    }
-
     /// Forgets all.
     pub(crate) fn clear(&mut self) {
+        self.give_up();
         for (_, pages) in self.kept.drain(..) {
             self.free.extend(pages.iter());
         }

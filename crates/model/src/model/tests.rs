@@ -223,6 +223,7 @@ fn sinks_and_soft_caps_are_those_of_the_definition() {
         let plan = StepPlan {
             step: 0,
             runs: vec![run],
+            encode: None,
         };
         let rows: Vec<usize> = (0..end - start).collect();
         found.extend(runner.logits(&plan, &rows).unwrap());

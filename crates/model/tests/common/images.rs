@@ -3,7 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_core::{EncoderLimits, Image, ImageGrid, ImageSpan, PageId, Run, RunInput, StepPlan, TokenId};
+use plimsoll_core::{
+    EncoderLimits, Image, ImageGrid, ImageSpan, PageId, PartialEncode, Run, RunInput, StepPlan, TokenId,
+};
 use plimsoll_model::{KvCacheDtype, LoadOptions, ServeAs};
 use serde::Deserialize;
 
@@ -119,6 +121,31 @@ impl ImageCase {
             (plan(vec![text()]), vec![most - 1]),
             (plan(vec![whole(1, 0), text(), whole(3, 3)]), rows),
         ]
+    }
+
+    /// Steps of another request, one token each, beside which the prompt's first image is encoded in parts; the last step has the prompt
+    /// too. And the row of it that is its last.
+    pub fn in_parts(&self) -> (Vec<StepPlan>, usize) {
+        let image = Arc::clone(&self.spans()[0].image);
+        let reader = |step: usize| run(2, step, &self.prompt[step..=step], &blocks(6..7));
+        let shares = [0.1, 0.4, 0.41, 0.9, 1.0];
+        let mut steps: Vec<StepPlan> = shares
+            .iter()
+            .enumerate()
+            .map(|(step, &share)| StepPlan {
+                encode: Some(PartialEncode {
+                    image: Arc::clone(&image),
+                    share,
+                }),
+                ..plan(vec![reader(step)])
+            })
+            .collect();
+        let len = self.prompt.len();
+        steps.push(plan(vec![
+            reader(shares.len()),
+            self.run(1, 0..len, &blocks(0..3)),
+        ]));
+        (steps, len)
     }
 
     /// The same prompt with a larger image than [`IMAGE_LIMITS`] allow.

@@ -321,7 +321,10 @@ pub fn continued(
 }
 
 pub fn plan(runs: Vec<Run>) -> StepPlan {
-    StepPlan { step: 0, runs }
+    StepPlan {
+        runs,
+        ..Default::default()
+    }
 }
 
 pub fn blocks(range: std::ops::Range<u32>) -> Vec<PageId> {

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use plimsoll_core::{
-    BlockSize, Component, EncoderLimits, Executor, Image, ImageGrid, ImageSpan, Run, RunInput, StepError,
+    BlockSize, Component, EncoderLimits, Executor, Image, ImageGrid, ImageSpan, PartialEncode, Run, RunInput,
+    StepError, StepPlan,
 };
 use plimsoll_device::cuda::Gpu;
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape};
@@ -189,6 +190,80 @@ fn images_and_text_share_steps() {
     }
 }
 
+/// Steps in which others go on encode a part each; however many there are, the rows are the same.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn images_are_encoded_in_parts_beside_steps() {
+    let gpu = gpu();
+    for name in IMAGE_MODELS {
+        let model = load(&gpu, name);
+        let case = &golden_images(name).cases[0];
+        let (steps, last) = case.in_parts();
+        let found = [5, 3, 1, 0].map(|done| {
+            let mut runner = setup().build(&model);
+            for (index, step) in steps[..5].iter().enumerate() {
+                let beside = step.encode.clone().filter(|_| index < done);
+                let step = StepPlan {
+                    encode: beside,
+                    ..step.clone()
+                };
+                runner.execute(&step).unwrap();
+            }
+            runner.logits(&steps[5], &[last]).unwrap()
+        });
+        assert!(found.iter().all(|logits| *logits == found[3]), "{name}");
+    }
+}
+
+/// Images of so many patches that layers are cut into parts too, as the CPU encodes them, and with the same bits in one step and in many.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn large_images_are_encoded_in_parts() {
+    let gpu = gpu();
+    let limits = EncoderLimits {
+        max_patches: 5000,
+        ..IMAGE_LIMITS
+    };
+    for name in IMAGE_MODELS {
+        let model = load_for(&gpu, name, limits);
+        let cpu = {
+            let options = options(KvCacheDtype::F32, limits);
+            let budget = plimsoll_device::Budget::new(1 << 34);
+            let model =
+                plimsoll_model::Model::load(&golden_path(name), options, &budget, &mut |_| ()).unwrap();
+            model
+                .build_state(&state_config(16, 8), &LIMITS, &budget, &mut || {})
+                .unwrap()
+        };
+        let (mut cpu, text) = (cpu, golden_images(name).cases.swap_remove(0).prompt);
+        for (seed, grid) in [(1, [1, 50, 90]), (2, [1, 2, 2400]), (3, [1, 32, 64])] {
+            let image = Arc::new(image(seed, grid, VALUES));
+            let whole = setup().build(&model).encode(&image).unwrap();
+            let mut runner = setup().build(&model);
+            for step in 0..20 {
+                let share = f64::from(step + 1) / 20.0;
+                let beside = StepPlan {
+                    encode: Some(PartialEncode {
+                        image: Arc::clone(&image),
+                        share,
+                    }),
+                    ..plan(vec![run(
+                        2,
+                        step as usize,
+                        &text[step as usize % text.len()..][..1],
+                        &blocks(0..3),
+                    )])
+                };
+                runner.execute(&beside).unwrap();
+            }
+            assert!(runner.encode(&image).unwrap() == whole, "{name}, {grid:?}");
+            let error = relative_error(&whole, &cpu.encode(&image).unwrap());
+            report(format_args!("{name}, {grid:?}: {error:.4} from the CPU's"));
+            assert!(error < 0.05, "{name}, {grid:?}: {error}");
+        }
+    }
+}
+
 /// A last token that is a row of an image is sampled from, which no graph does.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
@@ -307,7 +382,7 @@ fn images_that_no_scheduler_plans_are_refused() {
         );
     };
     let model = load(&gpu, "qwen3-vl");
-    refused(&model, both(), "rows of two images");
+    refused(&model, both(), "two images in a step");
     refused(&crate::setup::load(&gpu, "qwen3-vl"), both(), "without images");
     let (large, too_large) = case.too_large(&table);
     refused(&model, plan(vec![too_large]), "for 13 tokens");

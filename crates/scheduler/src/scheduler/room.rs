@@ -3,18 +3,17 @@
 use plimsoll_core::Request;
 use plimsoll_kv::KvManager;
 
-use super::Scheduler;
+use super::{Scheduler, images::StepImage};
 use crate::{Load, sequence::Running};
 
 /// What is left of a step while it is planned.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Room {
     /// Tokens.
     tokens: usize,
     /// Of these, tokens of prompts.
     prompts: usize,
-    /// The image of which the step has rows. It has those of no other: the memory of one encode was proved.
-    image: Option<[u8; 32]>,
+    pub(super) image: StepImage,
 }
 
 impl Room {
@@ -32,36 +31,26 @@ impl Room {
                 }
             }
         };
-        self.image = self.image.or_else(|| {
-            let images = running.sequence.request.images()?;
-            let run = running.planned..running.planned + len;
-            let mut here = images.iter().filter(|span| !span.rows_in(&run).is_empty());
-            here.next().map(|span| span.image.hash)
-        });
         self.tokens -= len;
         self.prompts = self.prompts.saturating_sub(if generates { 0 } else { len });
         len
     }
 
     /// Where a run from `start` on that ends at most at `end` must end for the sake of images.
-    fn before_other_images(&self, request: &Request, start: usize, end: usize) -> usize {
-        let mut image = self.image;
-        for span in request.images().map_or(&[][..], |images| &images[..]) {
-            if span.rows_in(&(start..end)).is_empty() {
-                continue;
-            }
-            if *image.get_or_insert(span.image.hash) != span.image.hash {
-                return span.start.max(start);
-            }
-        }
-        end
+    fn before_other_images(&mut self, request: &Request, start: usize, end: usize) -> usize {
+        let images = request.images().map_or(&[][..], |images| &images[..]);
+        let mut here = images
+            .iter()
+            .filter(|span| !span.rows_in(&(start..end)).is_empty());
+        let other = here.find(|span| !self.image.may_read(&span.image));
+        other.map_or(end, |span| span.start.max(start))
     }
 
     /// Where a run of a prompt from `start` on ends that could end at `ready`; at `start` if it must wait for a later step.
     ///
     /// Where tokens of a span see each other, it is computed at once: before what is left of it that does not fit the step. The
     /// prompts' share of a step may be smaller than a span, and then gives way to the first of them, lest it never be computed.
-    fn end_of(&self, request: &Request, start: usize, ready: usize) -> usize {
+    fn end_of(&mut self, request: &Request, start: usize, ready: usize) -> usize {
         let most = ready.min(start + self.for_prompts());
         let end = self.before_other_images(request, start, most);
         let spans = request.images().filter(|_| request.has_mutual_spans());
@@ -75,7 +64,7 @@ impl Room {
     }
 
     /// Whether a request of so many tokens cannot go on behind `start` before a later step, because of its image.
-    pub(super) fn lacks_image(&self, request: &Request, start: usize, tokens: usize) -> bool {
+    pub(super) fn lacks_image(&mut self, request: &Request, start: usize, tokens: usize) -> bool {
         self.end_of(request, start, tokens) == start
     }
 
@@ -89,14 +78,21 @@ impl Scheduler {
     /// Size of the next step.
     pub(super) fn room(&self) -> Room {
         let tokens = self.limits.max_num_batched_tokens;
-        let prompts = match &self.prompt_budget {
-            None => tokens,
-            Some(budget) => budget.prompt_tokens(&self.load()),
+        let (prompts, encode) = match &self.prompt_budget {
+            None => (tokens, None),
+            Some(budget) => {
+                let load = self.load();
+                // Those whose token the step does not compute wait for it too.
+                let readers = self.running.values().filter(|running| running.generates());
+                let decoding = load.decoding.max(readers.count());
+                let encode = budget.encode_time(&Load { decoding, ..load });
+                (budget.prompt_tokens(&load), encode)
+            }
         };
         Room {
             tokens,
             prompts,
-            image: None,
+            image: StepImage::none(self.images, encode),
         }
     }
 

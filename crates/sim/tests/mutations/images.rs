@@ -4,10 +4,11 @@ use super::list::{Mutation, bug, edit};
 
 const JOURNAL: &str = "kv/prefix/journal.rs";
 const PREFIX: &str = "kv/prefix.rs";
+const IMAGES: &str = "scheduler/scheduler/images.rs";
 const ROOM: &str = "scheduler/scheduler/room.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const IMAGE_MUTATIONS: [Mutation; 6] = [
+pub(crate) const IMAGE_MUTATIONS: [Mutation; 9] = [
     bug(
         "different images share KV",
         &[
@@ -33,10 +34,26 @@ pub(crate) const IMAGE_MUTATIONS: [Mutation; 6] = [
     ),
     bug(
         "a step has rows of two images",
+        &[edit(IMAGES, "return «hash == image.hash» && self", "true")],
+    ),
+    bug(
+        "a step has rows of an image of which it encodes a part",
+        &[edit(IMAGES, "});\n        «share >= 1.0»", "true")],
+    ),
+    bug(
+        "requests that generate wait for a whole image",
         &[edit(
             ROOM,
-            "if «*image.get_or_insert(span.image.hash) != span.image.hash» {",
-            "{ let _ = &mut image; false }",
+            "StepImage::none(self.images, «encode»)",
+            "encode.filter(|_| false)",
+        )],
+    ),
+    bug(
+        "an image is taken for encoded because another was begun",
+        &[edit(
+            IMAGES,
+            "Some((partial, share)) if «partial == *hash»",
+            "partial != [0; 32]",
         )],
     ),
     bug(

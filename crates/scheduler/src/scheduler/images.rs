@@ -1,0 +1,94 @@
+//! Which images have rows when a step begins.
+
+use std::sync::Arc;
+
+use plimsoll_core::{Image, PartialEncode, StepPlan};
+
+use crate::EncodeTime;
+
+/// What is left behind this share is nothing, for which there is no step.
+const ALL: f64 = 1.0 - 1e-6;
+
+/// What executors have of images, as far as steps that were planned tell. It may be less, after an image was given up for another: then
+/// the step that has rows of it encodes it, and readers wait.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct KnownImages {
+    /// The one of which parts are encoded, and how much of it is done, of 1.
+    partial: Option<([u8; 32], f64)>,
+    /// Those that steps have had rows of, the latest first: of so many of any size rows are kept.
+    read: [Option<[u8; 32]>; 2],
+}
+
+impl KnownImages {
+    fn done(&self, hash: &[u8; 32]) -> f64 {
+        match self.partial {
+            _ if self.read.contains(&Some(*hash)) => 1.0,
+            Some((partial, share)) if partial == *hash => share,
+            _ => 0.0,
+        }
+    }
+
+    /// A step was planned.
+    pub(super) fn plan(&mut self, plan: &StepPlan) {
+        if let Some(PartialEncode { image, share }) = &plan.encode {
+            self.partial = Some((image.hash, *share));
+        }
+        let mut read = plan.runs.iter().flat_map(|run| run.image_rows());
+        let Some((span, _)) = read.next() else { return };
+        let hash = Some(span.image.hash);
+        if self.partial.map(|(partial, _)| partial) == hash {
+            self.partial = None;
+        }
+        if self.read[0] != hash {
+            self.read = [hash, self.read[0]];
+        }
+    }
+}
+
+/// What a step has of images: rows of one, or a part of its encode.
+#[derive(Clone, Debug)]
+pub(super) struct StepImage {
+    known: KnownImages,
+    /// How long it may encode; `None` for as long as it takes.
+    time: Option<EncodeTime>,
+    /// The only one: the memory of one encode was proved.
+    hash: Option<[u8; 32]>,
+    encode: Option<PartialEncode>,
+}
+
+impl StepImage {
+    /// Of a step that has none yet.
+    pub(super) fn none(known: KnownImages, time: Option<EncodeTime>) -> Self {
+        Self {
+            known,
+            time,
+            hash: None,
+            encode: None,
+        }
+    }
+
+    /// Whether the step may have rows of `image`. If it is not encoded by then, the step encodes a part of it.
+    pub(super) fn may_read(&mut self, image: &Arc<Image>) -> bool {
+        if let Some(hash) = self.hash {
+            return hash == image.hash && self.encode.as_ref().is_none_or(|encode| encode.share >= 1.0);
+        }
+        self.hash = Some(image.hash);
+        let done = self.known.done(&image.hash);
+        let Some(time) = self.time.filter(|_| done < 1.0) else {
+            return true;
+        };
+        let share = match done + time.share(image.grid.patches()) {
+            share if share > ALL => 1.0,
+            share => share,
+        };
+        self.encode = Some(PartialEncode {
+            image: Arc::clone(image),
+            share,
+        });
+        share >= 1.0
+    }
+
+    pub(super) fn encode(self) -> Option<PartialEncode> {
+        self.encode
+    }
+}
