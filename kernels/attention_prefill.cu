@@ -1,4 +1,5 @@
-// Causal attention of many query rows over the paged cache: prompts, and chunks of prompts over what is cached already.
+// Causal attention of many query rows over the paged cache: prompts, and chunks of prompts over what is cached already. Rows may see
+// what follows them in their run too, as far as a list says.
 //
 // Flash attention: a block of threads holds a tile of query rows, streams tiles of keys and values through shared memory and
 // keeps a running maximum and sum for each row. A run's rows are its tokens times the query heads of one KV head, token by
@@ -123,7 +124,7 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
         Warp warp(threadIdx.x / kWarp / S::kParts * kM * 16, threadIdx.x / kWarp % S::kParts * kColumns);
         const bool idle = warp.row >= this->rows();
         const int lowest = this->position(warp.row);
-        const int highest = this->position(min(warp.row + kM * 16, this->rows()) - 1);
+        const int highest = this->last_seen(min(warp.row + kM * 16, this->rows()) - 1);
         float sums[kM][kD][4] = {};
         float weights[kM][kN][4];
 
@@ -277,11 +278,11 @@ extern __shared__ __align__(16) char shared[];
 #define ARGS                                                                                                           \
     const bf16 *q, const void *k, const void *v, const Run *runs, const int *blocks, const Item *items, bf16 *out,      \
         float *scratch, int q_stride, int kv_heads, int group, unsigned group_inverse, int block_shift, int block_rows, \
-        int window, float scale, float inner, const float *sinks, float out_scale, int work
+        int window, float scale, float inner, const float *sinks, const int *ends, float out_scale, int work
 #define PACKED_ARGS                                                                                                    \
     PrefillArgs {                                                                                                      \
         q, k, v, runs, blocks, items, out, scratch, q_stride, kv_heads, group, group_inverse, block_shift, block_rows, \
-            window, scale, inner, sinks, out_scale, work                                                               \
+            window, scale, inner, sinks, ends, out_scale, work                                                               \
     }
 
 // Grid: KV heads x items.

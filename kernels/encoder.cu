@@ -1,5 +1,6 @@
-// An encoder of images: attention in which the patches of a frame see each other, what its layers do element by element, and
-// what takes its rows to the decoder. Rows are a multiple of eight elements and 16-byte aligned.
+// An encoder of images: attention in which the patches of a frame or of a window see each other, what its layers do element by element,
+// and what takes its rows to the decoder. Rows are a multiple of eight elements and 16-byte aligned, but for those inside gated MLPs.
+#include "activation.cuh"
 #include "common.cuh"
 #include "mma.cuh"
 #include "rows.cuh"
@@ -11,12 +12,22 @@ struct EncoderArgs {
     const bf16* k;
     const bf16* v;
     bf16* out;
+    // Where segments are of different lengths: their first rows, and where the last ends.
+    const int* starts;
     int stride;   // elements between rows of q, of k and of v
     int dim;      // elements of a head, a multiple of eight, at most D
-    int segment;  // rows that see each other
-    int begin;    // of each segment, the rows whose attention is computed
+    int segment;  // rows that see each other, where all are of one length
+    int begin;    // of each such segment, the rows whose attention is computed
     int end;
     float scale;  // times log2(e)
+
+    __device__ __forceinline__ int64_t first() const {
+        return starts == nullptr ? int64_t(blockIdx.z) * segment : int64_t(starts[blockIdx.z]);
+    }
+
+    __device__ __forceinline__ int rows() const {
+        return starts == nullptr ? segment : starts[blockIdx.z + 1] - starts[blockIdx.z];
+    }
 };
 
 // Flash attention of one head over contiguous rows: a block of threads has a tile of queries and streams tiles of keys and values
@@ -39,6 +50,8 @@ struct EncoderAttention {
     bf16* const k_tiles;  // two: one is loaded while the other is read
     bf16* const v_tiles;
     const int64_t first;  // row of the segment
+    const int segment;    // rows of it
+    const int end;        // of those whose attention is computed
     const int head_at;    // column of the head
     const int row;        // of the tile, in the segment
 
@@ -47,7 +60,9 @@ struct EncoderAttention {
           q_tile(reinterpret_cast<bf16*>(shared)),
           k_tiles(q_tile + kRows * kStride),
           v_tiles(k_tiles + 2 * kTile),
-          first(int64_t(blockIdx.z) * args.segment),
+          first(args.first()),
+          segment(args.rows()),
+          end(args.starts == nullptr ? args.end : segment),
           head_at(blockIdx.y * args.dim),
           row(args.begin + blockIdx.x * kRows) {}
 
@@ -59,14 +74,16 @@ struct EncoderAttention {
         for (int i = 0; i < Rows * kChunks / kThreads; ++i) {
             const int chunk = threadIdx.x + i * kThreads;
             const int r = chunk / kChunks, column = chunk % kChunks * 8;
-            const bool wanted = begin + r < args.segment && column < args.dim;
+            const bool wanted = begin + r < segment && column < args.dim;
             const bf16* source = from + (wanted ? (first + begin + r) * args.stride + head_at + column : 0);
             copy_async(tile + r * kStride + column, source, wanted);
         }
     }
 
     __device__ __forceinline__ void operator()() const {
-        const int tiles = (args.segment + kKeys - 1) / kKeys;
+        // Other segments may have more tiles.
+        if (row >= end) return;
+        const int tiles = (segment + kKeys - 1) / kKeys;
         load<kRows>(args.q, row, q_tile);
         load<kKeys>(args.k, 0, k_tiles);
         commit_async();
@@ -88,7 +105,7 @@ struct EncoderAttention {
             if (tile + 1 < tiles) load<kKeys>(args.k, key + kKeys, k_tiles + (1 - stage) * kTile);
             commit_async();
             score(warp_row, k_tiles + stage * kTile, weights);
-            if (key + kKeys > args.segment) mask(args.segment - key, weights);
+            if (key + kKeys > segment) mask(segment - key, weights);
             soften(weights, largest, total, sums);
             wait_async<1>();
             __syncthreads();
@@ -213,7 +230,7 @@ struct EncoderAttention {
                 all += __shfl_xor_sync(kAllLanes, all, 1);
                 all += __shfl_xor_sync(kAllLanes, all, 2);
                 const int at = row + warp_row + m * 16 + half * 8 + lane / 4;
-                if (at >= args.end) continue;
+                if (at >= end) continue;
                 const float inverse = 1.0f / all;
                 bf16* const out = args.out + (first + at) * width + head_at + lane % 4 * 2;
 #pragma unroll
@@ -227,9 +244,10 @@ struct EncoderAttention {
     }
 };
 
-// Row and column of patch `patch`: merged ones follow each other.
-__device__ __forceinline__ int2 place_of(int patch, int height, int width, int merge) {
-    const int inside = patch % (merge * merge), merged = patch / (merge * merge);
+// Row and column of patch `patch`: merged ones follow each other, squares of them line by line or as `order` says, if it is not null.
+__device__ __forceinline__ int2 place_of(int patch, const int* order, int height, int width, int merge) {
+    const int inside = patch % (merge * merge), square = patch / (merge * merge);
+    const int merged = order == nullptr ? square : order[square];
     const int rows = height / merge, columns = width / merge;
     return make_int2(merged / columns % rows * merge + inside / merge, merged % columns * merge + inside % merge);
 }
@@ -313,6 +331,29 @@ __device__ __forceinline__ void activate(bf16* x, uint64_t len, Activation activ
     store8(x + i, narrow(values));
 }
 
+// activation(gate) * up of rows of `inner` elements of each, gate first, to `len` elements of out, four a thread.
+template <Activation kActivation>
+__device__ __forceinline__ void gate_rows(const bf16* gate_up, bf16* out, int inner, uint64_t len) {
+    pdl_launch();
+    pdl_wait();
+    const uint64_t i = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    if (i >= len) return;
+    const bf16* const gates = gate_up + i / inner * inner + i;
+    uint2 gate = *reinterpret_cast<const uint2*>(gates);
+    const uint2 up = *reinterpret_cast<const uint2*>(gates + inner);
+    bf162* const pairs = reinterpret_cast<bf162*>(&gate);
+    const bf162* const ups = reinterpret_cast<const bf162*>(&up);
+    const auto gated = [](float g, float u) {
+        return __fdividef(g, 1.0f + __expf(-sigmoid_input(kActivation, g))) * u;
+    };
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const float2 g = __bfloat1622float2(pairs[j]), u = __bfloat1622float2(ups[j]);
+        pairs[j] = __floats2bfloat162_rn(gated(g.x, u.x), gated(g.y, u.y));
+    }
+    *reinterpret_cast<uint2*>(out + i) = gate;
+}
+
 }  // namespace
 
 extern __shared__ __align__(16) char shared[];
@@ -320,11 +361,11 @@ extern __shared__ __align__(16) char shared[];
 // Grid: tiles of queries of a segment x heads x segments.
 #define ENCODER_ATTENTION(D)                                                                                            \
     extern "C" __global__ void __launch_bounds__(EncoderAttention<D>::kThreads, 2)                                      \
-        encoder_attention_##D(const bf16* q, const bf16* k, const bf16* v, bf16* out, int stride, int dim, int segment, \
-                              int begin, int end, float scale) {                                                        \
+        encoder_attention_##D(const bf16* q, const bf16* k, const bf16* v, bf16* out, const int* starts, int stride,    \
+                              int dim, int segment, int begin, int end, float scale) {                                  \
         pdl_wait();                                                                                                     \
         pdl_launch();                                                                                                   \
-        const EncoderArgs args{q, k, v, out, stride, dim, segment, begin, end, scale};                                  \
+        const EncoderArgs args{q, k, v, out, starts, stride, dim, segment, begin, end, scale};                          \
         EncoderAttention<D>(args, shared)();                                                                            \
     }
 
@@ -349,12 +390,20 @@ extern "C" __global__ void __launch_bounds__(256) gelu_tanh_in_place(bf16* x, ui
     activate(x, len, [](float value) { return gelu_tanh(value); });
 }
 
+// Rows are a multiple of four elements: inside an MLP there may be no more.
+extern "C" __global__ void __launch_bounds__(256) gate_silu(const bf16* gate_up, bf16* out, int inner, uint64_t len) {
+    gate_rows<Activation::kSilu>(gate_up, out, inner, len);
+}
+extern "C" __global__ void __launch_bounds__(256) gate_gelu_tanh(const bf16* gate_up, bf16* out, int inner, uint64_t len) {
+    gate_rows<Activation::kGeluTanh>(gate_up, out, inner, len);
+}
+
 // hidden += what a table of side x side positions, [side * side, n], has at each patch's place, interpolated. One block a row.
 extern "C" __global__ void __launch_bounds__(1024)
-    add_positions(bf16* hidden, const float* table, int n, int height, int width, int merge, int side) {
+    add_positions(bf16* hidden, const float* table, const int* order, int n, int height, int width, int merge, int side) {
     pdl_launch();
     pdl_wait();
-    const int2 place = place_of(blockIdx.x, height, width, merge);
+    const int2 place = place_of(blockIdx.x, order, height, width, merge);
     const Taps y = taps(place.x, height, side), x = taps(place.y, width, side);
     const auto at = [&](int row, int column) { return table + static_cast<int64_t>(row * side + column) * n; };
     const float* const corners[4] = {at(y.first, x.first), at(y.first, x.second), at(y.second, x.first),
@@ -375,17 +424,20 @@ extern "C" __global__ void __launch_bounds__(1024)
 }
 
 // Cosine and sine of the angles of all patches, [patches, pairs]: the first half of the pairs turns with the row, the other with the
-// column, pair i of `pairs / 2` by theta^(-i / (pairs / 2)); log2_theta is its logarithm. One thread an angle.
+// column, pair i of `pairs / 2` by theta^(-i / (pairs / 2)), of columns with `column_shift` added to i; log2_theta is the logarithm of
+// theta. One thread an angle.
 extern "C" __global__ void __launch_bounds__(256)
-    patch_angles(float2* angles, int patches, int pairs, float log2_theta, int height, int width, int merge) {
+    patch_angles(float2* angles, const int* order, int patches, int pairs, float log2_theta, float column_shift, int height,
+                 int width, int merge) {
     pdl_launch();
     pdl_wait();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= patches * pairs) return;
     const int patch = i / pairs, pair = i - patch * pairs, quarter = pairs / 2;
-    const int2 place = place_of(patch, height, width, merge);
+    const int2 place = place_of(patch, order, height, width, merge);
     const bool is_row = pair < quarter;
-    const float exponent = static_cast<float>(is_row ? pair : pair - quarter) / static_cast<float>(quarter);
+    const float step = is_row ? static_cast<float>(pair) : static_cast<float>(pair - quarter) + column_shift;
+    const float exponent = step / static_cast<float>(quarter);
     const float angle = static_cast<float>(is_row ? place.x : place.y) * exp2f(-exponent * log2_theta);
     float2 turned;
     sincosf(angle, &turned.y, &turned.x);
@@ -419,15 +471,51 @@ extern "C" __global__ void __launch_bounds__(256)
     *reinterpret_cast<uint2*>(second) = b;
 }
 
-// Row i of x goes to row pages[i / page] * page + i % page of `kept`, whose rows are `stride` elements apart, from column `column` on.
-// One block a row.
+// Row i of x, which is row r = order[i], or i where that is null, of an image, goes to row pages[r / page] * page + r % page of `kept`,
+// whose rows are `stride` elements apart, from column `column` on. One block a row.
 extern "C" __global__ void __launch_bounds__(1024)
-    keep_rows(const bf16* x, const int* pages, bf16* kept, int n, int stride, int column, int page) {
+    keep_rows(const bf16* x, const int* order, const int* pages, bf16* kept, int n, int stride, int column, int page) {
     pdl_launch();
     pdl_wait();
-    const int row = blockIdx.x;
+    const bf16* const from = x + static_cast<int64_t>(blockIdx.x) * n;
+    const int row = order == nullptr ? static_cast<int>(blockIdx.x) : order[blockIdx.x];
     const int64_t to = static_cast<int64_t>(pages[row / page] * page + row % page) * stride + column;
-    for (int i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) store8(kept + to + i, load8(x + static_cast<int64_t>(row) * n + i));
+    for (int i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) store8(kept + to + i, load8(from + i));
+}
+
+// Of patches that lie line by line, `width` in each: row i of out has of those in the i-th square of merge x merge all first elements,
+// then all second ones, and so on. One block a row.
+extern "C" __global__ void __launch_bounds__(1024) gather_squares(const bf16* x, bf16* out, int n, int width, int merge) {
+    pdl_launch();
+    pdl_wait();
+    const int columns = width / merge, merged = merge * merge, row = blockIdx.x;
+    const bf16* const corner = x + (static_cast<int64_t>(row / columns) * merge * width + row % columns * merge) * n;
+    bf16* const to = out + static_cast<int64_t>(row) * merged * n;
+    for (int i = threadIdx.x; i < merged * n; i += blockDim.x) {
+        const int patch = i % merged;
+        to[i] = corner[static_cast<int64_t>(patch / merge * width + patch % merge) * n + i / merged];
+    }
+}
+
+// Of patches that lie line by line, `width` in each: row i of out is the mean of those in the i-th square of merge x merge. One block a
+// row.
+extern "C" __global__ void __launch_bounds__(1024) average_squares(const bf16* x, bf16* out, int n, int width, int merge) {
+    pdl_launch();
+    pdl_wait();
+    const int columns = width / merge, merged = merge * merge, row = blockIdx.x;
+    const bf16* const corner = x + (static_cast<int64_t>(row / columns) * merge * width + row % columns * merge) * n;
+    const float share = 1.0f / static_cast<float>(merged);
+    for (int i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) {
+        Float8 sum{};
+        for (int patch = 0; patch < merged; ++patch) {
+            const Float8 more = widen(load8(corner + static_cast<int64_t>(patch / merge * width + patch % merge) * n + i));
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) sum.at[j] += more.at[j];
+        }
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) sum.at[j] *= share;
+        store8(out + static_cast<int64_t>(row) * n + i, narrow(sum));
+    }
 }
 
 // For each pair of rows, that of `hidden`, [rows, n], becomes that of `kept`, from column `column` of its `stride`. One block a pair.

@@ -33,6 +33,7 @@ struct PrefillArgs {
     float scale;      // times log2(e): weights are powers of two
     float inner;      // of a soft cap: what products are multiplied by before `tanh_exp2`, whose results `scale` multiplies
     const float* sinks;  // a logit of each query head that has no value, or null
+    const int* ends;     // of each row of the batch the key behind the last that it sees, ascending within a run; null: itself
     float out_scale;     // multiplies the result
     int work;         // items x KV heads
 
@@ -87,6 +88,12 @@ struct QueryTile {
     __device__ __forceinline__ int rows() const { return min(Rows, run.len * args.group - item.row); }
 
     __device__ __forceinline__ int position(int row) const { return args.token(origin + row); }
+
+    // The last key that a row sees. Rows that do not exist see as much as the run's last.
+    __device__ __forceinline__ int last_seen(int row) const {
+        if (args.ends == nullptr) return position(row);
+        return args.ends[run.first_row + min(args.token(item.row + row), run.len - 1)] - 1;
+    }
 
     // Offset of a row of the tile in a matrix of tokens.
     __device__ __forceinline__ size_t offset(int row, int stride) const {
@@ -154,11 +161,12 @@ struct WarpRows {
         for (int m = 0; m < M; ++m) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int ahead = tile.position(row + m * 16 + h * 8 + lane / 4) - (key + lane % 4 * 2);
+                const int own = row + m * 16 + h * 8 + lane / 4, position = tile.position(own);
+                const int ahead = position - (key + lane % 4 * 2), least = position - tile.last_seen(own);
 #pragma unroll
                 for (int i = 0; i < N * 2; ++i) {
                     const int behind = ahead - (i / 2 * 8 + i % 2);
-                    if (behind < 0 || behind >= tile.args.window) weights[m][i / 2][h * 2 + i % 2] = -INFINITY;
+                    if (behind < least || behind >= tile.args.window) weights[m][i / 2][h * 2 + i % 2] = -INFINITY;
                 }
             }
         }

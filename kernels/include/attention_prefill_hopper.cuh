@@ -197,7 +197,7 @@ struct HopperPrefill {
         int begin = last, end = last;
         if (group_row < count) {
             begin = min(max(tile.position(group_row) - (args.window - 1), first * kKeys) / kKeys, last);
-            end = max(min(tile.position(min(group_row + kGroupRows, count) - 1) / kKeys + 1, last), begin);
+            end = max(min(tile.last_seen(min(group_row + kGroupRows, count) - 1) / kKeys + 1, last), begin);
         }
         step = skip(step, 2 * (begin - first));
         Warp warp(group_row + threadIdx.x % kWarpGroup / kWarp * 16);

@@ -52,40 +52,17 @@ pub(crate) fn processor(model: &Path, settings: &EngineSettings) -> Result<Optio
     })
 }
 
-/// What would encode images.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum EncoderDevice {
-    /// A CPU, which has the operations of all encoders.
-    Cpu,
-    /// GPUs, which have those of some.
-    Gpu,
-}
-
-/// The settings of a start of this model. Where what would encode its images cannot, they are for text alone, unless a flag asks for
-/// images: then the start will say what is wrong.
+/// The settings of a start of this model.
 ///
 /// # Errors
 /// As [`processor`].
 pub(crate) fn settings_of(
     model: &Path,
     settings: &Arc<EngineSettings>,
-    device: EncoderDevice,
 ) -> Result<Arc<EngineSettings>, Error> {
     let Some(processor) = processor(model, settings)? else {
         return Ok(Arc::clone(settings));
     };
-    let config = ModelConfig::read(model, &settings.serve_as.without_images())?;
-    let on_gpu = config
-        .text_part_of
-        .is_some_and(|around| around.is_encoded_on_gpus());
-    let lack = match device {
-        EncoderDevice::Gpu if !on_gpu => Some("encoders of this family run on CPUs alone, so far"),
-        EncoderDevice::Cpu | EncoderDevice::Gpu => None,
-    };
-    if let Some(lack) = lack.filter(|_| !settings.asks_for_images) {
-        tracing::warn!("images are not served: {lack}");
-        return Ok(Arc::clone(settings));
-    }
     let mut settings = EngineSettings::clone(settings);
     settings.serve_as.images = Some(EncoderLimits {
         max_patches: processor.worst_image().plan.grid.patches(),

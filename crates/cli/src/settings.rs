@@ -29,9 +29,6 @@ pub struct EngineSettings {
     pub serve_as: ServeAs,
     /// Images of one request; 0: text alone is served.
     pub max_images: usize,
-    /// Whether a flag says that there are images: where the device cannot encode them, that is an error, and text alone is served
-    /// otherwise.
-    pub asks_for_images: bool,
     /// Pixels of one image after resizing; `None`: the default.
     pub max_pixels: Option<usize>,
     /// Where it runs.
@@ -105,9 +102,6 @@ impl EngineSettings {
             hub: model.hub,
             serve_as: pooling.serve_as(model.hf_overrides.unwrap_or_default(), model.quantization),
             max_images: limits.limit_mm_per_prompt.unwrap_or_default().images(),
-            asks_for_images: limits
-                .limit_mm_per_prompt
-                .is_some_and(|most| most.asks_for_images()),
             max_pixels: limits
                 .mm_processor_kwargs
                 .and_then(|args| args.max_pixels)

@@ -22,7 +22,8 @@ use crate::blocks::{self, EncoderLayer, EncoderNorm, EncoderOperations, Merger};
 use crate::weights::Loader;
 use crate::{EncoderMlp, EncoderSpec, ModelError};
 pub(crate) use cache::{Embeddings, EncodedImage, KeptImages, PAGE, PartialImage, place};
-use order::{PatchOrder, merged_patches};
+pub(crate) use order::PatchOrder;
+use order::merged_patches;
 pub(crate) use state::{EncoderState, SlowestEncode, encode_cost, parts_of};
 
 /// Floats that the first of an activation is a multiple of.

@@ -48,8 +48,8 @@ pub(crate) fn prepare<'a>(
     Ok(())
 }
 
-/// The end of what each token of a run sees: those of an image's span see each other.
-fn ends_of(run: &Run) -> Vec<usize> {
+/// The end of what each token of a run sees, where those of an image's span see each other.
+pub(crate) fn ends_of(run: &Run) -> Vec<usize> {
     let mut ends: Vec<usize> = (run.start + 1..=run.end()).collect();
     for (span, rows) in run.image_rows() {
         let own = span.token_of(rows.start) - run.start..span.token_of(rows.end) - run.start;

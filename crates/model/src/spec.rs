@@ -300,6 +300,11 @@ impl DecoderSpec {
         ropes
     }
 
+    /// Whether positions have three numbers.
+    pub fn has_axes(&self) -> bool {
+        self.ropes().iter().any(|rope| rope.sections.is_some())
+    }
+
     /// Bytes that a token takes in the KV cache while all layers keep it, for elements of so many bytes.
     pub fn kv_bytes_per_token(&self, element: usize) -> u64 {
         let kept = self.attention().filter(|attention| attention.shares_kv.is_none());

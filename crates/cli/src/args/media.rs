@@ -44,13 +44,6 @@ impl MediaCounts {
     }
 }
 
-impl MediaCounts {
-    /// Whether images are asked for by name.
-    pub fn asks_for_images(&self) -> bool {
-        self.image.is_some() && self.images() > 0
-    }
-}
-
 /// `--mm-processor-kwargs`: how images are resized, where the model's files leave it open.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -15,7 +15,7 @@ use super::{
 use crate::args::{DType, DeviceChoice, KvDtype};
 use crate::bytes::Bytes;
 use crate::error::Error;
-use crate::images::{self, EncoderDevice};
+use crate::images;
 use crate::lock::DeviceLock;
 use crate::settings::EngineSettings;
 use crate::source::Source;
@@ -105,7 +105,7 @@ impl Place {
     /// # Errors
     /// Where the files that say how images are taken cannot be read.
     pub fn with(&self, model: &Path, settings: &Arc<EngineSettings>) -> Result<Box<dyn Device>, Error> {
-        let with_images = || images::settings_of(model, settings, EncoderDevice::Gpu);
+        let with_images = || images::settings_of(model, settings);
         Ok(match self {
             Self::Gpus(gpus) => match &gpus[..] {
                 [gpu] => Box::new(GpuBackend::new(
@@ -160,7 +160,7 @@ pub fn open(
             tracing::info!("device: cuda:{ordinal}, {name}, compute capability {major}.{minor}, {bytes}");
             terminal::phase("device", format_args!("cuda:{ordinal}, {name}, {bytes}"));
         }
-        let settings = images::settings_of(model, settings, EncoderDevice::Gpu)?;
+        let settings = images::settings_of(model, settings)?;
         let backend: Arc<dyn Backend> = match &gpus[..] {
             [gpu] => Arc::new(GpuBackend::new(model, &settings, GpuPart::whole(gpu.clone()))),
             gpus => {
@@ -199,7 +199,7 @@ pub fn open(
 
 /// All of a model on the CPU.
 fn cpu(model: &Path, settings: &Arc<EngineSettings>, budget: &Budget) -> Result<CpuBackend, Error> {
-    let settings = images::settings_of(model, settings, EncoderDevice::Cpu)?;
+    let settings = images::settings_of(model, settings)?;
     Ok(CpuBackend::new(model, &settings, CpuRank::whole(budget.clone())))
 }
 
@@ -209,7 +209,7 @@ fn cpu_ranks(
     settings: &Arc<EngineSettings>,
     budgets: &[Budget],
 ) -> Result<RanksBackend, Error> {
-    let settings = images::settings_of(model, settings, EncoderDevice::Cpu)?;
+    let settings = images::settings_of(model, settings)?;
     let group = Exchange::group(budgets.len());
     let ranks = budgets.iter().zip(group).map(|(budget, exchange)| {
         let exchange = Arc::new(Mutex::new(exchange));

@@ -92,7 +92,7 @@ fn run(gpu: &Gpu, kernels: &PrefillKernels, shape: &Shape) {
         .expect("an occupancy");
     let tokens = shape.count * shape.len;
     let mut items = vec![PrefillItem::default(); planner.max_entries(tokens, shape.count)];
-    let plan = planner.plan(&runs, &mut items);
+    let plan = planner.plan(&runs, None, &mut items);
 
     let width = shape.heads * shape.head_dim;
     let q = random(gpu, tokens * width);
@@ -110,6 +110,7 @@ fn run(gpu: &Gpu, kernels: &PrefillKernels, shape: &Shape) {
         items: items.slice(),
         out: out.slice::<bf16>().range(0..tokens * width),
         scratch: scratch.slice(),
+        ends: None,
         options: plain(shape.head_dim),
     };
     let us = time_us(gpu, 3, |_| kernels.forward(&planner, plan, &args));

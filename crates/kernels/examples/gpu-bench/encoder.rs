@@ -8,7 +8,7 @@ use plimsoll_device::cuda::{Gpu, GpuSlab, GpuSlice};
 use plimsoll_kernels::Gelu;
 use plimsoll_kernels::cuda::{
     EncoderKernels, FusedKernels, GpuLayerNorm, GpuLinear, GpuMatrix, GpuWeight, Linears, PatchAttention,
-    PatchGrid,
+    PatchGrid, PatchSegments,
 };
 
 use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
@@ -57,9 +57,10 @@ pub(crate) fn bench(gpu: &Gpu) {
             height: side,
             width: side,
             merge: 2,
+            order: None,
         };
         let turned = angles.slice().range(0..patches * DIM);
-        let us = time_us(gpu, 16, |_| kernels.patch_angles(grid, 1e4, turned));
+        let us = time_us(gpu, 16, |_| kernels.patch_angles(grid, 1e4, 0.0, turned));
         line("patch_angles", patches, moved(2 * DIM), us);
         let norm = GpuLayerNorm {
             weight: floats.slice().range(0..HIDDEN),
@@ -80,8 +81,10 @@ pub(crate) fn bench(gpu: &Gpu) {
             qkv,
             heads: HEADS,
             head_dim: DIM,
-            segment: patches,
-            rows: 0..patches,
+            segments: PatchSegments::Equal {
+                len: patches,
+                rows: 0..patches,
+            },
             scale: 1.0 / (DIM as f32).sqrt(),
             out,
         };

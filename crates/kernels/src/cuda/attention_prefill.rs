@@ -22,7 +22,7 @@ const MERGE_THREADS: usize = 256;
 /// Head sizes that have kernels made for compute capability 9.0 alone.
 pub const HOPPER_HEAD_DIMS: [usize; 3] = [64, 128, 256];
 /// Parameters of a kernel; the merge takes two more.
-const ATTENTION_PARAMS: usize = 20;
+const ATTENTION_PARAMS: usize = 21;
 
 /// One piece of the work list of [`PrefillKernels`], in device memory: query rows of one run and the keys they are attended
 /// over. `Item` of `kernels/attention_prefill.cu`.
@@ -119,14 +119,15 @@ impl PrefillPlanner {
         self.partial_floats() * self.max_partials()
     }
 
-    /// Fills `items`, longest pieces first. Every run has at least one token and a context no shorter than itself.
+    /// Fills `items`, longest pieces first. Every run has at least one token and a context no shorter than itself. `ends` are those of
+    /// [`PrefillArgs::ends`], if there are any.
     ///
     /// # Panics
     /// If `items` is shorter than [`Self::max_entries`] demands.
-    pub fn plan(&self, runs: &[GpuRun], items: &mut [PrefillItem]) -> PrefillPlan {
-        let target = self.target(runs);
+    pub fn plan(&self, runs: &[GpuRun], ends: Option<&[i32]>, items: &mut [PrefillItem]) -> PrefillPlan {
+        let target = self.target(runs, ends);
         let (mut count, mut partials) = (0, 0);
-        for tile in self.tiles(runs) {
+        for tile in self.tiles(runs, ends) {
             let splits = splits(tile.units().len(), target);
             for split in 0..splits {
                 let partial = if splits > 1 { (partials + split) as i32 } else { -1 };
@@ -139,7 +140,7 @@ impl PrefillPlanner {
         items[..count].sort_unstable_by_key(|item| Reverse(item.end - item.begin));
 
         let (mut merges, mut first) = (0, 0);
-        for tile in self.tiles(runs) {
+        for tile in self.tiles(runs, ends) {
             let splits = splits(tile.units().len(), target);
             if splits > 1 {
                 items[count + merges] = tile.merge(first..first + splits);
@@ -167,30 +168,35 @@ impl PrefillPlanner {
 
     /// Units that a piece should have. An even share of the work is `fair`; pieces of a third of it leave little to wait for
     /// at the end, but very short ones cost more than they save.
-    fn target(&self, runs: &[GpuRun]) -> usize {
-        let work: usize = self.tiles(runs).map(|tile| tile.units().len()).sum();
+    fn target(&self, runs: &[GpuRun], ends: Option<&[i32]>) -> usize {
+        let work: usize = self.tiles(runs, ends).map(|tile| tile.units().len()).sum();
         let fair = (work * self.layout.kv_heads).div_ceil(self.tiling.slots);
         fair.min(LONG_SPLIT).max(fair.div_ceil(3)).max(SHORTEST_SPLIT)
     }
 
-    fn tiles<'a>(&'a self, runs: &'a [GpuRun]) -> impl Iterator<Item = Tile> + 'a {
+    fn tiles<'a>(&'a self, runs: &'a [GpuRun], ends: Option<&'a [i32]>) -> impl Iterator<Item = Tile> + 'a {
         let rows = self.tiling.rows;
         runs.iter().enumerate().flat_map(move |(index, run)| {
             (0..run.len as usize * self.group())
                 .step_by(rows)
-                .map(move |row| self.tile(index, run, row..row + rows))
+                .map(move |row| self.tile(index, run, ends, row..row + rows))
         })
     }
 
-    fn tile(&self, index: usize, run: &GpuRun, rows: Range<usize>) -> Tile {
+    fn tile(&self, index: usize, run: &GpuRun, ends: Option<&[i32]>, rows: Range<usize>) -> Tile {
         let (len, end) = (run.len as usize, run.context_end as usize);
         let last = rows.end.min(len * self.group()) - 1;
         let position = |row| end - len + row / self.group();
+        // What a later row sees ends no earlier.
+        let seen = match ends {
+            None => position(last) + 1,
+            Some(ends) => ends[run.first_row as usize + last / self.group()] as usize,
+        };
         let seen_from = |at: usize| self.window.map_or(0, |window| (at + 1).saturating_sub(window));
         Tile {
             run: index,
             row: rows.start,
-            keys: seen_from(position(rows.start))..position(last) + 1,
+            keys: seen_from(position(rows.start))..seen,
         }
     }
 }
@@ -258,11 +264,14 @@ pub struct PrefillArgs<'a> {
     pub out: GpuSlice<'a, bf16>,
     /// At least [`PrefillPlanner::scratch_floats`].
     pub scratch: GpuSlice<'a, f32>,
+    /// Of each row of [`Self::out`] the position behind the last that it sees: behind itself, at most at the end of its run, and no earlier
+    /// than that of the row before in its run. Without them each sees up to itself.
+    pub ends: Option<GpuSlice<'a, i32>>,
     /// What becomes of the scores.
     pub options: GpuAttentionOptions<'a>,
 }
 
-/// Causal grouped-query attention of runs of any length over the paged cache.
+/// Grouped-query attention of runs of any length over the paged cache, causal but where rows see what follows them.
 #[derive(Debug)]
 pub struct PrefillKernels {
     gpu: Gpu,
@@ -390,6 +399,11 @@ impl PrefillKernels {
             "floats of scratch"
         );
         args.options.check(heads);
+        assert!(
+            args.ends
+                .is_none_or(|ends| ends.len() == args.out.len() / (heads * dim)),
+            "an end for each row of out"
+        );
         let kernel = self.kernel(dim, args.kv.element);
         assert_eq!(planner.tiling.rows, kernel.shape.rows, "another kernel's planner");
 
@@ -424,6 +438,7 @@ impl PrefillKernels {
             args.options.factor(&args.kv).into(),
             args.options.inner(&args.kv).into(),
             args.options.sinks().into(),
+            args.ends.map_or(0, |ends| ends.ptr()).into(),
             args.kv.v_scale.into(),
             (work as i32).into(),
             // What only the merge takes.

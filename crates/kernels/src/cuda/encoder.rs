@@ -1,66 +1,42 @@
-use std::f32::consts::LOG2_E;
-use std::ops::Range;
+mod attention;
 
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
-use super::fused::int;
+use super::fused::{MAX_NORM, MAX_THREADS, VEC, WARP, int};
 use super::load;
-use crate::Gelu;
+use crate::{Activation, Gelu};
+use attention::AttentionKernels;
+pub use attention::{PatchAttention, PatchSegments};
 
-/// Elements of one 16-byte access; rows are multiples of it.
-const VEC: usize = 8;
-const MAX_THREADS: usize = 1024;
-const WARP: usize = 32;
-/// Longest row of a norm.
-const MAX_NORM: usize = 2 * VEC * MAX_THREADS;
 const THREADS: usize = 256;
-const ATTENTION_THREADS: u32 = 128;
+/// Elements of rows inside a gated MLP are multiples of it.
+const QUAD: usize = 4;
 
 /// What encoders of images do beside their products, and what takes their rows to the decoder: `kernels/encoder.cu`.
 #[derive(Debug)]
 pub struct EncoderKernels {
     gpu: Gpu,
-    /// From the smallest heads up.
-    attention: [(AttentionShape, Function); ATTENTION_SHAPES.len()],
+    attention: AttentionKernels,
     layer_norm: [Function; 2],
     gelu_exact: Function,
     gelu_tanh: Function,
+    gate_silu: Function,
+    gate_gelu_tanh: Function,
     add_positions: Function,
     patch_angles: Function,
     rotate_heads: Function,
+    average_squares: Function,
+    gather_squares: Function,
     keep_rows: Function,
     put_rows: Function,
     add_rows: Function,
     _module: Module,
 }
 
-/// A size that heads are padded to.
-#[derive(Clone, Copy, Debug)]
-struct AttentionShape {
-    dim: usize,
-    /// Queries of a block of threads.
-    rows: usize,
-}
-
-const ATTENTION_SHAPES: [AttentionShape; 3] = [
-    AttentionShape { dim: 64, rows: 128 },
-    AttentionShape { dim: 80, rows: 128 },
-    AttentionShape { dim: 128, rows: 64 },
-];
-
-impl AttentionShape {
-    /// Keys of a tile.
-    const KEYS: usize = 64;
-
-    fn shared(self) -> usize {
-        (self.rows + 4 * Self::KEYS) * (self.dim + VEC) * size_of::<bf16>()
-    }
-}
-
 /// How the patches of an image lie: in each frame rows and columns, of which `merge × merge` follow each other in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PatchGrid {
+#[derive(Clone, Copy, Debug)]
+pub struct PatchGrid<'a> {
     /// Patches in all: `height × width` for each frame.
     pub patches: usize,
     /// Rows of patches.
@@ -69,25 +45,8 @@ pub struct PatchGrid {
     pub width: usize,
     /// Rows and columns that follow each other.
     pub merge: usize,
-}
-
-/// Attention in which the rows of a segment, a frame's patches, see each other.
-#[derive(Clone, Debug)]
-pub struct PatchAttention<'a> {
-    /// `[rows, 3, heads, head_dim]`: q, k and v.
-    pub qkv: GpuSlice<'a, bf16>,
-    /// Heads, of q as of k and v.
-    pub heads: usize,
-    /// Elements of a head.
-    pub head_dim: usize,
-    /// Rows that see each other: consecutive ones.
-    pub segment: usize,
-    /// Those whose attention is computed: rows of one segment, or whole segments.
-    pub rows: Range<usize>,
-    /// Multiplies the scores; more than 0.
-    pub scale: f32,
-    /// `[rows, heads, head_dim]`.
-    pub out: GpuSlice<'a, bf16>,
+    /// Of each `merge²` patches in memory, which they are line by line; in that order where there is none.
+    pub order: Option<GpuSlice<'a, i32>>,
 }
 
 /// Weight and bias `[n]` of a norm, in `f32`.
@@ -114,7 +73,7 @@ pub struct KeptRows<'a> {
 
 impl EncoderKernels {
     /// Largest head that attention takes: multiples of 8 up to it.
-    pub const MAX_HEAD_DIM: usize = ATTENTION_SHAPES[ATTENTION_SHAPES.len() - 1].dim;
+    pub const MAX_HEAD_DIM: usize = AttentionKernels::MAX_HEAD_DIM;
 
     /// Longest row that [`Self::layer_norm`] takes.
     pub const MAX_NORM: usize = MAX_NORM;
@@ -125,21 +84,19 @@ impl EncoderKernels {
     /// [`GpuError`] if this binary carries no code for this GPU.
     pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = load(gpu, "encoder")?;
-        let attention = |shape: AttentionShape| {
-            let function = module.function(&format!("encoder_attention_{}", shape.dim))?;
-            function.allow_shared(shape.shared())?;
-            Ok::<_, GpuError>((shape, function))
-        };
-        let [small, middle, large] = ATTENTION_SHAPES;
         Ok(Self {
             gpu: gpu.clone(),
-            attention: [attention(small)?, attention(middle)?, attention(large)?],
+            attention: AttentionKernels::load(gpu, &module)?,
             layer_norm: [module.function("layer_norm_1")?, module.function("layer_norm_2")?],
             gelu_exact: module.function("gelu_exact_in_place")?,
             gelu_tanh: module.function("gelu_tanh_in_place")?,
+            gate_silu: module.function("gate_silu")?,
+            gate_gelu_tanh: module.function("gate_gelu_tanh")?,
             add_positions: module.function("add_positions")?,
             patch_angles: module.function("patch_angles")?,
             rotate_heads: module.function("rotate_heads")?,
+            average_squares: module.function("average_squares")?,
+            gather_squares: module.function("gather_squares")?,
             keep_rows: module.function("keep_rows")?,
             put_rows: module.function("put_rows")?,
             add_rows: module.function("add_rows")?,
@@ -153,67 +110,9 @@ impl EncoderKernels {
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
-    /// If a length does not fit, rows are no whole segments, or heads are not a multiple of 8 up to [`Self::MAX_HEAD_DIM`].
+    /// If a length does not fit, rows are neither of one segment nor whole segments, or heads are not a multiple of 8 up to [`Self::MAX_HEAD_DIM`].
     pub fn attention(&self, args: &PatchAttention<'_>) -> Result<(), GpuError> {
-        let PatchAttention {
-            qkv,
-            heads,
-            head_dim: dim,
-            segment,
-            ref rows,
-            scale,
-            out,
-        } = *args;
-        let width = heads * dim;
-        assert!(width > 0 && segment > 0, "no heads, or no rows");
-        assert!(
-            dim.is_multiple_of(VEC),
-            "heads of {dim} are not a multiple of {VEC}"
-        );
-        assert!(
-            out.len().is_multiple_of(width * segment),
-            "out is not [segments, {segment}, {width}]"
-        );
-        assert_eq!(qkv.len(), 3 * out.len(), "qkv is not [rows, 3, {width}]");
-        assert!(
-            rows.end * width <= out.len(),
-            "{rows:?} of {} rows",
-            out.len() / width
-        );
-        let fitting = self.attention.iter().find(|(shape, _)| shape.dim >= dim);
-        let (shape, function) = fitting.unwrap_or_else(|| panic!("heads of {dim}"));
-        if rows.is_empty() {
-            return Ok(());
-        }
-        // Of how many segments which rows.
-        let first = rows.start / segment * segment;
-        let (begin, end) = (rows.start - first, rows.end - first);
-        let (segments, end) = match end <= segment {
-            true => (1, end),
-            false => (end / segment, segment),
-        };
-        assert!(
-            segments == 1 || (begin == 0 && rows.end == first + segments * segment),
-            "rows {rows:?} of segments of {segment} are neither in one nor all of some"
-        );
-        let out = out.range(first * width..out.len());
-        let part = |index: usize| Arg::from(qkv.range((3 * first + index) * width..qkv.len()));
-        let args = [
-            part(0),
-            part(1),
-            part(2),
-            out.into(),
-            int(3 * width),
-            int(dim),
-            int(segment),
-            int(begin),
-            int(end),
-            (scale * LOG2_E).into(),
-        ];
-        let tiles = (end - begin).div_ceil(shape.rows);
-        let grid = [tiles as u32, heads as u32, segments as u32];
-        let launch = Launch::new(grid, ATTENTION_THREADS).shared(shape.shared());
-        self.launch(function, launch, &args)
+        self.attention.forward(args)
     }
 
     /// `hidden += delta`, if there is any, rounded to `bf16`; then the norm of its rows of `weight.len()` elements into `out`. Sums in
@@ -274,6 +173,35 @@ impl EncoderKernels {
         self.launch(kernel, Launch::new([blocks as u32, 1, 1], THREADS as u32), &args)
     }
 
+    /// `activation(gate) × up`: `gate_up` is `[rows, 2 × inner]`, gate first, `out` `[rows, inner]`; one rounding. Twin of
+    /// [`glu`](crate::glu), of rows that [`FusedKernels::glu`](super::FusedKernels::glu) does not take: a multiple of 4 elements.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// If a length does not fit.
+    pub fn glu(
+        &self,
+        activation: Activation,
+        gate_up: GpuSlice<'_, bf16>,
+        inner: usize,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        assert!(
+            inner > 0 && inner.is_multiple_of(QUAD) && out.len().is_multiple_of(inner),
+            "out is not rows of {inner}, a multiple of {QUAD}"
+        );
+        assert_eq!(gate_up.len(), 2 * out.len(), "gate_up is not [rows, 2 x {inner}]");
+        let kernel = match activation {
+            Activation::Silu => &self.gate_silu,
+            Activation::GeluTanh => &self.gate_gelu_tanh,
+        };
+        let blocks = (out.len() / QUAD).div_ceil(THREADS);
+        let args = [gate_up.into(), out.into(), int(inner), (out.len() as u64).into()];
+        self.launch(kernel, Launch::new([blocks as u32, 1, 1], THREADS as u32), &args)
+    }
+
     /// Adds what a table of positions, `[side², n]`, has at the place of each patch, to `hidden`, `[grid.patches, n]`: interpolated
     /// between the four next to it where table and grid have the same corners.
     ///
@@ -287,7 +215,7 @@ impl EncoderKernels {
         hidden: GpuSlice<'_, bf16>,
         table: GpuSlice<'_, f32>,
         side: usize,
-        grid: PatchGrid,
+        grid: PatchGrid<'_>,
     ) -> Result<(), GpuError> {
         let n = table.len().checked_div(side * side).unwrap_or(0);
         assert!(n > 0 && n.is_multiple_of(VEC), "rows of {n}");
@@ -300,6 +228,7 @@ impl EncoderKernels {
         let args = [
             hidden.into(),
             table.into(),
+            grid.order_address(),
             int(n),
             int(grid.height),
             int(grid.width),
@@ -310,7 +239,8 @@ impl EncoderKernels {
     }
 
     /// Cosines and sines of all patches, `[grid.patches, pairs, 2]`: the first half of the pairs turns with the row, the other with
-    /// the column. Twin of [`rope_angles_of_axes`](crate::rope_angles_of_axes).
+    /// the column, pair `i` of a half by `theta^(-i / half)`, of columns with `column_shift` added to `i`. Twin of
+    /// [`rope_angles_of_axes`](crate::rope_angles_of_axes).
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -319,8 +249,9 @@ impl EncoderKernels {
     /// If a length does not fit.
     pub fn patch_angles(
         &self,
-        grid: PatchGrid,
+        grid: PatchGrid<'_>,
         theta: f64,
+        column_shift: f64,
         angles: GpuSlice<'_, f32>,
     ) -> Result<(), GpuError> {
         let pairs = angles.len().checked_div(2 * grid.patches).unwrap_or(0);
@@ -328,9 +259,11 @@ impl EncoderKernels {
         assert!(pairs.is_multiple_of(2), "{pairs} pairs for two axes");
         let args = [
             angles.into(),
+            grid.order_address(),
             int(grid.patches),
             int(pairs),
             (theta.log2() as f32).into(),
+            (column_shift as f32).into(),
             int(grid.height),
             int(grid.width),
             int(grid.merge),
@@ -375,7 +308,50 @@ impl EncoderKernels {
         self.launch(&self.rotate_heads, launch, &args)
     }
 
-    /// Row `i` of `x`, `[rows, n]`, goes to row `pages[i / page] × page + i % page` of what is kept.
+    /// Of patches that lie line by line, `width` in each, to `out`, `[squares, merge² × n]`: for each square of `merge × merge` of them all
+    /// first elements, then all second ones, and so on.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// If a length does not fit.
+    pub fn gather_squares(
+        &self,
+        x: GpuSlice<'_, bf16>,
+        [n, width, merge]: [usize; 3],
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        let rows = squares(x, [n, width, merge]);
+        assert_eq!(out.len(), x.len(), "x and out differ");
+        let args = [x.into(), out.into(), int(n), int(width), int(merge)];
+        let threads = (merge * merge * n).next_multiple_of(WARP).min(MAX_THREADS);
+        let launch = Launch::new([rows as u32, 1, 1], threads as u32);
+        self.launch(&self.gather_squares, launch, &args)
+    }
+
+    /// As [`Self::gather_squares`], but `out`, `[squares, n]`, has the mean of each square: sums in `f32`, one rounding.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// If a length does not fit.
+    pub fn average_squares(
+        &self,
+        x: GpuSlice<'_, bf16>,
+        [n, width, merge]: [usize; 3],
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        let rows = squares(x, [n, width, merge]);
+        assert!(n.is_multiple_of(VEC), "rows of {n}");
+        assert_eq!(out.len(), rows * n, "out is not [{rows}, {n}]");
+        let args = [x.into(), out.into(), int(n), int(width), int(merge)];
+        self.launch(&self.average_squares, per_row(rows, n), &args)
+    }
+
+    /// Row `i` of `x`, `[rows, n]`, which is row `r = order[i]` of an image, or `i` without an order, goes to row
+    /// `pages[r / page] × page + r % page` of what is kept.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -386,13 +362,19 @@ impl EncoderKernels {
         &self,
         x: GpuSlice<'_, bf16>,
         rows: usize,
+        order: Option<GpuSlice<'_, i32>>,
         (pages, page): (GpuSlice<'_, i32>, usize),
         kept: KeptRows<'_>,
     ) -> Result<(), GpuError> {
         let n = kept.check(x.len(), rows);
         assert_eq!(pages.len(), rows.div_ceil(page), "pages of {page} of {rows} rows");
+        assert!(
+            order.is_none_or(|order| order.len() == rows),
+            "an order of {rows} rows"
+        );
         let args = [
             x.into(),
+            order.map_or(0, |order| order.ptr()).into(),
             pages.into(),
             kept.rows.into(),
             int(n),
@@ -467,6 +449,18 @@ impl EncoderKernels {
     }
 }
 
+impl PatchGrid<'_> {
+    /// 0 for none.
+    fn order_address(&self) -> Arg {
+        let squares = self.patches / (self.merge * self.merge);
+        assert!(
+            self.order.is_none_or(|order| order.len() == squares),
+            "an order of {squares} squares"
+        );
+        self.order.map_or(0, |order| order.ptr()).into()
+    }
+}
+
 impl KeptRows<'_> {
     /// Elements of each of `rows` rows of `len` elements in all, which what is kept has from its column on.
     fn check(&self, len: usize, rows: usize) -> usize {
@@ -488,6 +482,19 @@ impl KeptRows<'_> {
         );
         n
     }
+}
+
+/// How many squares of `merge × merge` patches of `n` elements there are in lines of `width` patches.
+fn squares(x: GpuSlice<'_, bf16>, [n, width, merge]: [usize; 3]) -> usize {
+    assert!(
+        merge > 0 && width > 0 && width.is_multiple_of(merge),
+        "lines of {width} are not squares of {merge}"
+    );
+    assert!(
+        n > 0 && x.len().is_multiple_of(merge * width * n),
+        "x is not [{merge} x lines, {width}, {n}]"
+    );
+    x.len() / (merge * merge * n)
 }
 
 /// One block per row, one thread per vector as far as there are threads.

@@ -5,7 +5,7 @@ use plimsoll_core::{BlockSize, PageId, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuError};
 use plimsoll_device::{Arena, Budget};
 use plimsoll_kernels::cuda::{GpuRun, HEAD_DIMS, PrefillArgs, PrefillItem, PrefillKernels};
-use plimsoll_kernels::{KvLayout, PagedKv, RunMeta, attention};
+use plimsoll_kernels::{AttentionOptions, KvLayout, PagedKv, RunMeta, Sees, attention};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -32,6 +32,8 @@ struct Case {
     block_stride: usize,
     rows: usize,
     q_stride: usize,
+    /// Of each row the position behind the last that it sees, where that is not itself.
+    ends: Option<Vec<i32>>,
 }
 
 struct Data {
@@ -76,7 +78,34 @@ impl Case {
             block_stride: block_stride(rng, layout),
             rows: rows + rng.random_range(0..2),
             q_stride: heads * layout.head_dim + [0, 24, 512][rng.random_range(0..3)],
+            ends: None,
         }
+    }
+
+    /// The same with spans whose tokens see each other.
+    fn with_spans(mut self, rng: &mut StdRng) -> Self {
+        let mut ends = vec![-1; self.rows];
+        for run in &self.runs {
+            let start = run.context_end - run.len;
+            let mut at = start;
+            while at < run.context_end {
+                let longest = [3, 40, 300][rng.random_range(0..3)];
+                let end = (at + rng.random_range(1..=longest)).min(run.context_end);
+                let is_span = rng.random_bool(0.5);
+                for position in at..end {
+                    let row = (run.first_row + position - start) as usize;
+                    ends[row] = if is_span { end } else { position + 1 };
+                }
+                at = end;
+            }
+        }
+        self.ends = Some(ends);
+        self
+    }
+
+    /// Behind the last position that a row sees.
+    fn end(&self, row: usize, position: usize) -> usize {
+        self.ends.as_ref().map_or(position + 1, |ends| ends[row] as usize)
     }
 
     fn random(rng: &mut StdRng, head_dim: usize) -> Self {
@@ -161,7 +190,7 @@ impl Case {
                 let product: f64 = q.iter().zip(k).map(|(a, b)| a.to_f64() * b.to_f64()).sum();
                 product * f64::from(self.cache.k_scale)
             };
-            let products: Vec<f64> = (first..=position).map(product).collect();
+            let products: Vec<f64> = (first..self.end(row, position)).map(product).collect();
             let weights = self.scores.softmax(head, &products);
             let mut sum = vec![0.0; dim];
             for (i, weight) in weights.iter().enumerate() {
@@ -180,7 +209,7 @@ impl Case {
             .planner(self.layout, self.heads, self.window, self.cache.element)
             .expect("an occupancy");
         let mut items = vec![PrefillItem::default(); planner.max_entries(self.rows, self.runs.len())];
-        let plan = planner.plan(&self.runs, &mut items);
+        let plan = planner.plan(&self.runs, self.ends.as_deref(), &mut items);
         items.truncate(plan.entries());
         let q = upload(gpu, &data.q);
         let [k, v] = [&data.k, &data.v].map(|values| self.cache.upload(gpu, values));
@@ -192,6 +221,7 @@ impl Case {
         let scratch = poisoned::<f32>(gpu, planner.scratch_floats());
         let out = poisoned::<bf16>(gpu, self.rows * self.width());
         let sinks = self.scores.upload(gpu);
+        let ends = self.ends.as_ref().map(|ends| upload(gpu, ends));
         let args = PrefillArgs {
             q: q.slice().range(0..data.q.len()),
             q_stride: self.q_stride,
@@ -204,6 +234,7 @@ impl Case {
             items: items.slice().range(0..plan.entries()),
             out: out.slice().range(0..self.rows * self.width()),
             scratch: scratch.slice(),
+            ends: ends.as_ref().map(|ends| ends.slice().range(0..self.rows)),
             options: self.scores.on_gpu(&sinks),
         };
         kernels.forward(&planner, plan, &args).expect("launches");
@@ -242,7 +273,15 @@ impl Case {
             rows += len;
         }
         let arena = Arena::new(&Budget::new(1 << 32), Scratch::Growable).expect("an empty arena");
-        let options = self.scores.on_cpu(self.window);
+        // Of packed rows.
+        let ends: Option<Vec<usize>> = self.ends.as_ref().map(|ends| {
+            let rows = self.covered().into_iter();
+            rows.map(|row| ends[row] as usize).collect()
+        });
+        let options = AttentionOptions {
+            sees: ends.as_deref().map_or(Sees::Past, Sees::UpTo),
+            ..self.scores.on_cpu(self.window)
+        };
         let kv = PagedKv {
             k: &k,
             v: &v,
@@ -266,8 +305,15 @@ impl Case {
         let mut is_covered = vec![false; self.rows];
         covered.iter().for_each(|&row| is_covered[row] = true);
         let what = format!(
-            "{} heads, {:?}, blocks {} apart, window {:?}, {:?}, {:?}, {:?}",
-            self.heads, self.layout, self.block_stride, self.window, self.scores, self.cache, self.runs
+            "{} heads, {:?}, blocks {} apart, window {:?}, {:?}, {:?}, {:?}, ends {:?}",
+            self.heads,
+            self.layout,
+            self.block_stride,
+            self.window,
+            self.scores,
+            self.cache,
+            self.runs,
+            self.ends
         );
         for (row, values) in out.chunks_exact(self.width()).enumerate() {
             if is_covered[row] {
@@ -291,6 +337,8 @@ fn random_steps(name: &str, steps: usize, tolerance: f64, attend: impl Fn(&Case,
     for _ in 0..steps {
         for head_dim in HEAD_DIMS {
             Case::random(&mut rng, head_dim).check(&mut rng, tolerance, &attend);
+            let case = Case::random(&mut rng, head_dim).with_spans(&mut rng);
+            case.check(&mut rng, tolerance, &attend);
         }
     }
 }
@@ -349,7 +397,9 @@ fn long_prompts(load: Load) {
         for window in [None, Some(1024)] {
             let runs = [(4001, 4001), (2048, 6000), (3, 3)];
             let case = Case::new(&mut rng, 16, layout, window, &runs);
-            case.check(&mut rng, 6e-3, |case, data| case.on_gpu(&gpu, &kernels, data));
+            let attend = |case: &Case, data: &Data| case.on_gpu(&gpu, &kernels, data);
+            case.check(&mut rng, 6e-3, attend);
+            case.with_spans(&mut rng).check(&mut rng, 6e-3, attend);
         }
     }
 }

@@ -1,13 +1,17 @@
 //! What encoders of images do. Each test has one body, which the CPU twin and the GPU fill in, where there is a twin.
 
+mod rows;
+mod windows;
+
 use half::bf16;
 use plimsoll_core::{BlockSize, PageId, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_device::{Arena, Budget};
-use plimsoll_kernels::cuda::{EncoderKernels, GpuLayerNorm, KeptRows, PatchAttention, PatchGrid};
+use plimsoll_kernels::cuda::{EncoderKernels, GpuLayerNorm, PatchAttention, PatchGrid, PatchSegments};
 use plimsoll_kernels::{self as cpu, AttentionOptions, Gelu, KvLayout, PagedKv, RunMeta, Sees};
 use rand::Rng;
 use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
 
 use crate::common::{assert_close, download, gpu, poisoned, random, rng, upload, widen};
 
@@ -104,8 +108,10 @@ impl Attention {
                     qkv: qkv.slice().range(0..self.qkv.len()),
                     heads: self.heads,
                     head_dim: self.dim,
-                    segment: self.segment,
-                    rows,
+                    segments: PatchSegments::Equal {
+                        len: self.segment,
+                        rows,
+                    },
                     scale: self.scale,
                     out: out.slice().range(0..len),
                 })
@@ -174,7 +180,7 @@ impl Attention {
 }
 
 /// Heads, their size, rows of a segment, segments: of the tiles' sizes and beside them.
-const ATTENTIONS: [[usize; 4]; 14] = [
+const ATTENTIONS: [[usize; 4]; 16] = [
     [1, 64, 1, 1],
     [2, 72, 4, 1],
     [3, 72, 63, 3],
@@ -189,6 +195,8 @@ const ATTENTIONS: [[usize; 4]; 14] = [
     [2, 128, 130, 2],
     [1, 96, 190, 1],
     [2, 88, 64, 1],
+    [2, 104, 130, 2],
+    [16, 64, 300, 1],
 ];
 
 /// Weights are rounded to bf16 on a GPU.
@@ -335,7 +343,7 @@ fn encoder_gelus() {
     }
 }
 
-fn random_grid(rng: &mut StdRng) -> PatchGrid {
+fn random_grid(rng: &mut StdRng) -> PatchGrid<'static> {
     let merge = rng.random_range(1..=3);
     let [height, width] = [0; 2].map(|_| merge * rng.random_range(1..=12));
     PatchGrid {
@@ -343,16 +351,25 @@ fn random_grid(rng: &mut StdRng) -> PatchGrid {
         height,
         width,
         merge,
+        order: None,
     }
 }
 
-/// Row and column of each patch: frame by frame, and merged ones one after the other.
-fn places(grid: PatchGrid) -> Vec<[usize; 2]> {
+/// None, or another order of so many rows.
+fn random_order(rng: &mut StdRng, rows: usize) -> Option<Vec<i32>> {
+    let mut order: Vec<i32> = (0..rows as i32).collect();
+    order.shuffle(rng);
+    rng.random_bool(0.5).then_some(order)
+}
+
+/// Row and column of each patch in an order: without one frame by frame, and merged ones one after the other.
+fn places(grid: PatchGrid<'_>, order: Option<&[i32]>) -> Vec<[usize; 2]> {
     let PatchGrid {
         patches,
         height,
         width,
         merge,
+        ..
     } = grid;
     let mut places = Vec::new();
     for _ in 0..patches / (height * width) {
@@ -364,7 +381,17 @@ fn places(grid: PatchGrid) -> Vec<[usize; 2]> {
             }
         }
     }
-    places
+    match order {
+        None => places,
+        Some(order) => {
+            let squares: Vec<_> = places.chunks_exact(merge * merge).collect();
+            order
+                .iter()
+                .flat_map(|&square| squares[square as usize])
+                .copied()
+                .collect()
+        }
+    }
 }
 
 #[test]
@@ -374,17 +401,21 @@ fn encoder_positions_are_interpolated() {
     let kernels = EncoderKernels::load(&gpu).unwrap();
     let mut rng = rng("positions");
     for _ in 0..20 {
-        let (grid, side, n) = (
+        let (mut grid, side, n) = (
             random_grid(&mut rng),
             rng.random_range(1..50),
             8 * rng.random_range(1..40),
         );
+        let order = random_order(&mut rng, grid.patches / (grid.merge * grid.merge));
+        let list = order.as_ref().map(|order| upload(&gpu, order));
+        let squares = order.as_ref().map_or(0, Vec::len);
+        grid.order = list.as_ref().map(|list| list.slice().range(0..squares));
         let hidden = random(&mut rng, grid.patches * n);
         let table: Vec<f32> = (0..side * side * n)
             .map(|_| rng.random_range(-1.0..1.0))
             .collect();
         let mut want = Vec::new();
-        for (row, [y, x]) in hidden.chunks_exact(n).zip(places(grid)) {
+        for (row, [y, x]) in hidden.chunks_exact(n).zip(places(grid, order.as_deref())) {
             // Where the table and the grid have the same corners.
             let at = |place: usize, len: usize| {
                 let place = place as f64 * (side - 1) as f64 / (len - 1).max(1) as f64;
@@ -429,18 +460,27 @@ fn encoder_heads_turn_with_row_and_column() {
     let kernels = EncoderKernels::load(&gpu).unwrap();
     let mut rng = rng("rotation");
     for _ in 0..20 {
-        let grid = random_grid(&mut rng);
+        let mut grid = random_grid(&mut rng);
+        let order = random_order(&mut rng, grid.patches / (grid.merge * grid.merge));
+        let list = order.as_ref().map(|order| upload(&gpu, order));
+        let squares = order.as_ref().map_or(0, Vec::len);
+        grid.order = list.as_ref().map(|list| list.slice().range(0..squares));
         let (heads, pairs) = (rng.random_range(1..5), 4 * rng.random_range(1..10));
         let dim = 2 * pairs;
         let theta = [1e4, 100.0][rng.random_range(0..2)];
+        let column_shift = [0.0, 0.5][rng.random_range(0..2)];
         let qkv = random(&mut rng, grid.patches * 3 * heads * dim);
         let mut want: Vec<f64> = qkv.iter().map(|&x| x.into()).collect();
         let mut turned = Vec::new();
-        for (row, place) in want.chunks_exact_mut(3 * heads * dim).zip(places(grid)) {
+        for (row, place) in want
+            .chunks_exact_mut(3 * heads * dim)
+            .zip(places(grid, order.as_deref()))
+        {
             let quarter = pairs / 2;
             let angles: Vec<f64> = (0..pairs)
                 .map(|pair| {
-                    let power = -((pair % quarter) as f64) / quarter as f64;
+                    let shift = column_shift * (pair / quarter) as f64;
+                    let power = -((pair % quarter) as f64 + shift) / quarter as f64;
                     place[pair / quarter] as f64 * f64::powf(theta, power)
                 })
                 .collect();
@@ -458,75 +498,13 @@ fn encoder_heads_turn_with_row_and_column() {
         let len = grid.patches * pairs * 2;
         let angles = poisoned::<f32>(&gpu, len);
         let angles_of = angles.slice().range(0..len);
-        kernels.patch_angles(grid, theta, angles_of).unwrap();
-        let what = format!("{grid:?}, {heads} heads of {dim}, theta {theta}");
+        kernels
+            .patch_angles(grid, theta, column_shift, angles_of)
+            .unwrap();
+        let what = format!("{grid:?}, {heads} heads of {dim}, theta {theta}, columns {column_shift} behind");
         assert_close(&what, &download::<f32>(&gpu, &angles, len), &turned, 1e-6);
         let all = slab.slice().range(0..qkv.len());
         kernels.rotate(all, heads, angles_of, grid.patches).unwrap();
         assert_close(&what, &written(&gpu, &slab, qkv.len()), &want, BF16);
-    }
-}
-
-#[test]
-#[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn encoder_rows_are_kept_by_page_and_taken_again() {
-    let gpu = gpu();
-    let kernels = EncoderKernels::load(&gpu).unwrap();
-    let mut rng = rng("kept rows");
-    for _ in 0..20 {
-        let (page, rows, n): (usize, usize, usize) =
-            (16, rng.random_range(1..70), 8 * rng.random_range(1..30));
-        let parts = rng.random_range(1..4);
-        let part = rng.random_range(0..parts);
-        let used = rows.div_ceil(page);
-        let pages: Vec<i32> = (0..used).map(|index| (2 * (used - index)) as i32).collect();
-        let kept_rows = page * (2 * used + 1);
-        let x = random(&mut rng, rows * n);
-        let kept = poisoned::<bf16>(&gpu, kept_rows * parts * n);
-        let (from, list) = (upload(&gpu, &x), upload(&gpu, &pages));
-        let kept = KeptRows {
-            rows: kept.slice().range(0..kept_rows * parts * n),
-            stride: parts * n,
-            column: part * n,
-        };
-        let list = (list.slice().range(0..used), page);
-        kernels
-            .keep_rows(from.slice().range(0..x.len()), rows, list, kept)
-            .unwrap();
-        // Rows of a step, some of which are an image's.
-        let batch = random(&mut rng, 40 * n);
-        let count = rng.random_range(0..30);
-        let taken: Vec<(usize, usize)> = (0..count).map(|i| (i + 3, rng.random_range(0..rows))).collect();
-        let pairs: Vec<i32> = taken
-            .iter()
-            .flat_map(|&(to, row)| [to as i32, pages[row / page] * page as i32 + (row % page) as i32])
-            .collect();
-        let pairs_on_gpu = upload(&gpu, &pairs);
-        let pairs = pairs_on_gpu.slice().range(0..pairs.len());
-        for adds in [false, true] {
-            let mut want = widen(&batch);
-            for &(to, row) in &taken {
-                for i in 0..n {
-                    let (old, new) = (want[to * n + i], x[row * n + i].to_f32());
-                    want[to * n + i] = if adds {
-                        bf16::from_f32(old + new).to_f32()
-                    } else {
-                        new
-                    };
-                }
-            }
-            let slab = upload_guarded(&gpu, &batch);
-            let hidden = slab.slice().range(0..batch.len());
-            match adds {
-                false => kernels.put_rows(kept, pairs, hidden, 40),
-                true => kernels.add_rows(kept, pairs, hidden, 40),
-            }
-            .unwrap();
-            assert_eq!(
-                written(&gpu, &slab, batch.len()),
-                want,
-                "{rows} rows of {n}, adds: {adds}"
-            );
-        }
     }
 }

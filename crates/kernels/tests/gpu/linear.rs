@@ -297,6 +297,20 @@ fn wide_inputs() {
     }
 }
 
+/// Rows that are no whole vectors of 16 bytes: patches, and what is inside some encoders' MLPs.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn inputs_that_are_no_whole_vectors() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("linear, multiples of four inputs");
+    let linears = linears(&gpu);
+    for (m, n, k) in [(1, 64, 588), (70, 1152, 588), (260, 1280, 3420), (33, 48, 20)] {
+        for bias in [false, true] {
+            check(&gpu, &linears, &Case::random(&mut rng, m, n, k, bias), "default");
+        }
+    }
+}
+
 /// More features than one wave of thread blocks takes.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]

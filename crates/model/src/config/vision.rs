@@ -35,8 +35,6 @@ struct EncoderConfig {
     spec: fn(&Described<'_>) -> Result<EncoderSpec, ModelError>,
     /// The field that has the number of heads.
     heads: &'static str,
-    /// Whether GPUs have the operations.
-    on_gpus: bool,
 }
 
 /// The encoders that are known, by the beginning of the name in `architectures`.
@@ -60,11 +58,6 @@ impl Around {
     /// Whether images of this model can be served, where they are asked for.
     pub fn has_encoder(&self) -> bool {
         EncoderConfig::of(self.name).is_some()
-    }
-
-    /// Whether GPUs have the operations of its encoder.
-    pub fn is_encoded_on_gpus(&self) -> bool {
-        EncoderConfig::of(self.name).is_some_and(|config| config.on_gpus)
     }
 
     /// The encoder of the model, of which `decoder` is the text part; `None` where it is not known here.

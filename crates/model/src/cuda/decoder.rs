@@ -187,6 +187,7 @@ impl Decoder {
         Some(Products {
             linears: &self.linears,
             weights,
+            fused: &self.fused,
             all_reduce: self.all_reduce(),
         })
     }

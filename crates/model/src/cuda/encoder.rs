@@ -4,7 +4,9 @@
 //! others would wait too long for all at once: what was launched before still reads rows that make room for the new ones, and what is
 //! launched afterwards finds these.
 
+mod check;
 mod layout;
+mod step;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,96 +14,23 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
-use plimsoll_core::{Component, EncodeCost, Image, ImageGrid};
-use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
-use plimsoll_kernels::Gelu;
-use plimsoll_kernels::cuda::{
-    AllReduce, EncoderKernels, GpuLayerNorm, GpuLinear, KeptRows, Linears, PatchAttention, PatchGrid,
-};
+use plimsoll_core::{Component, EncodeCost, Image};
+use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, PinnedSlab};
+use plimsoll_kernels::cuda::{EncoderKernels, KeptRows};
 use rayon::prelude::*;
 
 use super::staging::STEPS_IN_FLIGHT;
-use super::weights::{GpuEncoderWeights, GpuVector};
-use crate::blocks::{EncoderLayer, EncoderNorm, EncoderOperations, Merger};
+use crate::EncoderSpec;
 use crate::encoder::{
-    EncodedImage, KeptImages, PAGE, PartialImage, encode_cost, largest_image, parts_of, place,
+    EncodedImage, KeptImages, PAGE, PartialImage, PatchOrder, encode_cost, largest_image, parts_of, place,
 };
-use crate::encoder_spec::families;
-use crate::{EncoderMlp, EncoderSpec, ModelError};
+pub(super) use check::check;
 use layout::{EncoderLayout, parts};
+pub(super) use step::Products;
+use step::{Step, is_added};
 
 /// Floats that a thread rounds at a time.
 const CHUNK: usize = 1 << 16;
-
-/// What the kernels ask of an encoder, beyond what the CPU does.
-pub(super) fn check(spec: &EncoderSpec) -> Result<(), ModelError> {
-    let merged = spec.hidden_size * spec.merged();
-    let widths = [
-        ("the values of a patch", spec.input.patch_values),
-        ("num_heads", spec.head_dim()),
-        ("hidden_size", spec.hidden_size),
-        ("intermediate_size", spec.intermediate_size),
-        ("out_hidden_size", spec.out_size),
-    ];
-    let unsupported = |field: &str, value: String, supported: String| {
-        let supported = format!(
-            "on a GPU {supported}; --device cpu has no such bound, and --limit-mm-per-prompt '{{\"image\": 0}}' serves the text \
-             part alone"
-        );
-        Err(ModelError::unsupported(
-            format!("vision_config.{field}"),
-            value,
-            supported,
-        ))
-    };
-    if Form::of(spec).is_none() {
-        let supported = format!("encoders such as {}'s are", families::QWEN3.name);
-        return unsupported("model_type", spec.family.name.to_owned(), supported);
-    }
-    for (field, width) in widths {
-        if !width.is_multiple_of(8) {
-            let value = match field {
-                "num_heads" => format!("heads of {width}"),
-                _ => width.to_string(),
-            };
-            return unsupported(field, value, "multiples of 8 are".to_owned());
-        }
-    }
-    if spec.head_dim() > EncoderKernels::MAX_HEAD_DIM {
-        let supported = format!("heads of up to {} are", EncoderKernels::MAX_HEAD_DIM);
-        return unsupported("num_heads", format!("heads of {}", spec.head_dim()), supported);
-    }
-    if merged > EncoderKernels::MAX_NORM {
-        let supported = format!("up to {} for the patches of a row are", EncoderKernels::MAX_NORM);
-        return unsupported("hidden_size", merged.to_string(), supported);
-    }
-    Ok(())
-}
-
-/// What the kernels compute, of the family whose encoders they know.
-#[derive(Clone, Copy, Debug)]
-struct Form {
-    positions_per_side: usize,
-    theta: f64,
-    activation: Gelu,
-}
-
-impl Form {
-    fn of(spec: &EncoderSpec) -> Option<Self> {
-        match (spec.positions_per_side, spec.theta, spec.mlp) {
-            (Some(positions_per_side), Some(theta), EncoderMlp::Plain(activation))
-                if *spec.family == families::QWEN3 && spec.windows.is_none() =>
-            {
-                Some(Self {
-                    positions_per_side,
-                    theta,
-                    activation,
-                })
-            }
-            _ => None,
-        }
-    }
-}
 
 /// A model's encoder, but for its weights.
 #[derive(Debug)]
@@ -119,15 +48,6 @@ impl Encoder {
     }
 }
 
-/// What multiplies with which weights.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Products<'a> {
-    pub(super) linears: &'a Linears,
-    pub(super) weights: &'a GpuEncoderWeights,
-    /// Where GPUs meet, if there are several: each encodes all of an image.
-    pub(super) all_reduce: Option<&'a AllReduce>,
-}
-
 /// What a state has for images: the memory of one encode at a time, and the rows of a few images.
 #[derive(Debug)]
 pub(super) struct EncoderState {
@@ -138,7 +58,7 @@ pub(super) struct EncoderState {
     layout: EncoderLayout,
     images: KeptImages,
     largest: Duration,
-    /// Patches and pages of each step in flight.
+    /// Patches and lists of each step in flight.
     host: Vec<Input>,
 }
 
@@ -164,7 +84,8 @@ impl PlacedImage<'_> {
 #[derive(Debug)]
 struct Input {
     patches: PinnedSlab,
-    pages: PinnedSlab,
+    /// Pages, and the order of rows and where windows begin, where there are windows.
+    lists: PinnedSlab,
 }
 
 impl EncoderState {
@@ -178,7 +99,7 @@ impl EncoderState {
         let input = |_| {
             Ok::<_, GpuError>(Input {
                 patches: PinnedSlab::new(gpu, patches * size_of::<bf16>())?,
-                pages: PinnedSlab::new(gpu, layout.pages.bytes())?,
+                lists: PinnedSlab::new(gpu, layout.list_bytes())?,
             })
         };
         let mut state = Self {
@@ -258,7 +179,8 @@ impl EncoderState {
         let (pages, parts) = match images.find(&image.hash) {
             Some(pages) => (pages, 0..0),
             None => {
-                let all = self.spec.layers * parts(image.grid).count();
+                let all =
+                    self.spec.layers * parts(image.grid, &PatchOrder::new(&self.spec, image.grid)).len();
                 let begun = images.begin(&image.hash, image.grid.patches() / self.spec.merged());
                 let PartialImage {
                     pages, parts: done, ..
@@ -328,37 +250,37 @@ impl EncoderState {
         let patches = grid.patches();
         let layout = EncoderLayout::new(&self.spec, patches);
         let layout = layout.ok_or_else(|| self.gpu.budget().oom(Component::Encoder, u64::MAX))?;
+        let order = PatchOrder::new(&self.spec, grid);
         if parts.start == 0 {
-            self.send(image, place, layout, slot)?;
+            self.send(image, place, layout, &order, slot)?;
         }
         let spec = &self.spec;
-        let form = Form::of(spec).expect(CHECKED);
-        let parts_of_image: Vec<_> = self::parts(grid).collect();
-        let parts_of_layer = parts_of_image.len();
+        let parts_of_layer = self::parts(grid, &order);
         let mut step = Step {
             gpu: &self.gpu,
             spec,
-            form,
             kernels: &self.kernels,
-            linears: products.linears,
-            all_reduce: products.all_reduce,
+            products,
             grid,
             rows: patches / spec.merged(),
-            parts: parts_of_image,
-            is_added: is_added(spec, parts.start / parts_of_layer),
+            is_added: is_added(spec, parts.start / parts_of_layer.len()),
+            parts: parts_of_layer,
             hidden: layout.hidden.of(&self.memory),
             normed: layout.normed.of(&self.memory),
             delta: layout.delta.of(&self.memory),
             wide: layout.wide.of(&self.memory),
             inner: layout.inner.of(&self.memory),
+            activated: layout.activated.of(&self.memory),
             angles: layout.angles.of(&self.memory),
             merged: layout.rows.of(&self.memory),
             pages: layout.pages.of(&self.memory),
+            order: (!order.is_as_stored()).then(|| layout.order.of(&self.memory)),
+            windows: layout.windows.of(&self.memory),
+            largest_window: order.segments(true).into_iter().max().unwrap_or(0),
             kept: self.kept(0),
         };
         if parts.start == 0 {
-            self.kernels
-                .patch_angles(step.patch_grid(), form.theta, step.angles)?;
+            step.find_angles()?;
         }
         products.weights.forward(spec, parts, &mut step)?;
         Ok(())
@@ -370,191 +292,51 @@ impl EncoderState {
         image: &Image,
         place: &EncodedImage,
         layout: EncoderLayout,
+        order: &PatchOrder,
         slot: usize,
     ) -> Result<(), GpuError> {
         let input = &mut self.host[slot];
         let values = image.patches.len();
         let patches = &mut input.patches.as_mut_slice::<bf16>()[..values];
-        let chunks = patches.par_chunks_mut(CHUNK).zip(image.patches.par_chunks(CHUNK));
-        chunks.for_each(|(to, from)| to.convert_from_f32_slice(from));
-        for (to, &page) in input.pages.as_mut_slice::<i32>().iter_mut().zip(place.iter()) {
-            *to = page as i32;
+        // Of one row, where these are in another order.
+        let chunk = match order.is_as_stored() {
+            true => CHUNK,
+            false => self.spec.merged() * self.spec.input.patch_values,
+        };
+        patches.par_chunks_mut(chunk).enumerate().for_each(|(index, to)| {
+            let from = order.row(index) * chunk;
+            to.convert_from_f32_slice(&image.patches[from..][..to.len()]);
+        });
+        let pages = place.iter().map(|&page| page as i32).collect();
+        let (mut rows, mut windows) = (Vec::new(), Vec::new());
+        if !order.is_as_stored() {
+            rows.extend((0..layout.order.len()).map(|row| order.row(row) as i32));
+            let mut end = 0;
+            windows.push(0);
+            windows.extend(order.segments(true).into_iter().map(|len| {
+                end += len;
+                end as i32
+            }));
         }
+        let lists: [(_, Vec<i32>); 3] = [
+            (layout.pages, pages),
+            (layout.order, rows),
+            (layout.windows, windows),
+        ];
         let taken = layout.wide.of(&self.memory).range(0..values);
-        let pages = layout.pages.of(&self.memory);
         // SAFETY: the slot is packed again when its step has ended, and the drop of the runner waits for all of them.
-        unsafe {
-            self.gpu.upload_async(&input.patches, 0, taken.cast())?;
-            self.gpu.upload_async(&input.pages, 0, pages.cast())
+        unsafe { self.gpu.upload_async(&input.patches, 0, taken.cast())? };
+        let mut at = 0;
+        for (section, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
+            let to = section.front(list.len()).of(&self.memory);
+            input.lists.as_mut_slice::<i32>()[at..at + list.len()].copy_from_slice(&list);
+            // SAFETY: as above; other lists lie elsewhere.
+            unsafe {
+                self.gpu
+                    .upload_async(&input.lists, at * size_of::<i32>(), to.cast())?;
+            };
+            at += list.len();
         }
-    }
-}
-
-/// Whether nothing is left to be added to the residual stream before this layer: rows were made of it.
-fn is_added(spec: &EncoderSpec, layer: usize) -> bool {
-    layer
-        .checked_sub(1)
-        .is_none_or(|before| spec.features.contains(&before))
-}
-
-/// Of what [`check`] refuses.
-const CHECKED: &str = "a model whose encoder has another form is not loaded";
-
-/// The activations of one image.
-struct Step<'a> {
-    gpu: &'a Gpu,
-    spec: &'a EncoderSpec,
-    form: Form,
-    kernels: &'a EncoderKernels,
-    linears: &'a Linears,
-    all_reduce: Option<&'a AllReduce>,
-    grid: ImageGrid,
-    /// Rows that it becomes.
-    rows: usize,
-    /// Of each part of a layer.
-    parts: Vec<Range<usize>>,
-    /// Nothing is to be added to the residual stream.
-    is_added: bool,
-    hidden: GpuSlice<'a, bf16>,
-    normed: GpuSlice<'a, bf16>,
-    delta: GpuSlice<'a, bf16>,
-    wide: GpuSlice<'a, bf16>,
-    inner: GpuSlice<'a, bf16>,
-    angles: GpuSlice<'a, f32>,
-    merged: GpuSlice<'a, bf16>,
-    pages: GpuSlice<'a, i32>,
-    kept: KeptRows<'a>,
-}
-
-impl<'a> Step<'a> {
-    fn patch_grid(&self) -> PatchGrid {
-        PatchGrid {
-            patches: self.grid.patches(),
-            height: self.grid.height,
-            width: self.grid.width,
-            merge: self.spec.input.merge,
-        }
-    }
-
-    /// The first elements of the widest activation: as many as all patches have of this width.
-    fn wide(&self, width: usize) -> GpuSlice<'a, bf16> {
-        self.wide.range(0..self.grid.patches() * width)
-    }
-
-    /// The norm of the residual stream, to which what is left is added first.
-    fn norm(&mut self, norm: &EncoderNorm<GpuVector>) -> Result<(), GpuError> {
-        let is_added = std::mem::replace(&mut self.is_added, true);
-        self.norm_of(norm, 0..self.grid.patches(), !is_added)
-    }
-
-    /// The same of some patches.
-    fn norm_of(
-        &self,
-        norm: &EncoderNorm<GpuVector>,
-        patches: Range<usize>,
-        is_left: bool,
-    ) -> Result<(), GpuError> {
-        let of = |x| self.rows_of(x, &patches);
-        let weights = GpuLayerNorm {
-            weight: norm.weight.slice(),
-            bias: norm.bias.as_ref().expect(CHECKED).slice(),
-            eps: self.spec.eps,
-        };
-        let delta = is_left.then(|| of(self.delta));
-        self.kernels
-            .layer_norm(of(self.hidden), delta, weights, of(self.normed))
-    }
-
-    /// Rows of an activation of `[patches, hidden_size]`.
-    fn rows_of(&self, x: GpuSlice<'a, bf16>, patches: &Range<usize>) -> GpuSlice<'a, bf16> {
-        let width = self.spec.hidden_size;
-        x.range(patches.start * width..patches.end * width)
-    }
-
-    /// Chips of one kind may compute a product in different ways, which differ in the last bits, and ranks that sample different tokens
-    /// are an error. So all take the rows of the first: a sum with zeros is exact.
-    fn take_rows_of_first_rank(&self) -> Result<(), GpuError> {
-        let Some(all_reduce) = self.all_reduce else {
-            return Ok(());
-        };
-        if all_reduce.rank() > 0 {
-            self.gpu.fill(self.merged.cast(), 0)?;
-        }
-        all_reduce.sum(self.merged)
-    }
-}
-
-impl EncoderOperations<GpuLinear, GpuVector> for Step<'_> {
-    type Error = GpuError;
-
-    fn embed(&mut self, patches: &GpuLinear, positions: Option<&GpuVector>) -> Result<(), GpuError> {
-        let values = self.wide(self.spec.input.patch_values);
-        self.linears.forward(values, patches, self.hidden)?;
-        let (positions, side) = (positions.expect(CHECKED), self.form.positions_per_side);
-        self.kernels
-            .add_positions(self.hidden, positions.slice(), side, self.patch_grid())
-    }
-
-    fn normalise(&mut self, _: &EncoderNorm<GpuVector>) -> Result<(), GpuError> {
-        unreachable!("{CHECKED}: there is no norm before the first layer")
-    }
-
-    fn parts(&self) -> usize {
-        self.parts.len()
-    }
-
-    fn project(&mut self, layer: &EncoderLayer<GpuLinear, GpuVector>) -> Result<(), GpuError> {
-        self.norm(&layer.attention_norm)?;
-        let qkv = self.wide(3 * self.spec.hidden_size);
-        self.linears.forward(self.normed, &layer.qkv, qkv)?;
-        let (heads, patches) = (self.spec.heads, self.grid.patches());
-        self.kernels.rotate(qkv, heads, self.angles, patches)
-    }
-
-    fn attend(&mut self, layer: &EncoderLayer<GpuLinear, GpuVector>, part: usize) -> Result<(), GpuError> {
-        let rows = self.parts[part].clone();
-        let (heads, head_dim) = (self.spec.heads, self.spec.head_dim());
-        self.kernels.attention(&PatchAttention {
-            qkv: self.wide(3 * self.spec.hidden_size),
-            heads,
-            head_dim,
-            // Patches of one frame see each other.
-            segment: self.grid.height * self.grid.width,
-            rows: rows.clone(),
-            scale: 1.0 / (head_dim as f32).sqrt(),
-            out: self.normed,
-        })?;
-        let (attended, delta) = (self.rows_of(self.normed, &rows), self.rows_of(self.delta, &rows));
-        self.linears.forward(attended, &layer.output, delta)
-    }
-
-    fn mlp(&mut self, layer: &EncoderLayer<GpuLinear, GpuVector>, part: usize) -> Result<(), GpuError> {
-        let rows = self.parts[part].clone();
-        self.norm_of(&layer.mlp_norm, rows.clone(), true)?;
-        let inner = self.inner.range(0..rows.len() * self.spec.intermediate_size);
-        let (normed, delta) = (self.rows_of(self.normed, &rows), self.rows_of(self.delta, &rows));
-        self.linears.forward(normed, &layer.up, inner)?;
-        self.kernels.gelu(self.form.activation, inner)?;
-        // Of the last part, that of all of them.
-        self.is_added = false;
-        self.linears.forward(inner, &layer.down, delta)
-    }
-
-    fn merge(&mut self, merger: &Merger<GpuLinear, GpuVector>, column: usize) -> Result<(), GpuError> {
-        let Merger::Mlp { norm, up, down } = merger else {
-            unreachable!("{CHECKED}: rows are made by an MLP");
-        };
-        // Merged patches are neighbours in memory: a norm of them is one of wider rows.
-        self.norm(norm)?;
-        self.linears.forward(self.normed, up, self.delta)?;
-        self.kernels.gelu(Gelu::Exact, self.delta)?;
-        self.linears.forward(self.delta, down, self.merged)?;
-        self.take_rows_of_first_rank()?;
-        let kept = KeptRows {
-            column: column * self.spec.out_size,
-            ..self.kept
-        };
-        self.kernels
-            .keep_rows(self.merged, self.rows, (self.pages, PAGE), kept)
+        Ok(())
     }
 }

@@ -16,6 +16,7 @@ use super::shape::{BatchShape, ImageInputs, Sampling};
 use super::staging::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section, Staging};
 use super::states::{StateCounts, StateInput, StateLists};
+use crate::images::ends_of;
 use crate::positions::positions;
 use crate::tables::PageTable;
 
@@ -27,7 +28,7 @@ pub(super) struct StepInput {
     /// Rows that are given out: sampled from, padding included, or pooled.
     pub(super) samples: usize,
     pub(super) tokens: Section<i32>,
-    /// One number for each row, or three where images are served.
+    /// One number for each row, or three where images are served and their rows have places.
     pub(super) positions: Section<i32>,
     /// For each table of pages, where rows are written.
     pub(super) slots: Vec<Section<i32>>,
@@ -73,6 +74,8 @@ pub(super) struct PrefillInput {
     /// For each table of pages.
     pub(super) runs: Vec<Section<GpuRun>>,
     pub(super) work: Vec<(PrefillPlan, Section<PrefillItem>)>,
+    /// Of each row of the batch the end of what it sees, where rows of images see each other.
+    pub(super) ends: Section<i32>,
 }
 
 /// Elements of the lists that rows to sample refer to: room for any one row. Steps of more are sampled in parts.
@@ -165,13 +168,16 @@ impl StepInputs {
         counts.history = lists.history.len();
         counts.biases = lists.biases.len();
         counts.image_rows = image_rows.len();
+        if !image_rows.is_empty() {
+            counts.ends = ImageInputs::ends(self.images, counts.rows);
+        }
         counts.late_rows = if is_late { counts.sample_rows } else { 0 };
         if sample_parts.len() > 1 {
             (counts.history, counts.biases) = (self.room.history, self.room.biases);
         }
         let mut input = layout(&counts, &self.planners);
         self.write_tokens(slot, plan, last, &input);
-        self.write_attention(slot, &mut input);
+        self.write_attention(slot, plan, &mut input);
         if let Some(states) = input.states {
             self.states.write(&mut self.staging, slot, states);
         }
@@ -281,6 +287,7 @@ impl StepInputs {
             prefill_runs: limits.max_num_seqs,
             pages: tables.iter().map(most).sum(),
             numbers: ImageInputs::numbers(images),
+            ends: ImageInputs::ends(images, rows),
             image_rows: images.map_or(0, |_| rows),
             late_rows: sample_rows,
             history: room.history,
@@ -350,6 +357,7 @@ impl StepInputs {
             prefill_runs: self.prefill_runs[0].len(),
             pages,
             numbers: ImageInputs::numbers(self.images),
+            ends: 0,
             image_rows: 0,
             late_rows: 0,
             history: 0,
@@ -402,7 +410,7 @@ impl StepInputs {
         }
     }
 
-    fn write_attention(&mut self, slot: usize, input: &mut StepInput) {
+    fn write_attention(&mut self, slot: usize, plan: &StepPlan, input: &mut StepInput) {
         let Self {
             staging,
             planners,
@@ -426,10 +434,16 @@ impl StepInputs {
             for (&section, runs) in prefill.runs.iter().zip(&*prefill_runs) {
                 staging.host(slot, section).copy_from_slice(runs);
             }
+            let ends: Option<Vec<i32>> = (prefill.ends.len() > 0).then(|| {
+                let ends = plan.runs.iter().flat_map(ends_of);
+                ends.map(|end| end as i32).collect()
+            });
+            if let Some(ends) = &ends {
+                staging.host(slot, prefill.ends).copy_from_slice(ends);
+            }
             for (planners, (plan, items)) in planners.iter().zip(&mut prefill.work) {
-                *plan = planners
-                    .prefill
-                    .plan(&prefill_runs[0], staging.host(slot, *items));
+                let items = staging.host(slot, *items);
+                *plan = planners.prefill.plan(&prefill_runs[0], ends.as_deref(), items);
             }
         }
     }
@@ -483,6 +497,8 @@ struct Counts {
     pages: usize,
     /// Of a position.
     numbers: usize,
+    /// Of what rows see.
+    ends: usize,
     image_rows: usize,
     late_rows: usize,
     history: usize,
@@ -492,7 +508,7 @@ struct Counts {
 /// Writes the positions of a run's rows. Returns how many numbers they are.
 fn write_positions(images: Option<ImageInputs>, run: &Run, to: &mut [i32]) -> usize {
     let rows = run.start..run.end();
-    let Some(ImageInputs { merge }) = images else {
+    let Some(merge) = images.and_then(|images| images.merge) else {
         to.iter_mut().zip(rows).for_each(|(to, row)| *to = row as i32);
         return run.input.len();
     };
@@ -548,6 +564,7 @@ fn layout(counts: &Counts, planners: &[AttentionPlanners]) -> StepInput {
                     (PrefillPlan::default(), layout.section(entries))
                 })
                 .collect(),
+            ends: layout.section(counts.ends),
         }),
         blocks: layout.section(counts.pages),
         image_rows: layout.section(2 * counts.image_rows),

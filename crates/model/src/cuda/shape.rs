@@ -77,19 +77,30 @@ impl Sampling {
 /// What the inputs of a step have of images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ImageInputs {
-    /// Rows and columns of patches that are one row of an image.
-    pub(super) merge: usize,
+    /// Where positions have three numbers: rows and columns of patches that are one row of an image.
+    pub(super) merge: Option<usize>,
+    /// Rows of an image see each other.
+    pub(super) mutual: bool,
 }
 
 impl ImageInputs {
     /// Of a model that takes images.
     pub(super) fn of(config: &ModelConfig) -> Option<Self> {
         let input = config.image_input()?;
-        Some(Self { merge: input.merge })
+        Some(Self {
+            merge: config.spec.has_axes().then_some(input.merge),
+            mutual: input.mutual,
+        })
+    }
+
+    /// Ends of what so many rows see: none where each sees up to itself.
+    pub(super) fn ends(images: Option<Self>, rows: usize) -> usize {
+        images.filter(|images| images.mutual).map_or(0, |_| rows)
     }
 
     /// Numbers of a position.
     pub(super) fn numbers(images: Option<Self>) -> usize {
-        images.map_or(1, |_| PairAxes::NUMBERS)
+        let merge = images.and_then(|images| images.merge);
+        merge.map_or(1, |_| PairAxes::NUMBERS)
     }
 }

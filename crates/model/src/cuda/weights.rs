@@ -136,10 +136,11 @@ impl GpuWeights {
             return Err(gpu.budget().oom(Component::Weights, bytes).into());
         };
         let mut ropes = Vec::new();
+        let has_axes = images.is_some() && spec.has_axes();
         for (rope, spans) in spec.ropes().into_iter().zip(&layout.turns) {
             let tables = rope.scaled_tables(factors.as_deref());
-            let axes = images.map(|_| rope.sections.map(|sections| sections.axes()).unwrap_or_default());
-            let axes = axes.map(|axes| PairAxes::new(&axes));
+            let axes = rope.sections.map(|sections| sections.axes()).unwrap_or_default();
+            let axes = has_axes.then(|| PairAxes::new(&axes));
             let upload = |(table, &span): (&RopeTable, &Span)| {
                 let slab = Arc::clone(&slab);
                 let turns = GpuVector { slab, span };
@@ -188,7 +189,9 @@ impl GpuWeights {
 
     /// The same, of positions.
     pub(super) fn no_axes(&self) -> Option<PairAxes> {
-        self.encoder.as_ref().map(|_| PairAxes::new(&[]))
+        let mut tables = self.ropes.iter().flatten();
+        let has_axes = tables.any(|table| table.axes.is_some());
+        has_axes.then(|| PairAxes::new(&[]))
     }
 
     /// A stored tensor as it lies in device memory.

@@ -14,13 +14,13 @@ use plimsoll_model::{KvCacheDtype, LoadFormat, LoadOptions};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::common::images::{IMAGE_LIMITS, ImageCase, VALUES, chunks, golden_images, image, options};
+use crate::common::images::{IMAGE_LIMITS, ImageCase, chunks, golden_images, image, options};
 use crate::common::*;
 use crate::reference::root_mean_square;
 use crate::setup::{LIMITS, Setup, gpu, report};
 
-/// Those whose encoders have widths that the kernels know.
-pub(crate) const IMAGE_MODELS: [&str; 1] = ["qwen3-vl"];
+/// One of each family whose encoders the kernels know.
+pub(crate) const IMAGE_MODELS: [&str; 4] = ["gemma3-vision", "mistral3-vision", "qwen2_5-vl", "qwen3-vl"];
 
 fn load_for(gpu: &Gpu, name: &str, limits: EncoderLimits) -> Arc<GpuModel> {
     let options = options(KvCacheDtype::Auto, limits);
@@ -29,6 +29,18 @@ fn load_for(gpu: &Gpu, name: &str, limits: EncoderLimits) -> Arc<GpuModel> {
 
 fn load(gpu: &Gpu, name: &str) -> Arc<GpuModel> {
     load_for(gpu, name, IMAGE_LIMITS)
+}
+
+/// An image that the model takes, of these patches if it takes any.
+fn image_of(model: &GpuModel, seed: usize, grid: [usize; 3]) -> Image {
+    let input = model.config().image_input().unwrap();
+    let only = input.only.map(|grid| [grid.frames, grid.height, grid.width]);
+    image(seed, only.unwrap_or(grid), input.patch_values)
+}
+
+/// Whether rows of an image see each other.
+fn is_mutual(model: &GpuModel) -> bool {
+    model.config().image_input().unwrap().mutual
 }
 
 fn setup() -> Setup {
@@ -77,7 +89,8 @@ pub(crate) fn last_logits(runner: &mut GpuRunner, setup: &Setup, case: &ImageCas
     let first = case.prompt.len() - case.last_logits.len();
     let table = blocks(0..setup.num_blocks() as u32);
     let mut found = Vec::new();
-    for run in chunks(&case.prompt, &case.spans(), &table, most, false) {
+    let mutual = is_mutual(runner.model());
+    for run in chunks(&case.prompt, &case.spans(), &table, most, mutual) {
         let rows = (run.start.max(first)..run.end()).map(|row| row - run.start);
         let rows: Vec<usize> = rows.collect();
         found.extend(runner.logits(&plan(vec![run]), &rows).unwrap());
@@ -138,7 +151,7 @@ fn images_are_followed_by_the_greedy_tokens_that_lead() {
             for case in &cases {
                 let mut runner = setup.build(&model);
                 let table = blocks(0..setup.num_blocks() as u32);
-                let mut runs = chunks(&case.prompt, &case.spans(), &table, 30, false);
+                let mut runs = chunks(&case.prompt, &case.spans(), &table, 30, is_mutual(&model));
                 runs.last_mut().unwrap().sample = Some(greedy_spec(0));
                 let mut last = None;
                 for run in runs {
@@ -179,12 +192,13 @@ fn images_and_text_share_steps() {
     for name in IMAGE_MODELS {
         let model = load(&gpu, name);
         let mut runner = setup().build(&model);
-        let steps = golden_images(name).cases[0].beside_text();
+        let case = &golden_images(name).cases[0];
+        let steps = case.beside_text();
         let [alone, text_alone, found] = steps.map(|(plan, rows)| runner.logits(&plan, &rows).unwrap());
         let error = relative_error(&found, &[&alone[..], &text_alone, &alone].concat());
         report(format_args!("{name}: together {error:.5} from alone"));
-        // Products of other numbers of rows round otherwise.
-        assert!(error < 0.02, "{name}: {error}");
+        // Products of other numbers of rows round otherwise: both are off, and not by the same.
+        assert!(error < 1.5 * case.bf16_error, "{name}: {error}");
         let other = relative_error(&text_alone, &alone);
         assert!(other > 0.1, "{name}: text alone is another prompt, {other}");
     }
@@ -236,8 +250,11 @@ fn large_images_are_encoded_in_parts() {
                 .unwrap()
         };
         let (mut cpu, text) = (cpu, golden_images(name).cases.swap_remove(0).prompt);
-        for (seed, grid) in [(1, [1, 50, 90]), (2, [1, 2, 2400]), (3, [1, 32, 64])] {
-            let image = Arc::new(image(seed, grid, VALUES));
+        // One of them where a model takes one size alone.
+        let one_size = model.config().image_input().unwrap().only.is_some();
+        let grids = [(1, [1, 50, 90]), (2, [1, 2, 2400]), (3, [1, 32, 64])];
+        for (seed, grid) in grids.into_iter().take(if one_size { 1 } else { 3 }) {
+            let image = Arc::new(image_of(&model, seed, grid));
             let whole = setup().build(&model).encode(&image).unwrap();
             let mut runner = setup().build(&model);
             for step in 0..20 {
@@ -273,18 +290,20 @@ fn images_may_end_a_prompt() {
         let model = load(&gpu, name);
         let case = &golden_images(name).cases[0];
         let table = blocks(0..3);
-        let end = case.spans()[0].end();
+        let span = &case.spans()[0];
+        let end = span.end();
+        let last = if is_mutual(&model) { span.start } else { end - 1 };
         let mut sampled = [true, false].map(|at_once| {
             let mut runner = setup().build(&model);
-            let cut = if at_once { 0 } else { end - 1 };
+            let cut = if at_once { 0 } else { last };
             if cut > 0 {
                 runner.execute(&plan(vec![case.run(1, 0..cut, &table)])).unwrap();
             }
-            let last = Run {
+            let rest = Run {
                 sample: Some(greedy_spec(0)),
                 ..case.run(1, cut..end, &table)
             };
-            runner.execute(&plan(vec![last])).unwrap().samples.swap_remove(0)
+            runner.execute(&plan(vec![rest])).unwrap().samples.swap_remove(0)
         });
         let [whole, cut] = [sampled[0].take(), sampled[1].take()].map(|sample| sample.unwrap().token);
         assert_eq!(whole, cut, "{name}");
@@ -298,7 +317,8 @@ fn images_are_kept_by_content_and_encoded_again_when_they_are_gone() {
     let gpu = gpu();
     let mut rng = StdRng::seed_from_u64(3);
     for name in IMAGE_MODELS {
-        let mut runner = setup().build(&load(&gpu, name));
+        let model = load(&gpu, name);
+        let mut runner = setup().build(&model);
         let mut known: Vec<(Image, Vec<f32>)> = Vec::new();
         for seed in 0..60 {
             if rng.random_bool(0.5) && !known.is_empty() {
@@ -308,7 +328,7 @@ fn images_are_kept_by_content_and_encoded_again_when_they_are_gone() {
             }
             let height = 2 * rng.random_range(1..=4);
             let width = 2 * rng.random_range(1..=IMAGE_LIMITS.max_patches / height / 2);
-            let image = image(seed, [1, height, width], VALUES);
+            let image = image_of(&model, seed, [1, height, width]);
             let rows = runner.encode(&image).unwrap();
             assert!(rows.iter().all(|x| x.is_finite()));
             assert!(known.iter().all(|(_, other)| *other != rows));
@@ -323,6 +343,9 @@ fn images_take_what_the_footprint_says_and_nothing_more_while_they_are_served() 
     let gpu = gpu();
     for name in IMAGE_MODELS {
         for max_patches in [4, 48, 200, 1000, 4096] {
+            if max_patches < 36 && name == "gemma3-vision" {
+                continue;
+            }
             let limits = EncoderLimits {
                 max_patches,
                 ..IMAGE_LIMITS
@@ -350,7 +373,7 @@ fn images_take_what_the_footprint_says_and_nothing_more_while_they_are_served() 
                 .into_iter()
                 .enumerate()
             {
-                runner.encode(&image(seed, grid, VALUES)).unwrap();
+                runner.encode(&image_of(&model, seed, grid)).unwrap();
             }
             assert_eq!(
                 (gpu.allocations(), gpu.budget().meters().reserved),
@@ -393,13 +416,24 @@ fn images_that_no_scheduler_plans_are_refused() {
     );
 }
 
-/// Of a published shape: 27 layers of 1152, 1024 x 1024 pixels. Random weights.
+/// Of published shapes, 64 x 64 patches; Qwen2.5-VL's and Pixtral's have widths that are no multiples of 8. Random weights.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn images_of_a_published_size_are_encoded() {
     let gpu = gpu();
+    // Elements of a row, of all its parts.
+    for (name, row) in [
+        ("Qwen3-VL-8B-Instruct", 4096 * 4),
+        ("Qwen2.5-VL-7B-Instruct", 3584),
+        ("Ministral-3-3B-Instruct-2512-BF16", 3072),
+    ] {
+        encode_published(&gpu, name, row);
+    }
+}
+
+fn encode_published(gpu: &Gpu, name: &str, row: usize) {
     let directory = tempfile::tempdir().unwrap();
-    let published = repository().join("crates/model/tests/configs/Qwen3-VL-8B-Instruct.json");
+    let published = repository().join(format!("crates/model/tests/configs/{name}.json"));
     std::fs::copy(published, directory.path().join("config.json")).unwrap();
     let limits = EncoderLimits {
         max_patches: 4096,
@@ -409,11 +443,12 @@ fn images_of_a_published_size_are_encoded() {
         format: LoadFormat::Dummy { seed: 1 },
         ..options(KvCacheDtype::Auto, limits)
     };
-    let model = GpuModel::load(directory.path(), options, &gpu, &mut |_| ()).unwrap();
+    let model = GpuModel::load(directory.path(), options, gpu, &mut |_| ()).unwrap();
     let mut runner = setup().build(&model);
-    report(format_args!("first: {:?}", model.slowest_encode()));
+    report(format_args!("{name}, first: {:?}", model.slowest_encode()));
     let mut rng = StdRng::seed_from_u64(1);
-    let values = 4096 * 1536;
+    let input = model.config().image_input().unwrap();
+    let values = 4096 * input.patch_values;
     for round in 0..4 {
         let image = Image {
             hash: [round; 32],
@@ -430,12 +465,11 @@ fn images_of_a_published_size_are_encoded() {
             first: 0,
             image: Arc::new(image),
         };
-        let placeholder = model.config().image_input().unwrap().placeholder;
         // A step of few rows, with the encode and without: until it is launched, and until it is done.
         let took = [0, 1].map(|_| {
             let part = Run {
                 images: Some([span.clone()].into()),
-                ..run(1, 0, &[placeholder; 8], &blocks(0..1))
+                ..run(1, 0, &[input.placeholder; 8], &blocks(0..1))
             };
             let begun = Instant::now();
             runner.launch(&plan(vec![part])).unwrap();
@@ -444,8 +478,11 @@ fn images_of_a_published_size_are_encoded() {
             [launched, begun.elapsed()]
         });
         let rows = runner.encode(&span.image).unwrap();
-        assert_eq!(rows.len(), 1024 * 4096 * 4);
+        assert_eq!(rows.len(), 1024 * row);
         assert!(rows.iter().all(|x| x.is_finite()));
-        report(format_args!("64 x 64 patches: {:?} and {:?}", took[0], took[1]));
+        report(format_args!(
+            "{name}, 64 x 64 patches: {:?} and {:?}",
+            took[0], took[1]
+        ));
     }
 }

@@ -34,7 +34,30 @@ fn random_runs(rng: &mut StdRng) -> Vec<GpuRun> {
             ..GpuRun::default()
         }
     };
-    (0..rng.random_range(1..20)).map(|_| run(rng)).collect()
+    let mut runs: Vec<GpuRun> = (0..rng.random_range(1..20)).map(|_| run(rng)).collect();
+    let mut rows = 0;
+    for run in &mut runs {
+        run.first_row = rows;
+        rows += run.len;
+    }
+    runs
+}
+
+/// What rows see ends at themselves, or at the end of the span that they are of.
+fn random_ends(rng: &mut StdRng, runs: &[GpuRun]) -> Vec<i32> {
+    let mut ends = Vec::new();
+    for run in runs {
+        let mut at = run.context_end - run.len;
+        while at < run.context_end {
+            let span = (at + rng.random_range(1..400)).min(run.context_end);
+            match rng.random_bool(0.5) {
+                true => ends.extend((at..span).map(|_| span)),
+                false => ends.extend(at + 1..=span),
+            }
+            at = span;
+        }
+    }
+    ends
 }
 
 /// Every row meets every key that it sees exactly once, within the promised sizes.
@@ -44,9 +67,10 @@ fn plans_cover_every_row_and_key_once() {
         let mut rng = rng(seed);
         let planner = random_planner(&mut rng);
         let runs = random_runs(&mut rng);
-        let tokens = runs.iter().map(|run| run.len as usize).sum();
+        let tokens: usize = runs.iter().map(|run| run.len as usize).sum();
+        let ends = rng.random_bool(0.5).then(|| random_ends(&mut rng, &runs));
         let mut items = vec![PrefillItem::default(); planner.max_entries(tokens, runs.len())];
-        let plan = planner.plan(&runs, &mut items);
+        let plan = planner.plan(&runs, ends.as_deref(), &mut items);
         let (items, merges) = items[..plan.entries()].split_at(plan.items);
 
         let work = |item: &PrefillItem| item.end - item.begin;
@@ -72,7 +96,10 @@ fn plans_cover_every_row_and_key_once() {
             let seen = |position: i32| planner.window.map_or(0, |w| (position + 1 - w as i32).max(0));
             let last = (row + planner.tiling.rows as i32).min(run.len * planner.group() as i32) - 1;
             assert_eq!(pieces[0].begin, seen(position(row)), "seed {seed}");
-            assert_eq!(pieces[pieces.len() - 1].end, position(last) + 1, "seed {seed}");
+            let seen = ends.as_ref().map_or(position(last) + 1, |ends| {
+                ends[(run.first_row + last / planner.group() as i32) as usize]
+            });
+            assert_eq!(pieces[pieces.len() - 1].end, seen, "seed {seed}");
             for pair in pieces.windows(2) {
                 assert_eq!(pair[0].end, pair[1].begin, "seed {seed}");
                 assert_eq!(pair[0].end as usize % UNIT, 0, "seed {seed}");
@@ -117,7 +144,7 @@ fn a_short_chunk_is_split() {
         ..GpuRun::default()
     };
     let mut items = vec![PrefillItem::default(); planner.max_entries(64, 1)];
-    let plan = planner.plan(&[run], &mut items);
+    let plan = planner.plan(&[run], None, &mut items);
     assert!(plan.items * layout.kv_heads >= 2 * tiling.slots, "{plan:?}");
     assert_eq!(plan.merges, 2);
 }

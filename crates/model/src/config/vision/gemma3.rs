@@ -76,5 +76,4 @@ pub(super) const GEMMA3: EncoderConfig = EncoderConfig {
         })
     },
     heads: "num_attention_heads",
-    on_gpus: false,
 };

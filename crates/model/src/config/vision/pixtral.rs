@@ -73,5 +73,4 @@ pub(super) const PIXTRAL: EncoderConfig = EncoderConfig {
         })
     },
     heads: "num_attention_heads",
-    on_gpus: false,
 };

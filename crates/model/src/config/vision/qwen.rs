@@ -35,7 +35,6 @@ pub(super) const QWEN3: EncoderConfig = EncoderConfig {
         })
     },
     heads: "num_heads",
-    on_gpus: true,
 };
 
 /// Qwen2.5-VL's.
@@ -86,7 +85,6 @@ pub(super) const QWEN2_5: EncoderConfig = EncoderConfig {
         })
     },
     heads: "num_heads",
-    on_gpus: false,
 };
 
 /// What both have.

@@ -117,6 +117,7 @@ impl<'b> Step<'_, 'b> {
         }
         if let Some(prefill) = &input.prefill {
             let (plan, items) = prefill.work[at];
+            let ends = inputs.device(prefill.ends);
             let args = PrefillArgs {
                 q,
                 q_stride: spec.qkv_size(),
@@ -126,6 +127,7 @@ impl<'b> Step<'_, 'b> {
                 items: inputs.device(items),
                 out,
                 scratch: self.act.scratch,
+                ends: (!ends.is_empty()).then_some(ends),
                 options,
             };
             self.decoder.prefill.forward(&planners.prefill, plan, &args)?;

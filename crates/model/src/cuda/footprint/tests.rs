@@ -160,6 +160,27 @@ fn images_take_what_the_largest_needs() {
     }
 }
 
+/// Gated MLPs, and the lists of windows.
+#[test]
+fn images_of_other_families_take_what_they_need() {
+    let mut shape = footprint(&recorded("kv-full.json")).shape;
+    let max_patches = 1 << 16;
+    shape.serve_as.images = Some(EncoderLimits {
+        max_patches,
+        max_images_per_prompt: 1,
+    });
+    let (patches, rows, part) = (1_u64 << 16, 1 << 14, 2048);
+    let mlp = part * 3 * 56 * 2;
+    let activations = patches * (3 * 48 + 3 * 48) * 2 + patches * 16 * 4 + rows / 16 * 4 + mlp;
+    let lists = (2 * rows + 1) * 4;
+    for (name, out, lists) in [("mistral3-vision", 64, 0), ("qwen2_5-vl", 128, lists)] {
+        let found = GpuFootprint::assumed(&golden(name), shape.clone()).unwrap();
+        // Rows of two images that are kept, and those that are made.
+        let bytes = 3 * rows * out * 2 + activations + lists;
+        assert_eq!(found.encoder_bytes(), bytes.next_multiple_of(2 << 20), "{name}");
+    }
+}
+
 #[test]
 fn states_without_kernels_are_refused_by_name() {
     let text = std::fs::read_to_string(golden("qwen3_5-vision").join("config.json")).unwrap();
