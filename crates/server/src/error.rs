@@ -67,8 +67,13 @@ pub enum ApiError {
     #[error("the request body did not arrive within {} s", .0.as_secs())]
     BodyTimeout(Duration),
     /// The memory for large requests is in use.
-    #[error("the memory for large request bodies has been in use for {:.1} s; try again", .0.as_secs_f64())]
-    NoRequestMemory(Duration),
+    #[error("the memory for {of} has been in use for {:.1} s; try again", .waited.as_secs_f64())]
+    NoRequestMemory {
+        /// What the memory is for.
+        of: &'static str,
+        /// How long the request waited.
+        waited: Duration,
+    },
     /// The Content-Type is not JSON.
     #[error("the Content-Type `{0}` is not supported; send application/json")]
     MediaType(String),
@@ -208,7 +213,7 @@ impl ApiError {
             Self::PathNotFound(_) | Self::NoEmbeddings { .. } => invalid(Status::NOT_FOUND, "unknown_url"),
             Self::MethodNotAllowed(_) => invalid(Status::METHOD_NOT_ALLOWED, "method_not_supported"),
             Self::ForeignOrigin(_) => invalid(Status::FORBIDDEN, "origin_not_allowed"),
-            Self::NoRequestMemory(_) => unavailable("too_many_large_requests"),
+            Self::NoRequestMemory { .. } => unavailable("too_many_large_requests"),
             Self::BodyTooLarge(_) => invalid(Status::PAYLOAD_TOO_LARGE, "request_too_large"),
             Self::BodyTimeout(_) => invalid(Status::REQUEST_TIMEOUT, "request_timeout"),
             Self::MediaType(_) => invalid(Status::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type"),
@@ -260,7 +265,7 @@ impl ApiError {
             Self::RateLimited { retry_after, .. } => Some(*retry_after),
             Self::TooManyAtOnce(_) => Some(RETRY_SOON),
             // The queue was full for this long.
-            Self::QueueTimeout(waited) | Self::NoRequestMemory(waited) => Some(*waited),
+            Self::QueueTimeout(waited) | Self::NoRequestMemory { waited, .. } => Some(*waited),
             _ => None,
         }
     }
@@ -269,7 +274,9 @@ impl ApiError {
     /// start). The access log has each request.
     fn is_known(&self) -> bool {
         match self {
-            Self::Starting(_) | Self::DeadlineExceeded(_) | Self::NoRequestMemory(_) | Self::Step(_) => true,
+            Self::Starting(_) | Self::DeadlineExceeded(_) | Self::NoRequestMemory { .. } | Self::Step(_) => {
+                true
+            }
             Self::Refused(error) => !matches!(error, SubmitError::DuplicateId(_)),
             _ => false,
         }

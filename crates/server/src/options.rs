@@ -93,6 +93,9 @@ pub struct ServerOptions {
     pub isolate_prefix_cache: bool,
     /// Memory for the text of large requests until it is tokenized, in bytes. Requests beyond it wait, and in the end get a 503.
     pub request_bytes: usize,
+    /// Memory for the patches of images, until their requests end, and for decoding them, in bytes: at least what one request needs.
+    /// Requests beyond it wait, and in the end get a 503.
+    pub image_bytes: usize,
     /// Requests may set `priority`.
     pub priorities: bool,
     /// Requests may set `chat_template`.
@@ -146,6 +149,7 @@ impl Default for ServerOptions {
             request_timeout: None,
             isolate_prefix_cache: false,
             request_bytes: 128 << 20,
+            image_bytes: 1 << 30,
             priorities: false,
             trust_request_chat_template: false,
             unknown_fields: UnknownFields::Error,

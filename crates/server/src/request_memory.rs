@@ -1,5 +1,5 @@
-//! Limits host memory for the text of large requests until it is tokenized: parsed and rendered text takes many times its
-//! bytes, so a limit per request would not bound the total.
+//! Limits host memory for what requests bring: for the text of large ones until it is tokenized, as parsed and rendered text takes
+//! many times its bytes, and for their images. A limit per request would not bound the total.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,6 +15,8 @@ pub(crate) const SMALL: usize = 64 << 10;
 /// A budget of bytes.
 #[derive(Debug)]
 pub(crate) struct RequestMemory {
+    /// What it is for.
+    of: &'static str,
     free: Arc<Semaphore>,
     all: u32,
     patience: Duration,
@@ -23,11 +25,18 @@ pub(crate) struct RequestMemory {
 /// A reservation; dropping it releases it.
 pub(crate) type Reservation = OwnedSemaphorePermit;
 
+/// Gives back what a reservation has beyond `bytes`.
+pub(crate) fn shrink(reservation: &mut Reservation, bytes: usize) {
+    let rest = reservation.num_permits().saturating_sub(bytes);
+    drop(reservation.split(rest));
+}
+
 impl RequestMemory {
     /// A budget of `bytes`; a reservation that waits longer than `patience` fails.
-    pub(crate) fn new(bytes: usize, patience: Duration) -> Self {
+    pub(crate) fn new(of: &'static str, bytes: usize, patience: Duration) -> Self {
         let all = u32::try_from(bytes).unwrap_or(u32::MAX);
         Self {
+            of,
             free: Arc::new(Semaphore::new(all as usize)),
             all,
             patience,
@@ -44,7 +53,10 @@ impl RequestMemory {
         match timeout(self.patience, reservation).await {
             Ok(Ok(reservation)) => Ok(reservation),
             // The semaphore is never closed.
-            Ok(Err(_)) | Err(_) => Err(ApiError::NoRequestMemory(self.patience)),
+            Ok(Err(_)) | Err(_) => Err(ApiError::NoRequestMemory {
+                of: self.of,
+                waited: self.patience,
+            }),
         }
     }
 }
@@ -55,11 +67,11 @@ mod tests {
 
     #[tokio::test]
     async fn large_requests_wait_and_small_ones_do_not() {
-        let memory = RequestMemory::new(1 << 20, Duration::from_millis(50));
+        let memory = RequestMemory::new("tests", 1 << 20, Duration::from_millis(50));
         let first = memory.reserve(1 << 20).await.unwrap();
         assert!(matches!(
             memory.reserve(SMALL + 1).await,
-            Err(ApiError::NoRequestMemory(_))
+            Err(ApiError::NoRequestMemory { .. })
         ));
         drop(memory.reserve(SMALL).await.unwrap());
         drop(first);
@@ -68,5 +80,18 @@ mod tests {
         assert!(memory.reserve(1 << 19).await.is_err());
         drop(huge);
         drop(memory.reserve(1 << 19).await.unwrap());
+    }
+
+    #[tokio::test]
+    async fn what_is_not_needed_any_more_is_for_others() {
+        let memory = RequestMemory::new("tests", 1 << 20, Duration::from_millis(50));
+        let mut first = memory.reserve(1 << 20).await.unwrap();
+        shrink(&mut first, 1 << 18);
+        let second = memory.reserve(3 << 18).await.unwrap();
+        assert!(memory.reserve(SMALL + 1).await.is_err());
+        drop(second);
+        // There is nothing more to give back.
+        shrink(&mut first, 1 << 20);
+        assert!(memory.reserve((3 << 18) + SMALL).await.is_err());
     }
 }

@@ -44,6 +44,7 @@ struct Inner {
     quotas: Quotas,
     responses: ResponseStore,
     request_memory: RequestMemory,
+    image_memory: RequestMemory,
     longest_text: usize,
     seeds: Mutex<StdRng>,
     large_bodies: Arc<Semaphore>,
@@ -102,9 +103,12 @@ impl AppState {
             quotas: Quotas::new(options.key_limits),
             responses: ResponseStore::new(options.response_store),
             request_memory: RequestMemory::new(
+                "large request bodies",
                 options.request_bytes.max(options.max_body_bytes),
                 MAX_WAIT.min(options.body_timeout / 2),
             ),
+            // Not that of bodies: they are held while their images wait.
+            image_memory: RequestMemory::new("images", options.image_bytes, MAX_WAIT),
             longest_text,
             options,
             metrics,
@@ -177,6 +181,11 @@ impl AppState {
     /// Memory for the text of large requests.
     pub(crate) fn request_memory(&self) -> &RequestMemory {
         &self.0.request_memory
+    }
+
+    /// Memory for images of requests.
+    pub(crate) fn image_memory(&self) -> &RequestMemory {
+        &self.0.image_memory
     }
 
     /// Upper bound of the bytes of text that fit the context: every token the longest one.

@@ -190,7 +190,7 @@ fn prompt_budget(seed: u64, most: usize) -> Option<PromptBudget> {
         .random_bool(0.5)
         .then(|| Duration::from_secs_f64(rng.random_range(0.1..3.0)));
     let encode = rng.random_bool(0.7).then(|| EncodeCost {
-        patch_seconds: rng.random_range(0.001..0.3),
+        patch_seconds: rng.random_range(0.001..0.05),
         pair_seconds: 0.0,
     });
     let costs = costs.with_encode(encode);

@@ -70,7 +70,7 @@ impl StepImage {
     /// Whether the step may have rows of `image`. If it is not encoded by then, the step encodes a part of it.
     pub(super) fn may_read(&mut self, image: &Arc<Image>) -> bool {
         if let Some(hash) = self.hash {
-            return hash == image.hash && self.encode.as_ref().is_none_or(|encode| encode.share >= 1.0);
+            return hash == image.hash && !self.is_put_off();
         }
         self.hash = Some(image.hash);
         let done = self.known.done(&image.hash);
@@ -86,6 +86,15 @@ impl StepImage {
             share,
         });
         share >= 1.0
+    }
+
+    /// Whether an image must wait for a later step.
+    pub(super) fn is_put_off(&self) -> bool {
+        self.encode.as_ref().is_some_and(|encode| encode.share < 1.0)
+    }
+
+    pub(super) fn encode_at_once(&mut self) {
+        self.time = None;
     }
 
     pub(super) fn encode(self) -> Option<PartialEncode> {

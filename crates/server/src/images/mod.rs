@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::blocking::blocking;
 use crate::error::ApiError;
 use crate::image_input::{ImageInput, Prepared};
-use crate::request_memory::Reservation;
+use crate::request_memory::{Reservation, shrink};
 use crate::state::AppState;
 use crate::wire::content::{FIELD, KIND, SOURCE};
 
@@ -184,7 +184,8 @@ pub(crate) async fn load(
             memory: None,
         });
     }
-    let memory = state.request_memory().reserve(memory(&files)).await?;
+    let mut memory = state.image_memory().reserve(memory(&files)).await?;
+    let patches = patch_bytes(&files);
     // Decoding and resizing take all of a core: not all of them at once, however many requests there are.
     let turn = state.processing_turn().await;
     // The work goes on where the client leaves, and so do its reservations.
@@ -203,8 +204,11 @@ pub(crate) async fn load(
                 image: Some(Arc::new(image)),
             })
         });
+        let images = images.collect::<Result<Vec<_>, ApiError>>()?;
+        // Files and pixels are gone.
+        shrink(&mut memory, patches);
         Ok(Loaded {
-            images: images.collect::<Result<Vec<_>, ApiError>>()?,
+            images,
             memory: Some(memory),
         })
     })
@@ -221,13 +225,16 @@ struct File {
 
 /// Bytes that the images take at most: the patches of all, and the pixels of one at a time.
 fn memory(files: &[File]) -> usize {
-    let patches: usize = files.iter().map(|file| file.plan.patch_bytes).sum();
     let pixels = |file: &File| {
         let resized = file.plan.width * (file.plan.height + file.header.height) * 3;
         file.header.memory + resized
     };
     let bytes: usize = files.iter().map(|file| file.bytes.len()).sum();
-    patches + bytes + files.iter().map(pixels).max().unwrap_or(0)
+    patch_bytes(files) + bytes + files.iter().map(pixels).max().unwrap_or(0)
+}
+
+fn patch_bytes(files: &[File]) -> usize {
+    files.iter().map(|file| file.plan.patch_bytes).sum()
 }
 
 /// An error of the processor, with the field that is wrong: the image or `mm_processor_kwargs`.

@@ -6,9 +6,10 @@ const JOURNAL: &str = "kv/prefix/journal.rs";
 const PREFIX: &str = "kv/prefix.rs";
 const IMAGES: &str = "scheduler/scheduler/images.rs";
 const ROOM: &str = "scheduler/scheduler/room.rs";
+const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const IMAGE_MUTATIONS: [Mutation; 9] = [
+pub(crate) const IMAGE_MUTATIONS: [Mutation; 10] = [
     bug(
         "different images share KV",
         &[
@@ -34,7 +35,11 @@ pub(crate) const IMAGE_MUTATIONS: [Mutation; 9] = [
     ),
     bug(
         "a step has rows of two images",
-        &[edit(IMAGES, "return «hash == image.hash» && self", "true")],
+        &[edit(
+            IMAGES,
+            "return «hash == image.hash» && !self.is_put_off();",
+            "true",
+        )],
     ),
     bug(
         "a step has rows of an image of which it encodes a part",
@@ -49,12 +54,16 @@ pub(crate) const IMAGE_MUTATIONS: [Mutation; 9] = [
         )],
     ),
     bug(
-        "an image is taken for encoded because another was begun",
+        "an image is taken for encoded because another one is",
         &[edit(
             IMAGES,
-            "Some((partial, share)) if «partial == *hash»",
-            "partial != [0; 32]",
+            "_ if «self.read.contains(&Some(*hash))»",
+            "self.read[0].is_some()",
         )],
+    ),
+    bug(
+        "an image that spares nobody any more is not encoded",
+        &[edit(SCHEDULER, "&& «room.image.is_put_off()»", "false")],
     ),
     bug(
         "a run ends among tokens that see each other",
