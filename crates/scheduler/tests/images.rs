@@ -14,6 +14,11 @@ const PLACEHOLDER: TokenId = 7;
 const ROWS: usize = 12;
 
 fn scheduler(max_num_batched_tokens: usize) -> Scheduler {
+    scheduler_of(max_num_batched_tokens, 100)
+}
+
+/// One with so many blocks of eight tokens.
+fn scheduler_of(max_num_batched_tokens: usize, num_pages: usize) -> Scheduler {
     Scheduler::new(SchedulerConfig {
         limits: StepLimits {
             max_num_batched_tokens,
@@ -22,7 +27,7 @@ fn scheduler(max_num_batched_tokens: usize) -> Scheduler {
         },
         kv: KvConfig {
             block_size: BlockSize::new(8).unwrap(),
-            num_pages: 100,
+            num_pages,
             groups: CacheGroups::default(),
             state_slots: 0,
         },
@@ -33,6 +38,19 @@ fn scheduler(max_num_batched_tokens: usize) -> Scheduler {
 
 /// A prompt of `len` tokens with an image at each of `starts`, all the same, and `last` as its last token.
 fn request(id: u64, len: usize, starts: &[usize], mutual: bool, last: TokenId) -> Request {
+    request_for(100, 0, id, len, starts, mutual, last)
+}
+
+/// The same for so many tokens, of this priority.
+fn request_for(
+    max_tokens: usize,
+    priority: i64,
+    id: u64,
+    len: usize,
+    starts: &[usize],
+    mutual: bool,
+    last: TokenId,
+) -> Request {
     let image = Arc::new(Image {
         hash: [1; 32],
         grid: ImageGrid {
@@ -56,7 +74,8 @@ fn request(id: u64, len: usize, starts: &[usize], mutual: bool, last: TokenId) -
     let options = RequestOptions {
         prompt,
         images: starts.iter().map(span).collect(),
-        max_tokens: Some(100),
+        max_tokens: Some(max_tokens),
+        priority,
         ..Default::default()
     };
     let limits = Limits {
@@ -105,14 +124,18 @@ fn next(scheduler: &mut Scheduler) -> StepPlan {
 /// One in which a step takes 1 ms, and an image 2 ms.
 fn patient_scheduler(max_num_batched_tokens: usize) -> Scheduler {
     let mut scheduler = scheduler(max_num_batched_tokens);
+    scheduler.limit_prompts(Some(images_take(2e-3, max_num_batched_tokens)));
+    scheduler
+}
+
+fn images_take(seconds: f64, max_num_batched_tokens: usize) -> PromptBudget {
     let steps = [1, max_num_batched_tokens].map(|rows| StepCost { rows, seconds: 1e-3 });
     let costs = StepCosts::new(steps.to_vec(), steps.to_vec(), 0.0).unwrap();
     let costs = costs.with_encode(Some(EncodeCost {
-        patch_seconds: 2e-3 / ROWS as f64,
+        patch_seconds: seconds / ROWS as f64,
         pair_seconds: 0.0,
     }));
-    scheduler.limit_prompts(Some(PromptBudget::new(costs, max_num_batched_tokens, None)));
-    scheduler
+    PromptBudget::new(costs, max_num_batched_tokens, None)
 }
 
 /// How much of an image a step encodes, if it computes no part of `id`; `None` if it does.
@@ -208,6 +231,28 @@ fn a_prompt_goes_on_up_to_its_image() {
         steps += 1;
     }
     assert_eq!(steps, 9);
+}
+
+/// The only request that generates lacks a block, and is preempted for its own sake: nobody is left whom the image should spare.
+#[test]
+fn an_image_that_spares_nobody_any_more_is_encoded() {
+    let mut scheduler = scheduler_of(80, 18);
+    scheduler.limit_prompts(Some(images_take(1.0, 80)));
+    // Less important than what comes later, and so the first to be preempted.
+    scheduler.submit(request_for(100, 1, 2, 20, &[], false, 8));
+    step(&mut scheduler, 2);
+    scheduler.submit(request_for(4, 0, 1, 72, &[56], false, 9));
+    let mut steps = 0;
+    loop {
+        let plan = next(&mut scheduler);
+        assert!(!plan.is_empty(), "nothing is planned after {steps} steps");
+        if plan.runs.iter().any(|run| run.image_rows().next().is_some()) {
+            break;
+        }
+        steps += 1;
+    }
+    assert!(steps > 60, "{steps}: the blocks were to run out first");
+    assert_eq!(scheduler.stats().preemptions, 1);
 }
 
 /// What a failed step was to encode is lost, and what steps before it have encoded.
