@@ -135,7 +135,7 @@ struct RankSum {
     __device__ __forceinline__ Bf16x8 rounded() const { return narrow(sum); }
 };
 
-// One call that sends up to kFewBytes to each rank: the data says itself that it has arrived. Each rank's buffer has
+// One call that sends up to kFewBytes / N to each rank: the data says itself that it has arrived. Each rank's buffer has
 // two halves, used in turn. A half is used again two calls later: by then every rank has seen the others' data of the call between,
 // which they sent when they were done with this half.
 template <int N>

@@ -13,7 +13,7 @@ pub struct StepPlan {
     pub step: u64,
     /// At most one run per request.
     pub runs: Vec<Run>,
-    /// A part of the encode of an image of which no run has rows yet.
+    /// A part of the encode of an image. Runs have rows of it if that is all that was left.
     pub encode: Option<PartialEncode>,
 }
 

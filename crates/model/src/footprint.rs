@@ -61,7 +61,7 @@ pub struct Footprint {
     weights: u64,
     kv_element: KvElementType,
     decoder: blocks::Decoder<LinearShape, LinearShape, ()>,
-    /// Bytes that a state has for images: the arena of one encode, and embeddings.
+    /// Bytes that a state has for images: activations of the largest, the arena of its encode, and embeddings.
     encoder: [u64; 3],
 }
 

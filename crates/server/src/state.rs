@@ -44,6 +44,7 @@ struct Inner {
     quotas: Quotas,
     responses: ResponseStore,
     request_memory: RequestMemory,
+    fetch_memory: RequestMemory,
     image_memory: RequestMemory,
     longest_text: usize,
     seeds: Mutex<StdRng>,
@@ -108,6 +109,7 @@ impl AppState {
                 MAX_WAIT.min(options.body_timeout / 2),
             ),
             // Not that of bodies: they are held while their images wait.
+            fetch_memory: RequestMemory::new("images that are fetched", options.request_bytes, MAX_WAIT),
             image_memory: RequestMemory::new("images", options.image_bytes, MAX_WAIT),
             longest_text,
             options,
@@ -181,6 +183,11 @@ impl AppState {
     /// Memory for the text of large requests.
     pub(crate) fn request_memory(&self) -> &RequestMemory {
         &self.0.request_memory
+    }
+
+    /// Memory for files of images that are fetched.
+    pub(crate) fn fetch_memory(&self) -> &RequestMemory {
+        &self.0.fetch_memory
     }
 
     /// Memory for images of requests.

@@ -9,10 +9,10 @@ type Hash = [u8; 32];
 /// The images of the steps so far.
 #[derive(Debug, Default)]
 pub(crate) struct EncodedImages {
-    /// Which was encoded last ahead of the steps that have rows of it, and how much of it.
-    ahead: Option<(Hash, f64)>,
-    /// Of which steps had rows.
-    read: Vec<Hash>,
+    /// Of which a part is encoded.
+    begun: Option<Hash>,
+    /// Those that are encoded and of which rows are kept, the latest last.
+    kept: Vec<Hash>,
 }
 
 impl EncodedImages {
@@ -34,18 +34,36 @@ impl EncodedImages {
         {
             return Err(format!("rows of an image of which {share} is encoded"));
         }
-        self.ahead = encode.or(self.ahead);
+        if let Some((hash, share)) = encode {
+            if self.begun != Some(hash) {
+                // It takes the room of one of two.
+                self.begun = Some(hash);
+                self.kept.drain(..self.kept.len().saturating_sub(1));
+            }
+            if share == 1.0 {
+                self.keep(hash);
+            }
+        }
         let Some(&hash) = rows.iter().next() else {
             return Ok(());
         };
         let generates = |run: &Run| matches!(run.input, RunInput::LastSampled);
-        let is_encoded =
-            self.ahead == Some((hash, 1.0)) || self.read.iter().rev().take(2).any(|read| *read == hash);
-        if spared && !is_encoded && plan.runs.iter().any(generates) {
+        if spared && !self.kept.contains(&hash) && plan.runs.iter().any(generates) {
             return Err("requests that generate wait for a whole image".to_owned());
         }
-        self.read.retain(|read| *read != hash);
-        self.read.push(hash);
+        if !self.kept.contains(&hash) {
+            // The memory of the encode was needed.
+            self.begun = None;
+        }
+        self.keep(hash);
         Ok(())
+    }
+
+    fn keep(&mut self, hash: Hash) {
+        self.begun = self.begun.filter(|begun| *begun != hash);
+        self.kept.retain(|kept| *kept != hash);
+        self.kept.push(hash);
+        let room = 2 - usize::from(self.begun.is_some());
+        self.kept.drain(..self.kept.len().saturating_sub(room));
     }
 }

@@ -45,7 +45,7 @@ pub struct PatchGrid<'a> {
     pub width: usize,
     /// Rows and columns that follow each other.
     pub merge: usize,
-    /// Of each `merge²` patches in memory, which they are line by line; in that order where there is none.
+    /// For each group of `merge²` patches in memory, its index line by line; without it they lie in that order.
     pub order: Option<GpuSlice<'a, i32>>,
 }
 

@@ -215,12 +215,10 @@ impl EncoderState {
             parts,
             images,
         } = placed;
-        if !parts.is_empty()
-            && let Err(error) = self.launch(products, image, &pages, parts, slot)
-        {
-            // Rows of any of them may have been written over.
+        if !parts.is_empty() {
+            // Rows of any of them may be written over, and what is half done is of no use: also after a panic.
             self.images.clear();
-            return Err(error);
+            self.launch(products, image, &pages, parts, slot)?;
         }
         self.images = images;
         Ok(pages)

@@ -69,6 +69,13 @@ impl KeptImages {
         self.partial.as_mut().expect("it has begun")
     }
 
+    /// So many parts of the image that has begun are done.
+    pub(crate) fn reach(&mut self, parts: usize) {
+        if let Some(partial) = &mut self.partial {
+            partial.parts = parts;
+        }
+    }
+
     /// What was written of the image that has begun is of no use.
     pub(crate) fn give_up(&mut self) {
         if let Some(PartialImage { pages, .. }) = self.partial.take() {

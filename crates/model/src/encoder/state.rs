@@ -104,8 +104,8 @@ impl EncoderState {
         let spec = &encoder.spec;
         let until = parts_of(share, spec.layers);
         let begun = images.begin(&image.hash, image.grid.patches() / spec.merged());
-        let (done, place) = (begun.parts, Arc::clone(&begun.pages));
-        begun.parts = done.max(until);
+        // Nothing is done until all of this is: what is half done is of no use after a panic.
+        let (done, place) = (std::mem::take(&mut begun.parts), Arc::clone(&begun.pages));
         self.arena.reset();
         let memory = self.activations.as_mut_slice::<f32>();
         let embeddings = &mut self.embeddings;
@@ -120,7 +120,7 @@ impl EncoderState {
         );
         match encoded {
             Ok(()) if until == spec.layers => self.embeddings.images.finish(),
-            Ok(()) => {}
+            Ok(()) => self.embeddings.images.reach(done.max(until)),
             Err(_) => self.embeddings.images.give_up(),
         }
         encoded

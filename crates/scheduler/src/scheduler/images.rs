@@ -6,7 +6,7 @@ use plimsoll_core::{Image, PartialEncode, StepPlan};
 
 use crate::EncodeTime;
 
-/// What is left behind this share is nothing, for which there is no step.
+/// A share from here on counts as all: the rest is rounding.
 const ALL: f64 = 1.0 - 1e-6;
 
 /// What executors have of images, as far as steps that were planned tell. It may be less, after an image was given up for another: then
@@ -15,14 +15,14 @@ const ALL: f64 = 1.0 - 1e-6;
 pub(super) struct KnownImages {
     /// The one of which parts are encoded, and how much of it is done, of 1.
     partial: Option<([u8; 32], f64)>,
-    /// Those that steps have had rows of, the latest first: of so many of any size rows are kept.
-    read: [Option<[u8; 32]>; 2],
+    /// Those that were encoded or that steps had rows of, the latest first: of so many of any size rows are kept.
+    kept: [Option<[u8; 32]>; 2],
 }
 
 impl KnownImages {
     fn done(&self, hash: &[u8; 32]) -> f64 {
         match self.partial {
-            _ if self.read.contains(&Some(*hash)) => 1.0,
+            _ if self.kept.contains(&Some(*hash)) => 1.0,
             Some((partial, share)) if partial == *hash => share,
             _ => 0.0,
         }
@@ -31,16 +31,28 @@ impl KnownImages {
     /// A step was planned.
     pub(super) fn plan(&mut self, plan: &StepPlan) {
         if let Some(PartialEncode { image, share }) = &plan.encode {
+            if self.partial.is_none_or(|(partial, _)| partial != image.hash) {
+                // Rows of two images are kept, and it is one of them.
+                self.kept[1] = None;
+            }
             self.partial = Some((image.hash, *share));
+            if *share >= 1.0 {
+                self.keep(image.hash);
+            }
         }
         let mut read = plan.runs.iter().flat_map(|run| run.image_rows());
-        let Some((span, _)) = read.next() else { return };
-        let hash = Some(span.image.hash);
-        if self.partial.map(|(partial, _)| partial) == hash {
+        if let Some((span, _)) = read.next() {
+            self.keep(span.image.hash);
+        }
+    }
+
+    /// All of an image is encoded. Parts of another are lost if that was done for the step that has its rows.
+    fn keep(&mut self, hash: [u8; 32]) {
+        if self.done(&hash) < 1.0 || self.partial.is_some_and(|(partial, _)| partial == hash) {
             self.partial = None;
         }
-        if self.read[0] != hash {
-            self.read = [hash, self.read[0]];
+        if self.kept[0] != Some(hash) {
+            self.kept = [Some(hash), self.kept[0]];
         }
     }
 }

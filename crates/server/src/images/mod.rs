@@ -122,7 +122,7 @@ pub(crate) async fn load(
         0 => None,
         count => Some(
             state
-                .request_memory()
+                .fetch_memory()
                 .reserve(count.saturating_mul(limit.max_bytes))
                 .await?,
         ),

@@ -56,8 +56,8 @@ pub(crate) const IMAGE_MUTATIONS: [Mutation; 9] = [
         "an image is taken for encoded because another one is",
         &[edit(
             IMAGES,
-            "_ if «self.read.contains(&Some(*hash))»",
-            "self.read[0].is_some()",
+            "_ if «self.kept.contains(&Some(*hash))»",
+            "self.kept[0].is_some()",
         )],
     ),
     bug(

@@ -4,11 +4,11 @@ use half::bf16;
 
 /// Most ranks of a group.
 pub(super) const MAX_RANKS: usize = 8;
-/// Blocks of threads of the kernels that work through rings.
+/// Blocks of threads of the kernel that works through rings.
 pub(super) const RING_BLOCKS: usize = 256;
 /// Bytes of a tile.
 const TILE: usize = 32 << 10;
-/// Bytes of one half of what is for calls that send everything to everyone, of all ranks together.
+/// Bytes of one half of what is for calls whose data says itself that it has arrived, of all ranks together.
 const FEW: usize = 32 << 20;
 /// Flags and counters, at the front.
 pub(super) const STATE: usize = 64 << 10;
