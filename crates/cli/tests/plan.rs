@@ -417,7 +417,7 @@ fn ranks_on_gpus_are_planned_without_them() {
     let communication = [&one, &two].map(|document| bytes(document, "communication"));
     // With room for the rows of two steps.
     let rows = 2 * 8192 * 4096 * 2;
-    assert_eq!(communication, [0, (98 << 20) + rows]);
+    assert_eq!(communication, [0, (82 << 20) + rows]);
     let tokens = [&one, &two].map(|document| number(document, "/kv_tokens"));
     assert!(tokens[1] > 2.0 * tokens[0], "{tokens:?}");
     // Numbers of ranks that GPUs do not have, or heads cannot be divided among.
