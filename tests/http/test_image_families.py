@@ -263,7 +263,6 @@ def test_text_alone_is_served_as_before(start, tmp_path):
 @pytest.mark.parametrize("flags, named", [
     (["--device", "cpu", "--max-num-batched-tokens", "32", "--max-num-seqs", "32"], "cannot hold the 9 of an image, which see each other, "
      "beside one of each of 31 other requests"),
-    (["--device", "cuda", "--device-memory", "80GiB", "--limit-mm-per-prompt", '{"image": 1}'], "vision_config.model_type"),
 ])
 def test_images_that_were_asked_for_and_cannot_be_served_end_a_start(tmp_path, flags, named, ranks):
     write(tmp_path, Gemma3)
@@ -272,9 +271,12 @@ def test_images_that_were_asked_for_and_cannot_be_served_end_a_start(tmp_path, f
     assert ended.returncode != 0 and named in ended.stderr, ended.stderr
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_without_being_asked_text_alone_is_served_where_there_is_no_encoder(tmp_path, ranks):
-    write(tmp_path, Gemma3)
-    flags = ["--device", "cuda", "--device-memory", "80GiB", "--tensor-parallel-size", ranks]
+def test_gpus_are_planned_with_an_encoder(tmp_path, family, ranks):
+    write(tmp_path, FAMILIES[family])
+    flags = ["--device", "cuda", "--device-memory", "80GiB", "--tensor-parallel-size", ranks, "--json"]
     ended = subprocess.run([BINARY, "plan", str(tmp_path), "--load-format", "dummy", *flags], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0 and "images are not served" in ended.stderr, ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    parts = {part["name"]: part["bytes"] for part in json.loads(ended.stdout)["ready"]["components"]}
+    assert parts["encoder"] > 0, parts
