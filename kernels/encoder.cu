@@ -398,6 +398,23 @@ extern "C" __global__ void __launch_bounds__(256) gate_gelu_tanh(const bf16* gat
     gate_rows<Activation::kGeluTanh>(gate_up, out, inner, len);
 }
 
+// What an encoder reads of each patch, [3, frames, pixels] with equal frames, of its bytes, [3, pixels], by the levels of their colour,
+// [3, 256]; with an order, `merged` patches follow each other. One block a patch.
+extern "C" __global__ void __launch_bounds__(256)
+    read_patches(const uint8_t* bytes, const float* levels, const int* order, bf16* out, int pixels, int frames, int merged) {
+    pdl_launch();
+    pdl_wait();
+    const int row = blockIdx.x, size = 3 * pixels;
+    const int patch = order == nullptr ? row : order[row / merged] * merged + row % merged;
+    const uint8_t* const from = bytes + static_cast<int64_t>(patch) * size;
+    bf16* const to = out + static_cast<int64_t>(row) * size * frames;
+    for (int i = threadIdx.x; i < size; i += blockDim.x) {
+        const int colour = i / pixels, pixel = i - colour * pixels;
+        const bf16 value = __float2bfloat16_rn(levels[colour * 256 + from[i]]);
+        for (int frame = 0; frame < frames; ++frame) to[(colour * frames + frame) * pixels + pixel] = value;
+    }
+}
+
 // hidden += what a table of side x side positions, [side * side, n], has at each patch's place, interpolated. One block a row.
 extern "C" __global__ void __launch_bounds__(1024)
     add_positions(bf16* hidden, const float* table, const int* order, int n, int height, int width, int merge, int side) {

@@ -25,11 +25,13 @@ PROMPTS = [
 NEW_TOKENS = 8
 
 
-def patches(seed: int, count: int, values: int) -> np.ndarray:
-    """`[count, values]`, between -1 and 1, the same in any language."""
-    index = np.arange(count * values, dtype=np.int64)
-    draw = (index * 7919 + seed * 104729 + (index // values) * (index % values) * 31) % 2001
-    return (draw.astype(np.float32) / np.float32(1000.0) - np.float32(1.0)).reshape(count, values)
+def patches(seed: int, count: int, pixels: int, frames: int) -> np.ndarray:
+    """`[count, 3 * frames * pixels]`, between -1 and 1: of random bytes, the same in any language, and equal frames."""
+    size = 3 * pixels
+    index = np.arange(count * size, dtype=np.int64)
+    draw = (index * 7919 + seed * 104729 + (index // size) * (index % size) * 31) % 251
+    values = (draw.astype(np.float32) - np.float32(127.5)) / np.float32(127.5)
+    return values.reshape(count, 3, 1, pixels).repeat(frames, axis=2).reshape(count, size * frames)
 
 
 class Qwen:
@@ -38,7 +40,9 @@ class Qwen:
     def __init__(self, config):
         vision = config.vision_config
         self.merge, self.frames, self.side = vision.spatial_merge_size, vision.temporal_patch_size, vision.patch_size
-        self.values = vision.in_channels * self.frames * self.side**2
+
+    def patches(self, seed, count):
+        return patches(seed, count, self.side**2, self.frames)
 
     def grid(self, grid):
         return grid
@@ -48,7 +52,7 @@ class Qwen:
 
     def inputs(self, images):
         return dict(
-            pixel_values=torch.from_numpy(np.concatenate([patches(seed, int(np.prod(grid)), self.values) for seed, grid in images])),
+            pixel_values=torch.from_numpy(np.concatenate([self.patches(seed, int(np.prod(grid))) for seed, grid in images])),
             image_grid_thw=torch.tensor([grid for _, grid in images]),
         )
 
@@ -67,12 +71,11 @@ class Lines(Qwen):
     def __init__(self, config):
         vision = config.vision_config
         self.side, self.frames = vision.patch_size, 1
-        self.values = vision.num_channels * self.side**2
 
     def pictures(self, images):
         """`[channels, height, width]` each."""
         for seed, (_, height, width) in images:
-            cut = patches(seed, height * width, self.values).reshape(height, width, 3, self.side, self.side)
+            cut = self.patches(seed, height * width).reshape(height, width, 3, self.side, self.side)
             picture = cut.transpose(2, 0, 3, 1, 4).reshape(3, height * self.side, width * self.side)
             yield torch.from_numpy(np.ascontiguousarray(picture))
 
@@ -82,11 +85,11 @@ class Gemma3(Lines):
 
     def __init__(self, config):
         super().__init__(config)
-        self.patches = config.vision_config.image_size // self.side
+        self.per_side = config.vision_config.image_size // self.side
         self.tokens_per_image = config.mm_tokens_per_image
 
     def grid(self, grid):
-        return (1, self.patches, self.patches)
+        return (1, self.per_side, self.per_side)
 
     def tokens(self, grid):
         return [START], [[IMAGE] * self.tokens_per_image], [END]
@@ -148,7 +151,7 @@ def cases(model, vocab_size: int, least_lead: float) -> list[dict] | None:
             seed, grid = part[0], of.grid(part[1])
             before, lines, behind = of.tokens(grid)
             tokens += before
-            image = dict(seed=seed, grid=list(grid), values=of.values, start=len(tokens), rows=sum(map(len, lines)))
+            image = dict(seed=seed, grid=list(grid), pixels=of.side**2, frames=of.frames, start=len(tokens), rows=sum(map(len, lines)))
             images.append(image | dict(lines=len(lines)))
             for line in lines[:-1]:
                 tokens += line + [BREAK]

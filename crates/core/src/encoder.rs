@@ -1,4 +1,4 @@
-use crate::{ImageGrid, ImageSpan, TokenId};
+use crate::{ImageGrid, ImageSpan, PatchShape, TokenId};
 
 /// The most that an encoder of images is asked for: requests beyond it are refused, and its memory is measured with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,8 +14,8 @@ pub struct EncoderLimits {
 pub struct ImageInput {
     /// Id of each token that stands for a row of an image.
     pub placeholder: TokenId,
-    /// Values of a patch.
-    pub patch_values: usize,
+    /// What a patch is.
+    pub patch: PatchShape,
     /// Rows and columns of patches that become one row of the encoder's output.
     pub merge: usize,
     /// The one grid that it takes, where it does not take any.
@@ -72,7 +72,7 @@ impl ImageInput {
                 0 => (true, rows),
                 left => (images[at - 1].image.hash == span.image.hash, left),
             };
-            let is_whole = span.image.patches.len() == patches * self.patch_values;
+            let is_whole = span.image.pixels.len() == patches * self.patch.bytes();
             if !goes_on || !is_whole || span.first + rest != rows || !(1..=rest).contains(&span.len) {
                 return Err(format!(
                     "image {index} of {grid:?} does not fill its {} tokens",
@@ -113,7 +113,7 @@ mod tests {
     fn images_lie_in_order_at_placeholders_and_fill_them() {
         let input = ImageInput {
             placeholder: 7,
-            patch_values: 3,
+            patch: PatchShape { pixels: 1, frames: 2 },
             merge: 2,
             only: None,
             mutual: false,
@@ -126,15 +126,15 @@ mod tests {
             start,
             len,
             first: 0,
-            image: Arc::new(Image {
-                hash: [0; 32],
-                grid: ImageGrid {
+            image: Arc::new(Image::blank(
+                [0; 32],
+                ImageGrid {
                     frames: 1,
                     height,
                     width,
                 },
-                patches: vec![0.0; height * width * 3],
-            }),
+                input.patch,
+            )),
         };
         let request = |images: Vec<ImageSpan>, input: Option<ImageInput>| {
             let options = RequestOptions {
@@ -179,7 +179,7 @@ mod tests {
         let error = request(vec![line(1, 2, 0)], Some(input)).unwrap_err().to_string();
         assert!(error.contains("2 rows of image 0 have no tokens"), "{error}");
         let mut short = span(4, 3, 6, 2);
-        Arc::make_mut(&mut short.image).patches.pop();
+        Arc::make_mut(&mut short.image).pixels.pop();
         for (images, said) in [
             (
                 vec![span(4, 3, 6, 2), span(1, 2, 2, 4)],

@@ -38,7 +38,7 @@ pub use event::{Event, FinishReason, PromptEvent, TokenEvent};
 pub use executor::{DeviceTime, Executor, FillMasks, StepError, allow_all};
 pub use expert_loads::{ExpertLoads, ExpertSpread};
 pub use ids::{PageId, RequestId, StateSlot, TenantId, TokenId};
-pub use image::{Image, ImageGrid, ImageSpan};
+pub use image::{Image, ImageGrid, ImageSpan, Levels, PatchShape};
 pub use logprobs::{Logprobs, PromptLogprob, TokenLogprob};
 pub use memory::{BuildError, Component, ComponentBytes, Meters, Oom, RefusedBy, human_bytes};
 pub use metadata::{MetaValue, Metadata};

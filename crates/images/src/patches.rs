@@ -1,6 +1,8 @@
-//! From pixels to the rows that an encoder reads.
+//! From pixels to the patches that an encoder reads.
 
-use plimsoll_core::{Image, ImageGrid};
+use std::sync::Arc;
+
+use plimsoll_core::{Image, ImageGrid, Levels, PatchShape};
 use sha2::{Digest, Sha256};
 
 use crate::decode::Pixels;
@@ -17,17 +19,17 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
-    /// Values of one patch.
-    pub(crate) fn values(self) -> usize {
-        3 * self.frames * self.patch * self.patch
+    /// What a patch is.
+    pub(crate) fn shape(self) -> PatchShape {
+        PatchShape {
+            pixels: self.patch * self.patch,
+            frames: self.frames,
+        }
     }
 }
 
-/// What each of the 256 values of each colour becomes: `(value - mean / scale) / (std / scale)` in f32, which is how the
-/// reference fuses scaling and normalising.
-pub(crate) type Values = [[f32; 256]; 3];
-
-pub(crate) fn values(mean: [f32; 3], std: [f32; 3], scale: f64) -> Values {
+/// `(value - mean / scale) / (std / scale)` in f32, which is how the reference fuses scaling and normalising.
+pub(crate) fn levels(mean: [f32; 3], std: [f32; 3], scale: f64) -> Levels {
     let inverse = (1.0 / scale) as f32;
     std::array::from_fn(|colour| {
         let (mean, std) = (mean[colour] * inverse, std[colour] * inverse);
@@ -35,28 +37,21 @@ pub(crate) fn values(mean: [f32; 3], std: [f32; 3], scale: f64) -> Values {
     })
 }
 
-/// The patches of resized `pixels`, each `[colour, frame, row, column]`: squares of `merge` patches from left to right and from
-/// top to bottom, and so within a square.
-pub(crate) fn patches(pixels: &Pixels, grid: ImageGrid, cut: Cut, values: &Values) -> Vec<f32> {
-    let Cut { patch, merge, frames } = cut;
-    let mut patches = Vec::with_capacity(grid.patches() * cut.values());
+/// The patches of resized `pixels`, each `[colour, row, column]`: squares of `merge` patches from left to right and from top to bottom,
+/// and so within a square.
+pub(crate) fn patches(pixels: &Pixels, grid: ImageGrid, cut: Cut) -> Vec<u8> {
+    let Cut { patch, merge, .. } = cut;
+    let mut patches = Vec::with_capacity(grid.patches() * cut.shape().bytes());
     for square_row in 0..grid.height / merge {
         for square_column in 0..grid.width / merge {
             for place in 0..merge * merge {
                 let top = (square_row * merge + place / merge) * patch;
                 let left = (square_column * merge + place % merge) * patch;
-                for (colour, values) in values.iter().enumerate() {
-                    let from = patches.len();
+                for colour in 0..3 {
                     for row in top..top + patch {
                         let start = (row * pixels.width + left) * 3;
                         let row = &pixels.rgb[start..start + patch * 3];
-                        patches.extend(
-                            row.chunks_exact(3)
-                                .map(|pixel| values[usize::from(pixel[colour])]),
-                        );
-                    }
-                    for _ in 1..frames {
-                        patches.extend_from_within(from..from + patch * patch);
+                        patches.extend(row.chunks_exact(3).map(|pixel| pixel[colour]));
                     }
                 }
             }
@@ -65,21 +60,17 @@ pub(crate) fn patches(pixels: &Pixels, grid: ImageGrid, cut: Cut, values: &Value
     patches
 }
 
-/// The image with its hash: SHA-256 of the grid and the patches' bits.
-pub(crate) fn image(grid: ImageGrid, patches: Vec<f32>) -> Image {
+/// The image with its hash: SHA-256 of the grid and the pixels.
+pub(crate) fn image(grid: ImageGrid, pixels: Vec<u8>, levels: Arc<Levels>) -> Image {
     let mut hash = Sha256::new();
     for side in [grid.frames, grid.height, grid.width] {
         hash.update((side as u64).to_le_bytes());
     }
-    let mut bytes = Vec::with_capacity(4096);
-    for some in patches.chunks(1024) {
-        bytes.clear();
-        bytes.extend(some.iter().flat_map(|value| value.to_bits().to_le_bytes()));
-        hash.update(&bytes);
-    }
+    hash.update(&pixels);
     Image {
         hash: hash.finalize().into(),
         grid,
-        patches,
+        pixels,
+        levels,
     }
 }

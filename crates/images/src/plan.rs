@@ -29,7 +29,7 @@ pub struct Plan {
     pub rows: usize,
     /// Their tokens.
     pub layout: Layout,
-    /// Bytes of `Image::patches`.
+    /// Bytes of `Image::pixels`.
     pub patch_bytes: usize,
 }
 

@@ -1,11 +1,13 @@
-use plimsoll_core::{Image, TokenId};
+use std::sync::Arc;
+
+use plimsoll_core::{Image, Levels, PatchShape, TokenId};
 use serde_json::Value;
 
 use crate::config::Fields;
 use crate::decode::Pixels;
 use crate::error::{ImageError, ProcessorError};
 use crate::families::Rule;
-use crate::patches::{self, Cut, Values};
+use crate::patches::{self, Cut};
 use crate::plan::{Overrides, Plan, Worst};
 use crate::resize::{Filter, resize};
 use crate::worst::worst;
@@ -16,7 +18,7 @@ pub struct Processor {
     rule: Rule,
     cut: Cut,
     filter: Filter,
-    values: Box<Values>,
+    levels: Arc<Levels>,
     worst: Worst,
     markers: Markers,
 }
@@ -115,7 +117,7 @@ impl Processor {
             rule,
             cut,
             filter: common.filter,
-            values: Box::new(patches::values(common.mean, common.std, common.scale)),
+            levels: Arc::new(patches::levels(common.mean, common.std, common.scale)),
             worst: largest(rule, cut).ok_or(wrong)?,
             markers,
         })
@@ -155,7 +157,7 @@ impl Processor {
         }
     }
 
-    /// Resizes, normalises and cuts a picture into patches. Takes long.
+    /// Resizes a picture and cuts it into patches. Takes long.
     ///
     /// # Errors
     /// As [`Self::plan`].
@@ -169,8 +171,8 @@ impl Processor {
                 &resized
             }
         };
-        let patches = patches::patches(pixels, plan.grid, self.cut, &self.values);
-        Ok(patches::image(plan.grid, patches))
+        let patches = patches::patches(pixels, plan.grid, self.cut);
+        Ok(patches::image(plan.grid, patches, Arc::clone(&self.levels)))
     }
 
     /// The picture of which the encoder needs the most memory: none that is admitted has more patches or rows.
@@ -178,9 +180,9 @@ impl Processor {
         &self.worst
     }
 
-    /// Values of one patch: the length of a row of `Image::patches`.
-    pub fn patch_values(&self) -> usize {
-        self.cut.values()
+    /// What a patch is.
+    pub fn patch(&self) -> PatchShape {
+        self.cut.shape()
     }
 
     /// How prompts hold images.
@@ -191,7 +193,7 @@ impl Processor {
 
 fn sized(plan: Plan, cut: Cut) -> Plan {
     Plan {
-        patch_bytes: plan.grid.patches() * cut.values() * size_of::<f32>(),
+        patch_bytes: plan.grid.patches() * cut.shape().bytes(),
         ..plan
     }
 }

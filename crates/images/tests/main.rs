@@ -12,7 +12,7 @@ mod worst;
 use std::fs;
 
 use decoded::golden;
-use plimsoll_core::Image;
+use plimsoll_core::{Image, PatchShape};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
@@ -45,21 +45,29 @@ fn processor(name: &str) -> plimsoll_images::Processor {
     plimsoll_images::Processor::new(&golden["preprocessor"], &golden["config"]).unwrap()
 }
 
-/// The bytes from which normalised patches were made.
-fn before(patches: &[f32], patch_values: usize, settings: &Value) -> Vec<u8> {
+/// What the encoder reads of all patches.
+fn values(image: &Image, shape: PatchShape) -> Vec<f32> {
+    let mut values = vec![f32::NAN; image.grid.patches() * shape.values()];
+    for (patch, to) in values.chunks_exact_mut(shape.values()).enumerate() {
+        image.read_patch(patch, shape, to);
+    }
+    values
+}
+
+/// The bytes from which normalised values were made.
+fn before(values: &[f32], shape: PatchShape, settings: &Value) -> Vec<u8> {
     let number = |name: &str, colour: usize| settings[name][colour].as_f64().unwrap();
-    let colour_values = patch_values / 3;
     let one = |(index, value): (usize, &f32)| {
-        let colour = index % patch_values / colour_values;
+        let colour = index % shape.values() / (shape.values() / 3);
         let (mean, std) = (number("image_mean", colour), number("image_std", colour));
         ((f64::from(*value) * std + mean) * 255.0).round() as u8
     };
-    patches.iter().enumerate().map(one).collect()
+    values.iter().enumerate().map(one).collect()
 }
 
 /// A hash of the same.
-fn hash(image: &Image, patch_values: usize, settings: &Value) -> String {
-    let bytes = before(&image.patches, patch_values, settings);
+fn hash(values: &[f32], shape: PatchShape, settings: &Value) -> String {
+    let bytes = before(values, shape, settings);
     Sha256::digest(&bytes)
         .iter()
         .map(|b| format!("{b:02x}"))

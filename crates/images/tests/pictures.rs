@@ -4,7 +4,7 @@ use base64::prelude::{BASE64_STANDARD, Engine};
 use plimsoll_images::{DecodeLimits, Overrides, decode, inspect};
 use serde_json::json;
 
-use crate::{golden, golden_json, hash, processor};
+use crate::{golden, golden_json, hash, processor, values};
 
 /// Most that one value may differ from Pillow's, and on average: the standard leaves rounding to decoders of JPEG.
 fn tolerance(name: &str) -> (u8, f64) {
@@ -72,7 +72,7 @@ fn patches_of_files_are_those_of_transformers() {
             if !name.ends_with(".jpg") {
                 let settings = &processors["processors"][of]["preprocessor"];
                 assert_eq!(
-                    hash(&image, processor.patch_values(), settings),
+                    hash(&values(&image, processor.patch()), processor.patch(), settings),
                     expected["sha256"],
                     "{what}"
                 );

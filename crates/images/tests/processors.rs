@@ -1,6 +1,6 @@
 use plimsoll_images::{Overrides, Processor};
 
-use crate::{golden_json, hash, synthetic};
+use crate::{golden_json, hash, synthetic, values};
 
 #[test]
 fn patches_are_those_of_transformers() {
@@ -25,14 +25,14 @@ fn patches_are_those_of_transformers() {
             assert_eq!(serde_json::json!(grid), case["grid"], "{name} {width} x {height}");
             let plan = processor.plan(width, height, &Overrides::default()).unwrap();
             assert_eq!(plan.grid, image.grid);
-            assert_eq!(plan.patch_bytes, image.patches.len() * 4);
-            if hash(&image, processor.patch_values(), settings) != case["sha256"] {
+            assert_eq!(plan.patch_bytes, image.pixels.len());
+            let values = values(&image, processor.patch());
+            if hash(&values, processor.patch(), settings) != case["sha256"] {
                 wrong.push(format!("{name} {width} x {height}: other pixels"));
                 continue;
             }
             let every = side("every");
-            for (value, expected) in image
-                .patches
+            for (value, expected) in values
                 .iter()
                 .step_by(every)
                 .zip(case["values"].as_array().unwrap())

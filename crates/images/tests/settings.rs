@@ -231,6 +231,6 @@ fn the_hash_is_that_of_the_content() {
         qwen.process(&pixels, &Overrides::default()).unwrap()
     };
     let (flat, tall) = (plain(112, 56), plain(56, 112));
-    assert_eq!(flat.patches, tall.patches);
+    assert_eq!(flat.pixels, tall.pixels);
     assert_ne!(flat.hash, tall.hash);
 }

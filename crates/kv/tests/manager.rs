@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use plimsoll_core::{BlockSize, CacheEvent, CacheGroups, Image, ImageGrid, ImageSpan, KvConfig, TokenId};
+use plimsoll_core::{
+    BlockSize, CacheEvent, CacheGroups, Image, ImageGrid, ImageSpan, KvConfig, PatchShape, TokenId,
+};
 use plimsoll_kv::{BlockTable, KvManager, NoRoom, OutOfPages, Sharing};
 
 fn manager(num_blocks: usize) -> KvManager {
@@ -172,15 +174,13 @@ fn equal_prompts_share_nothing_across_salts() {
 #[test]
 fn equal_placeholders_share_only_the_rows_of_equal_images() {
     let image = |hash: u8| {
-        Arc::new(Image {
-            hash: [hash; 32],
-            grid: ImageGrid {
-                frames: 1,
-                height: 1,
-                width: 12,
-            },
-            patches: Vec::new(),
-        })
+        let grid = ImageGrid {
+            frames: 1,
+            height: 1,
+            width: 12,
+        };
+        let shape = PatchShape { pixels: 1, frames: 1 };
+        Arc::new(Image::blank([hash; 32], grid, shape))
     };
     let span = |start, len, hash| ImageSpan {
         start,

@@ -128,7 +128,7 @@ impl Bounds {
         }
         let patches = image.grid.patches();
         let fits = patches <= input.limits.max_patches
-            && image.patches.len() == patches * input.patch_values
+            && image.pixels.len() == patches * input.patch.bytes()
             && input.rows(image.grid) >= Some(tokens);
         match fits {
             true => Ok(()),

@@ -29,6 +29,9 @@ pub(crate) use state::{EncoderState, SlowestEncode, encode_cost, parts_of};
 /// Floats that the first of an activation is a multiple of.
 const ALIGNED: usize = 16;
 
+/// Patches that are projected at once.
+const PATCHES_AT_ONCE: usize = 256;
+
 /// Tokens of a page of the keys and values of an image: whole vectors.
 const BLOCK: usize = 32;
 
@@ -76,6 +79,7 @@ impl Encoder {
         let lens = activations(spec, image.grid);
         let mut rest = memory;
         let [
+            patches,
             hidden,
             normed,
             qkv,
@@ -103,6 +107,7 @@ impl Encoder {
             emit,
             order,
             pages: (0..pages(image.grid) as u32).map(PageId).collect(),
+            patches,
             hidden,
             normed,
             qkv,
@@ -132,12 +137,7 @@ pub(crate) fn largest_grid(spec: &EncoderSpec) -> ImageGrid {
 
 /// Such an image.
 pub(crate) fn largest_image(spec: &EncoderSpec) -> Image {
-    let grid = largest_grid(spec);
-    Image {
-        hash: [0xFF; 32],
-        grid,
-        patches: vec![0.0; grid.patches() * spec.input.patch_values],
-    }
+    Image::blank([0xFF; 32], largest_grid(spec), spec.input.patch)
 }
 
 /// Pages of the keys of an image, each frame's in pages of its own.
@@ -145,10 +145,10 @@ fn pages(grid: ImageGrid) -> usize {
     grid.frames * (grid.height * grid.width).div_ceil(BLOCK)
 }
 
-/// Elements of each activation: the residual stream, its norm, q, k and v, rotated q, what is attended, inside the MLP, its product
+/// Elements of each activation: the values of some patches, the residual stream, its norm, q, k and v, rotated q, what is attended, inside the MLP, its product
 /// where it is gated, angles, merged rows, what is inside a projection of such, keys and values. None depends on the shape of an image
 /// but by its number of patches.
-fn activations(spec: &EncoderSpec, grid: ImageGrid) -> [usize; 12] {
+fn activations(spec: &EncoderSpec, grid: ImageGrid) -> [usize; 13] {
     let (n, hidden, inner) = (grid.patches(), spec.hidden_size, spec.intermediate_size);
     let cache = pages(grid) * BLOCK * hidden;
     let merged = n / spec.merged() * spec.out_size;
@@ -157,6 +157,7 @@ fn activations(spec: &EncoderSpec, grid: ImageGrid) -> [usize; 12] {
         EncoderMlp::Gated(_) => (2 * inner, inner),
     };
     [
+        n.min(PATCHES_AT_ONCE) * spec.input.patch.values(),
         n * hidden,
         n * hidden,
         n * 3 * hidden,
@@ -199,6 +200,7 @@ struct Step<'a, 'b> {
     order: PatchOrder,
     /// All of them, in order.
     pages: Vec<PageId>,
+    patches: &'a mut [f32],
     hidden: &'a mut [f32],
     normed: &'a mut [f32],
     qkv: &'a mut [f32],
@@ -286,14 +288,14 @@ impl EncoderOperations<Arc<Linear>, Vec<f32>> for Step<'_, '_> {
     type Error = Oom;
 
     fn embed(&mut self, patches: &Arc<Linear>, positions: Option<&Vec<f32>>) -> Result<(), Oom> {
-        let (grid, hidden) = (self.image.grid, self.spec.hidden_size);
-        if self.order.is_as_stored() {
-            patches.forward(&self.image.patches, self.hidden, self.arena)?;
-        } else {
-            patches.forward(&self.image.patches, self.normed, self.arena)?;
-            for (row, patch) in self.hidden.chunks_exact_mut(hidden).zip(self.order.patches()) {
-                row.copy_from_slice(&self.normed[patch * hidden..][..hidden]);
+        let (grid, hidden, shape) = (self.image.grid, self.spec.hidden_size, self.spec.input.patch);
+        let mut stored = self.order.patches();
+        for rows in self.hidden.chunks_mut(PATCHES_AT_ONCE * hidden) {
+            let values = &mut self.patches[..rows.len() / hidden * shape.values()];
+            for (to, patch) in values.chunks_exact_mut(shape.values()).zip(&mut stored) {
+                self.image.read_patch(patch, shape, to);
             }
+            patches.forward(values, rows, self.arena)?;
         }
         let Some((positions, side)) = positions.zip(self.spec.positions_per_side) else {
             return Ok(());

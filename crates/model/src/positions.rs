@@ -37,22 +37,22 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use plimsoll_core::{Image, ImageGrid};
+    use plimsoll_core::{Image, ImageGrid, PatchShape};
 
     fn span(start: usize, height: usize, width: usize) -> ImageSpan {
         ImageSpan {
             start,
             len: height * width / 4,
             first: 0,
-            image: Arc::new(Image {
-                hash: [0; 32],
-                grid: ImageGrid {
+            image: Arc::new(Image::blank(
+                [0; 32],
+                ImageGrid {
                     frames: 1,
                     height,
                     width,
                 },
-                patches: Vec::new(),
-            }),
+                PatchShape { pixels: 1, frames: 1 },
+            )),
         }
     }
 

@@ -25,7 +25,7 @@ fn is_mutual(model: &Model) -> bool {
 fn image_of(model: &Model, seed: usize, grid: [usize; 3]) -> Image {
     let input = model.config().image_input().unwrap();
     let only = input.only.map(|grid| [grid.frames, grid.height, grid.width]);
-    image(seed, only.unwrap_or(grid), input.patch_values)
+    image(seed, only.unwrap_or(grid), input.patch)
 }
 
 /// The logits of the last rows of a prompt.
@@ -428,7 +428,7 @@ fn a_published_encoder_means_what_it_says() {
     assert_eq!(encoder.features, [8, 16, 24]);
     let input = footprint.config().image_input().unwrap();
     assert_eq!(
-        (input.placeholder, input.patch_values, input.merge),
+        (input.placeholder, input.patch.values(), input.merge),
         (151_655, 1536, 2)
     );
     assert_eq!(input.limits, limits);
@@ -470,7 +470,7 @@ fn published_encoders_of_other_families_mean_what_they_say() {
         (4, &[7, 15, 23, 31][..])
     );
     assert_eq!(
-        (qwen.input.patch_values, qwen.input.merge, qwen.out_size),
+        (qwen.input.patch.values(), qwen.input.merge, qwen.out_size),
         (1176, 2, 3584)
     );
     // 8.29 billion parameters, 16 bits each.
@@ -485,7 +485,10 @@ fn published_encoders_of_other_families_mean_what_they_say() {
             ("Pixtral", 24, 64)
         );
         let input = pixtral.input;
-        assert_eq!((input.placeholder, input.patch_values, input.merge), (10, 588, 2));
+        assert_eq!(
+            (input.placeholder, input.patch.values(), input.merge),
+            (10, 588, 2)
+        );
     }
     for name in ["gemma-3-4b-it", "gemma-3-27b-it"] {
         let (gemma, bytes) = read(name, 4096);
@@ -495,7 +498,7 @@ fn published_encoders_of_other_families_mean_what_they_say() {
         );
         let input = gemma.input;
         assert_eq!(
-            (input.placeholder, input.patch_values, input.merge),
+            (input.placeholder, input.patch.values(), input.merge),
             (262_144, 588, 4)
         );
         assert_eq!(

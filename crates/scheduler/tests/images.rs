@@ -4,14 +4,15 @@ use std::sync::Arc;
 
 use plimsoll_core::{
     BlockSize, CacheGroups, EncodeCost, EncoderLimits, Image, ImageGrid, ImageInput, ImageSpan, KvConfig,
-    Limits, Request, RequestId, RequestOptions, Sampled, StepCost, StepCosts, StepError, StepLimits,
-    StepOutput, StepPlan, TokenId,
+    Limits, PatchShape, Request, RequestId, RequestOptions, Sampled, StepCost, StepCosts, StepError,
+    StepLimits, StepOutput, StepPlan, TokenId,
 };
 use plimsoll_scheduler::{PromptBudget, Scheduler, SchedulerConfig};
 
 const PLACEHOLDER: TokenId = 7;
 /// Tokens of an image.
 const ROWS: usize = 12;
+const PATCH: PatchShape = PatchShape { pixels: 1, frames: 1 };
 
 fn scheduler(max_num_batched_tokens: usize) -> Scheduler {
     scheduler_of(max_num_batched_tokens, 100)
@@ -51,15 +52,12 @@ fn request_for(
     mutual: bool,
     last: TokenId,
 ) -> Request {
-    let image = Arc::new(Image {
-        hash: [1; 32],
-        grid: ImageGrid {
-            frames: 1,
-            height: 1,
-            width: ROWS,
-        },
-        patches: vec![0.0; ROWS],
-    });
+    let grid = ImageGrid {
+        frames: 1,
+        height: 1,
+        width: ROWS,
+    };
+    let image = Arc::new(Image::blank([1; 32], grid, PATCH));
     let mut prompt: Vec<TokenId> = (0..len).map(|i| 10 + i as TokenId % 50).collect();
     for &start in starts {
         prompt[start..start + ROWS].fill(PLACEHOLDER);
@@ -84,7 +82,7 @@ fn request_for(
         vocab_size: 100,
         images: Some(ImageInput {
             placeholder: PLACEHOLDER,
-            patch_values: 1,
+            patch: PATCH,
             merge: 1,
             only: None,
             mutual,

@@ -3,8 +3,8 @@ use std::time::Duration;
 
 use plimsoll_core::{
     Bans, BlockSize, CacheGroups, CacheKind, CacheLayout, Constraint, EncodeCost, EncoderLimits, Image,
-    ImageGrid, ImageInput, ImageSpan, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions,
-    SamplingOptions, StepCost, StepCosts, StepLimits, StepPlan, TenantId, TokenId,
+    ImageGrid, ImageInput, ImageSpan, KvConfig, Limits, PatchShape, Pooling, Request, RequestId,
+    RequestOptions, SamplingOptions, StepCost, StepCosts, StepLimits, StepPlan, TenantId, TokenId,
 };
 use plimsoll_scheduler::{PromptBudget, SchedulerConfig};
 use rand::{
@@ -315,7 +315,7 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
 /// What images the simulated model takes.
 const IMAGES: ImageInput = ImageInput {
     placeholder: 0,
-    patch_values: 1,
+    patch: PatchShape { pixels: 1, frames: 1 },
     merge: 1,
     only: None,
     mutual: false,
@@ -384,15 +384,12 @@ impl Pictures {
         let size = rng.random_range(1..=12);
         let image = |index: u8| {
             let width = if index < 2 { size } else { rng.random_range(1..=12) };
-            Arc::new(Image {
-                hash: [index; 32],
-                grid: ImageGrid {
-                    frames: 1,
-                    height: 1,
-                    width,
-                },
-                patches: vec![0.0; width],
-            })
+            let grid = ImageGrid {
+                frames: 1,
+                height: 1,
+                width,
+            };
+            Arc::new(Image::blank([index; 32], grid, IMAGES.patch))
         };
         Self {
             all: (0..count).map(image).collect(),

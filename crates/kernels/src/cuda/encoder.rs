@@ -1,6 +1,7 @@
 mod attention;
 
 use half::bf16;
+use plimsoll_core::PatchShape;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
 use super::fused::{MAX_NORM, MAX_THREADS, VEC, WARP, int};
@@ -23,6 +24,7 @@ pub struct EncoderKernels {
     gelu_tanh: Function,
     gate_silu: Function,
     gate_gelu_tanh: Function,
+    read_patches: Function,
     add_positions: Function,
     patch_angles: Function,
     rotate_heads: Function,
@@ -92,6 +94,7 @@ impl EncoderKernels {
             gelu_tanh: module.function("gelu_tanh_in_place")?,
             gate_silu: module.function("gate_silu")?,
             gate_gelu_tanh: module.function("gate_gelu_tanh")?,
+            read_patches: module.function("read_patches")?,
             add_positions: module.function("add_positions")?,
             patch_angles: module.function("patch_angles")?,
             rotate_heads: module.function("rotate_heads")?,
@@ -200,6 +203,38 @@ impl EncoderKernels {
         let blocks = (out.len() / QUAD).div_ceil(THREADS);
         let args = [gate_up.into(), out.into(), int(inner), (out.len() as u64).into()];
         self.launch(kernel, Launch::new([blocks as u32, 1, 1], THREADS as u32), &args)
+    }
+
+    /// What the encoder reads of patches, `[grid.patches, shape.values()]`, of their bytes, `[grid.patches, shape.bytes()]`, in the order
+    /// of the grid; `levels` are `[3, 256]`. Twin of [`Image::read_patch`](plimsoll_core::Image::read_patch).
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// If a length does not fit.
+    pub fn read_patches(
+        &self,
+        bytes: GpuSlice<'_, u8>,
+        levels: GpuSlice<'_, f32>,
+        shape: PatchShape,
+        grid: PatchGrid<'_>,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        assert_eq!(bytes.len(), grid.patches * shape.bytes(), "bytes of {shape:?}");
+        assert_eq!(levels.len(), 3 * 256, "levels of three colours");
+        assert_eq!(out.len(), grid.patches * shape.values(), "values of {shape:?}");
+        let args = [
+            bytes.into(),
+            levels.into(),
+            grid.order_address(),
+            out.into(),
+            int(shape.pixels),
+            int(shape.frames),
+            int(grid.merge * grid.merge),
+        ];
+        let launch = Launch::new([grid.patches as u32, 1, 1], THREADS as u32);
+        self.launch(&self.read_patches, launch, &args)
     }
 
     /// Adds what a table of positions, `[side², n]`, has at the place of each patch, to `hidden`, `[grid.patches, n]`: interpolated

@@ -3,8 +3,10 @@
 mod rows;
 mod windows;
 
+use std::sync::Arc;
+
 use half::bf16;
-use plimsoll_core::{BlockSize, PageId, Scratch};
+use plimsoll_core::{BlockSize, Image, ImageGrid, PageId, PatchShape, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_device::{Arena, Budget};
 use plimsoll_kernels::cuda::{EncoderKernels, GpuLayerNorm, PatchAttention, PatchGrid, PatchSegments};
@@ -391,6 +393,60 @@ fn places(grid: PatchGrid<'_>, order: Option<&[i32]>) -> Vec<[usize; 2]> {
                 .copied()
                 .collect()
         }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn encoder_patches_are_read_by_the_levels_of_their_colours() {
+    let gpu = gpu();
+    let kernels = EncoderKernels::load(&gpu).unwrap();
+    let mut rng = rng("patches");
+    for _ in 0..20 {
+        let mut grid = random_grid(&mut rng);
+        let merged = grid.merge * grid.merge;
+        let order = random_order(&mut rng, grid.patches / merged);
+        let list = order.as_ref().map(|order| upload(&gpu, order));
+        let squares = order.as_ref().map_or(0, Vec::len);
+        grid.order = list.as_ref().map(|list| list.slice().range(0..squares));
+        let side = rng.random_range(1..=20);
+        let shape = PatchShape {
+            pixels: side * side,
+            frames: rng.random_range(1..=3),
+        };
+        let image = Image {
+            hash: [0; 32],
+            grid: ImageGrid {
+                frames: 1,
+                height: grid.patches,
+                width: 1,
+            },
+            pixels: (0..grid.patches * shape.bytes()).map(|_| rng.random()).collect(),
+            levels: Arc::new(std::array::from_fn(|_| {
+                std::array::from_fn(|_| rng.random_range(-2.0..2.0))
+            })),
+        };
+        let mut want = vec![f32::NAN; grid.patches * shape.values()];
+        for (row, to) in want.chunks_exact_mut(shape.values()).enumerate() {
+            let square = order
+                .as_ref()
+                .map_or(row / merged, |order| order[row / merged] as usize);
+            image.read_patch(square * merged + row % merged, shape, to);
+        }
+        let levels: Vec<f32> = image.levels.iter().flatten().copied().collect();
+        let (pixels, levels) = (upload(&gpu, &image.pixels), upload(&gpu, &levels));
+        let out = poisoned::<bf16>(&gpu, want.len() + GUARD);
+        kernels
+            .read_patches(
+                pixels.slice().range(0..image.pixels.len()),
+                levels.slice().range(0..3 * 256),
+                shape,
+                grid,
+                out.slice().range(0..want.len()),
+            )
+            .unwrap();
+        let want: Vec<f32> = want.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+        assert_eq!(written(&gpu, &out, want.len()), want, "{grid:?} of {shape:?}");
     }
 }
 

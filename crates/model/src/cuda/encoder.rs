@@ -13,11 +13,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use half::bf16;
-use half::slice::HalfFloatSliceExt;
-use plimsoll_core::{Component, EncodeCost, Image};
+use plimsoll_core::{Component, EncodeCost, Image, Levels};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, PinnedSlab};
 use plimsoll_kernels::cuda::{EncoderKernels, KeptRows};
-use rayon::prelude::*;
 
 use super::staging::STEPS_IN_FLIGHT;
 use crate::EncoderSpec;
@@ -28,9 +26,6 @@ pub(super) use check::check;
 use layout::{EncoderLayout, parts};
 pub(super) use step::Products;
 use step::{Step, is_added};
-
-/// Floats that a thread rounds at a time.
-const CHUNK: usize = 1 << 16;
 
 /// A model's encoder, but for its weights.
 #[derive(Debug)]
@@ -58,7 +53,7 @@ pub(super) struct EncoderState {
     layout: EncoderLayout,
     images: KeptImages,
     largest: Duration,
-    /// Patches and lists of each step in flight.
+    /// Of each step in flight.
     host: Vec<Input>,
 }
 
@@ -83,7 +78,8 @@ impl PlacedImage<'_> {
 /// What an encode takes from the host.
 #[derive(Debug)]
 struct Input {
-    patches: PinnedSlab,
+    pixels: PinnedSlab,
+    levels: PinnedSlab,
     /// Pages, and the order of rows and where windows begin, where there are windows.
     lists: PinnedSlab,
 }
@@ -95,10 +91,11 @@ impl EncoderState {
         let layout = EncoderLayout::new(spec, Self::most_patches(spec));
         let layout = layout.ok_or_else(|| gpu.budget().oom(Component::Encoder, u64::MAX))?;
         let memory = gpu.alloc(Component::Encoder, layout.bytes)?;
-        let patches = Self::most_patches(spec) * spec.input.patch_values;
+        let pixels = Self::most_patches(spec) * spec.input.patch.bytes();
         let input = |_| {
             Ok::<_, GpuError>(Input {
-                patches: PinnedSlab::new(gpu, patches * size_of::<bf16>())?,
+                pixels: PinnedSlab::new(gpu, pixels)?,
+                levels: PinnedSlab::new(gpu, size_of::<Levels>())?,
                 lists: PinnedSlab::new(gpu, layout.list_bytes())?,
             })
         };
@@ -265,7 +262,7 @@ impl EncoderState {
             parts: parts_of_layer,
             hidden: layout.hidden.of(&self.memory),
             normed: layout.normed.of(&self.memory),
-            delta: layout.delta.of(&self.memory),
+            delta: layout.delta.front(patches * spec.hidden_size).of(&self.memory),
             wide: layout.wide.of(&self.memory),
             inner: layout.inner.of(&self.memory),
             activated: layout.activated.of(&self.memory),
@@ -278,6 +275,8 @@ impl EncoderState {
             kept: self.kept(0),
         };
         if parts.start == 0 {
+            let pixels = layout.delta.of(&self.memory).cast().range(0..image.pixels.len());
+            step.read_patches(pixels, layout.levels.of(&self.memory))?;
             step.find_angles()?;
         }
         products.weights.forward(spec, parts, &mut step)?;
@@ -294,17 +293,12 @@ impl EncoderState {
         slot: usize,
     ) -> Result<(), GpuError> {
         let input = &mut self.host[slot];
-        let values = image.patches.len();
-        let patches = &mut input.patches.as_mut_slice::<bf16>()[..values];
-        // Of one row, where these are in another order.
-        let chunk = match order.is_as_stored() {
-            true => CHUNK,
-            false => self.spec.merged() * self.spec.input.patch_values,
-        };
-        patches.par_chunks_mut(chunk).enumerate().for_each(|(index, to)| {
-            let from = order.row(index) * chunk;
-            to.convert_from_f32_slice(&image.patches[from..][..to.len()]);
-        });
+        let pixels = image.pixels.len();
+        input.pixels.as_mut_slice::<u8>()[..pixels].copy_from_slice(&image.pixels);
+        input
+            .levels
+            .as_mut_slice::<f32>()
+            .copy_from_slice(image.levels.as_flattened());
         let pages = place.iter().map(|&page| page as i32).collect();
         let (mut rows, mut windows) = (Vec::new(), Vec::new());
         if !order.is_as_stored() {
@@ -321,9 +315,13 @@ impl EncoderState {
             (layout.order, rows),
             (layout.windows, windows),
         ];
-        let taken = layout.wide.of(&self.memory).range(0..values);
+        let taken = layout.delta.of(&self.memory).cast().range(0..pixels);
         // SAFETY: the slot is packed again when its step has ended, and the drop of the runner waits for all of them.
-        unsafe { self.gpu.upload_async(&input.patches, 0, taken.cast())? };
+        unsafe {
+            self.gpu.upload_async(&input.pixels, 0, taken)?;
+            let levels = layout.levels.of(&self.memory);
+            self.gpu.upload_async(&input.levels, 0, levels.cast())?;
+        }
         let mut at = 0;
         for (section, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
             let to = section.front(list.len()).of(&self.memory);

@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use plimsoll_core::{
-    EncoderLimits, Image, ImageGrid, ImageSpan, PageId, PartialEncode, Run, RunInput, StepPlan, TokenId,
+    EncoderLimits, Image, ImageGrid, ImageSpan, PageId, PartialEncode, PatchShape, Run, RunInput, StepPlan,
+    TokenId,
 };
 use plimsoll_model::{KvCacheDtype, LoadOptions, ServeAs};
 use serde::Deserialize;
@@ -20,8 +21,11 @@ pub const IMAGE_MODELS: [&str; 5] = [
     "qwen3_5-vision",
 ];
 
-/// Values of a patch of those of Qwen.
-pub const VALUES: usize = 3 * 2 * 4 * 4;
+/// A patch of those of Qwen.
+pub const PATCH: PatchShape = PatchShape {
+    pixels: 4 * 4,
+    frames: 2,
+};
 
 pub const IMAGE_LIMITS: EncoderLimits = EncoderLimits {
     max_patches: 48,
@@ -52,10 +56,10 @@ pub struct GoldenImage {
     pub start: usize,
     pub rows: usize,
     /// Of a patch.
-    #[serde(default = "values")]
-    pub values: usize,
+    pub pixels: usize,
+    /// Of a patch.
+    pub frames: usize,
     /// Lines of as many rows each, with a token between them.
-    #[serde(default = "one")]
     pub lines: usize,
     /// Of each part, its rows.
     pub features: Vec<Vec<Vec<f32>>>,
@@ -72,7 +76,11 @@ impl GoldenImage {
     }
 
     pub fn image(&self) -> Arc<Image> {
-        Arc::new(image(self.seed, self.grid, self.values))
+        let shape = PatchShape {
+            pixels: self.pixels,
+            frames: self.frames,
+        };
+        Arc::new(image(self.seed, self.grid, shape))
     }
 
     pub fn spans(&self) -> impl Iterator<Item = ImageSpan> {
@@ -150,7 +158,7 @@ impl ImageCase {
 
     /// The same prompt with a larger image than [`IMAGE_LIMITS`] allow.
     pub fn too_large(&self, table: &[PageId]) -> (Arc<Image>, Run) {
-        let image = Arc::new(image(1, [1, 2, 26], VALUES));
+        let image = Arc::new(image(1, [1, 2, 26], PATCH));
         let span = ImageSpan {
             start: 0,
             len: 13,
@@ -165,25 +173,18 @@ impl ImageCase {
     }
 }
 
-fn values() -> usize {
-    VALUES
-}
-
-fn one() -> usize {
-    1
-}
-
-/// As `scripts/golden_images.py` makes it, so many values for each patch.
-pub fn image(seed: usize, [frames, height, width]: [usize; 3], values: usize) -> Image {
+/// As `scripts/golden_images.py` makes it.
+pub fn image(seed: usize, [frames, height, width]: [usize; 3], shape: PatchShape) -> Image {
     let grid = ImageGrid {
         frames,
         height,
         width,
     };
-    let value = |index: usize| {
-        let draw = index * 7919 + seed * 104_729 + (index / values) * (index % values) * 31;
-        (draw % 2001) as f32 / 1000.0 - 1.0
+    let byte = |index: usize| {
+        let (patch, place) = (index / shape.bytes(), index % shape.bytes());
+        ((index * 7919 + seed * 104_729 + patch * place * 31) % 251) as u8
     };
+    let level = |byte: usize| (byte as f32 - 127.5) / 127.5;
     let mut hash = [0; 32];
     for (to, from) in hash.chunks_exact_mut(8).zip([seed, frames, height, width]) {
         to.copy_from_slice(&(from as u64).to_le_bytes());
@@ -191,7 +192,8 @@ pub fn image(seed: usize, [frames, height, width]: [usize; 3], values: usize) ->
     Image {
         hash,
         grid,
-        patches: (0..grid.patches() * values).map(value).collect(),
+        pixels: (0..grid.patches() * shape.bytes()).map(byte).collect(),
+        levels: Arc::new([std::array::from_fn(level); 3]),
     }
 }
 

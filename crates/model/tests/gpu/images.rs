@@ -35,7 +35,7 @@ fn load(gpu: &Gpu, name: &str) -> Arc<GpuModel> {
 fn image_of(model: &GpuModel, seed: usize, grid: [usize; 3]) -> Image {
     let input = model.config().image_input().unwrap();
     let only = input.only.map(|grid| [grid.frames, grid.height, grid.width]);
-    image(seed, only.unwrap_or(grid), input.patch_values)
+    image(seed, only.unwrap_or(grid), input.patch)
 }
 
 /// Whether rows of an image see each other.
@@ -448,7 +448,7 @@ fn encode_published(gpu: &Gpu, name: &str, row: usize) {
     report(format_args!("{name}, first: {:?}", model.slowest_encode()));
     let mut rng = StdRng::seed_from_u64(1);
     let input = model.config().image_input().unwrap();
-    let values = 4096 * input.patch_values;
+    let pixels = 4096 * input.patch.bytes();
     for round in 0..4 {
         let image = Image {
             hash: [round; 32],
@@ -457,7 +457,8 @@ fn encode_published(gpu: &Gpu, name: &str, row: usize) {
                 height: 64,
                 width: 64,
             },
-            patches: (0..values).map(|_| rng.random_range(-1.0..1.0)).collect(),
+            pixels: (0..pixels).map(|_| rng.random()).collect(),
+            levels: Arc::new([std::array::from_fn(|byte| byte as f32 / 127.5 - 1.0); 3]),
         };
         let span = ImageSpan {
             start: 0,

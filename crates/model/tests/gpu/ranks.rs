@@ -18,7 +18,7 @@ use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuSta
 use plimsoll_model::{KvCacheDtype, LoadOptions, ModelError, Shard};
 
 use crate::common::fp8::is_fp8;
-use crate::common::images::{self, IMAGE_LIMITS, VALUES, chunks, golden_images, image};
+use crate::common::images::{self, IMAGE_LIMITS, PATCH, chunks, golden_images, image};
 use crate::common::requests::{Disturbance, Request, serve};
 use crate::common::*;
 use crate::golden::in_chunks;
@@ -482,7 +482,7 @@ fn ranks_keep_the_same_images_behind_a_step_that_fails() {
         let mut runner = SETUP.build(&rank.model);
         // As many as there is room for.
         let kept = [101, 102].map(|seed| {
-            let image = image(seed, [1, 4, 12], VALUES);
+            let image = image(seed, [1, 4, 12], PATCH);
             let rows = runner.encode(&image).unwrap();
             (image, rows)
         });

@@ -404,7 +404,7 @@ impl Rig {
                 let processor = images.processor();
                 plimsoll_core::ImageInput {
                     placeholder: processor.markers().placeholder,
-                    patch_values: processor.patch_values(),
+                    patch: processor.patch(),
                     merge: 2,
                     only: None,
                     mutual: false,

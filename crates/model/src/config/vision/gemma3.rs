@@ -1,4 +1,4 @@
-use plimsoll_core::{EncoderLimits, ImageGrid, ImageInput};
+use plimsoll_core::{EncoderLimits, ImageGrid, ImageInput, PatchShape};
 
 use super::{EncoderConfig, unsupported};
 use crate::encoder_spec::families;
@@ -41,13 +41,16 @@ pub(super) const GEMMA3: EncoderConfig = EncoderConfig {
             let supported = format!("sizes of up to {most} patches of {patch} pixels squared are");
             return Err(unsupported("image_size", pixels, supported));
         }
-        let patch_shape = vec![vision.size("num_channels", Some(3))?, patch, patch];
+        vision.only("num_channels", 3, true)?;
         let eps = vision.eps("layer_norm_eps", 1e-6)?;
         Ok(EncoderSpec {
             family: &families::GEMMA3,
             input: ImageInput {
                 placeholder: described.placeholder()?,
-                patch_values: patch_shape.iter().product(),
+                patch: PatchShape {
+                    pixels: patch * patch,
+                    frames: 1,
+                },
                 merge: side / rows_per_side,
                 only: Some(ImageGrid {
                     frames: 1,
@@ -60,7 +63,7 @@ pub(super) const GEMMA3: EncoderConfig = EncoderConfig {
                     ..described.limits
                 },
             },
-            patch_shape,
+            patch_shape: vec![3, patch, patch],
             hidden_size: vision.size("hidden_size", None)?,
             heads: vision.size("num_attention_heads", None)?,
             intermediate_size: vision.size("intermediate_size", None)?,

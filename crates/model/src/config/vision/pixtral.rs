@@ -1,4 +1,4 @@
-use plimsoll_core::ImageInput;
+use plimsoll_core::{ImageInput, PatchShape};
 use plimsoll_kernels::Activation;
 
 use super::{EncoderConfig, unsupported};
@@ -34,7 +34,7 @@ pub(super) const PIXTRAL: EncoderConfig = EncoderConfig {
         );
         vision.only("head_dim", hidden_size / heads, true)?;
         let patch = vision.size("patch_size", None)?;
-        let patch_shape = vec![vision.size("num_channels", Some(3))?, patch, patch];
+        vision.only("num_channels", 3, true)?;
         let merge = described.model.get("spatial_merge_size")?.unwrap_or(2);
         if !(1..=16).contains(&merge) {
             return Err(crate::ModelError::unsupported(
@@ -51,13 +51,16 @@ pub(super) const PIXTRAL: EncoderConfig = EncoderConfig {
             family: &families::PIXTRAL,
             input: ImageInput {
                 placeholder: described.placeholder()?,
-                patch_values: patch_shape.iter().product(),
+                patch: PatchShape {
+                    pixels: patch * patch,
+                    frames: 1,
+                },
                 merge,
                 only: None,
                 mutual: false,
                 limits: described.limits,
             },
-            patch_shape,
+            patch_shape: vec![3, patch, patch],
             hidden_size,
             heads,
             intermediate_size: vision.size("intermediate_size", None)?,

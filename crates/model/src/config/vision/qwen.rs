@@ -1,4 +1,4 @@
-use plimsoll_core::ImageInput;
+use plimsoll_core::{ImageInput, PatchShape};
 use plimsoll_kernels::Activation;
 
 use super::{Described, EncoderConfig, unsupported};
@@ -64,7 +64,7 @@ pub(super) const QWEN2_5: EncoderConfig = EncoderConfig {
         let spec = spec(described)?;
         let (patch, merge) = (spec.patch_shape[2], spec.input.merge);
         // The same by other names, in published files.
-        vision.only("in_chans", spec.patch_shape[0], true)?;
+        vision.only("in_chans", 3, true)?;
         vision.only("spatial_patch_size", patch, true)?;
         vision.only("hidden_act", "silu".to_owned(), true)?;
         let window = vision.size("window_size", Some(112))?;
@@ -91,23 +91,22 @@ pub(super) const QWEN2_5: EncoderConfig = EncoderConfig {
 fn spec(described: &Described<'_>) -> Result<EncoderSpec, ModelError> {
     let vision = &described.vision;
     let side = vision.size("patch_size", None)?;
-    let patch_shape = vec![
-        vision.size("in_channels", Some(3))?,
-        vision.size("temporal_patch_size", Some(2))?,
-        side,
-        side,
-    ];
+    vision.only("in_channels", 3, true)?;
+    let frames = vision.size("temporal_patch_size", Some(2))?;
     Ok(EncoderSpec {
         family: &families::QWEN3,
         input: ImageInput {
             placeholder: described.placeholder()?,
-            patch_values: patch_shape.iter().product(),
+            patch: PatchShape {
+                pixels: side * side,
+                frames,
+            },
             merge: vision.size("spatial_merge_size", Some(2))?,
             only: None,
             mutual: false,
             limits: described.limits,
         },
-        patch_shape,
+        patch_shape: vec![3, frames, side, side],
         hidden_size: vision.size("hidden_size", None)?,
         heads: vision.size("num_heads", None)?,
         intermediate_size: vision.size("intermediate_size", None)?,

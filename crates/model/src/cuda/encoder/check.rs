@@ -23,7 +23,7 @@ pub(in crate::cuda) fn check(spec: &EncoderSpec) -> Result<(), ModelError> {
         EncoderMlp::Gated(_) => 4,
     };
     let widths = [
-        ("the values of a patch", spec.input.patch_values, 4),
+        ("the values of a patch", spec.input.patch.values(), 4),
         ("num_heads", spec.head_dim(), 8),
         ("hidden_size", spec.hidden_size, 8),
         ("intermediate_size", spec.intermediate_size, of_inner),

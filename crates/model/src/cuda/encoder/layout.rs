@@ -23,7 +23,7 @@ pub(super) struct EncoderLayout {
     /// The residual stream.
     pub(super) hidden: Section<bf16>,
     pub(super) normed: Section<bf16>,
-    /// What is to be added to the residual stream; inside the mergers.
+    /// What is to be added to the residual stream; inside the mergers. Before, pixels.
     pub(super) delta: Section<bf16>,
     /// Patches, then q, k and v; inside mergers that project rows.
     pub(super) wide: Section<bf16>,
@@ -33,6 +33,7 @@ pub(super) struct EncoderLayout {
     pub(super) activated: Section<bf16>,
     pub(super) angles: Section<f32>,
     pub(super) rows: Section<bf16>,
+    pub(super) levels: Section<f32>,
     /// Pages of the rows.
     pub(super) pages: Section<i32>,
     /// Which of the image's rows each is, where there are windows.
@@ -51,7 +52,7 @@ impl EncoderLayout {
             true => spec.out_size.div_ceil(spec.merged()),
             false => 0,
         };
-        let wide = (3 * hidden).max(spec.input.patch_values).max(projected);
+        let wide = (3 * hidden).max(spec.input.patch.values()).max(projected);
         let inner = spec.intermediate_size;
         let (inner, activated) = match spec.mlp {
             EncoderMlp::Plain(_) => (inner, 0),
@@ -68,12 +69,13 @@ impl EncoderLayout {
             kept: layout.rows(KeptImages::rows(spec)?, spec.row_size())?,
             hidden: layout.rows(patches, hidden)?,
             normed: layout.rows(patches, hidden)?,
-            delta: layout.rows(patches, hidden)?,
+            delta: layout.rows(patches, hidden.max(spec.input.patch.bytes().div_ceil(2)))?,
             wide: layout.rows(patches, wide)?,
             inner: layout.rows(part, inner)?,
             activated: layout.rows(part, activated)?,
             angles: layout.rows(patches, spec.theta.map_or(0, |_| spec.head_dim()))?,
             rows: layout.rows(rows, spec.out_size)?,
+            levels: layout.rows(3, 256)?,
             pages: layout.rows(rows.div_ceil(PAGE), 1)?,
             order: layout.rows(order, 1)?,
             windows: layout.rows(windows, 1)?,

@@ -67,6 +67,18 @@ pub(super) struct Step<'a> {
 }
 
 impl<'a> Step<'a> {
+    /// Reads the patches of their pixels.
+    pub(super) fn read_patches(
+        &self,
+        pixels: GpuSlice<'_, u8>,
+        levels: GpuSlice<'_, f32>,
+    ) -> Result<(), GpuError> {
+        let shape = self.spec.input.patch;
+        let values = self.wide(shape.values());
+        self.kernels
+            .read_patches(pixels, levels, shape, self.patch_grid(), values)
+    }
+
     /// Computes the angles of all patches, if they turn.
     pub(super) fn find_angles(&self) -> Result<(), GpuError> {
         let (grid, shift) = (self.patch_grid(), self.spec.family.column_shift);
@@ -168,7 +180,7 @@ impl EncoderOperations<GpuLinear, GpuVector> for Step<'_> {
     type Error = GpuError;
 
     fn embed(&mut self, patches: &GpuLinear, positions: Option<&GpuVector>) -> Result<(), GpuError> {
-        let values = self.wide(self.spec.input.patch_values);
+        let values = self.wide(self.spec.input.patch.values());
         self.linear(values, patches, self.hidden)?;
         let Some((positions, side)) = positions.zip(self.spec.positions_per_side) else {
             return Ok(());

@@ -1,4 +1,4 @@
-use plimsoll_core::{EncoderLimits, ImageInput};
+use plimsoll_core::{EncoderLimits, ImageInput, PatchShape};
 use plimsoll_kernels::Activation;
 
 use super::*;
@@ -11,7 +11,10 @@ fn spec(side: Option<usize>) -> EncoderSpec {
         family: &families::QWEN2_5,
         input: ImageInput {
             placeholder: 5,
-            patch_values: 96,
+            patch: PatchShape {
+                pixels: 16,
+                frames: 2,
+            },
             merge: 2,
             only: None,
             mutual: false,
