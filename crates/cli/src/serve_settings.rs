@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use plimsoll_device::default_capacity;
 use plimsoll_kv_events::Config;
 use plimsoll_model::{GenerationConfig, ModelError};
 use plimsoll_server::{AnswerStyle, FileStore, GenerationDefaults, RequestSink, ServerOptions};
@@ -19,6 +20,15 @@ use crate::request_log::RequestLog;
 use crate::settings::EngineSettings;
 use crate::tls::Certificate;
 use crate::traces::Traces;
+
+/// Host memory for images of requests: a sixteenth of what is free, within bounds.
+fn image_bytes() -> usize {
+    const LEAST: u64 = 1 << 30;
+    const MOST: u64 = 4 << 30;
+    // Half of what is free, or less in a control group.
+    let half = default_capacity().map_or(0, |capacity| capacity.bytes);
+    (half / 8).clamp(LEAST, MOST) as usize
+}
 
 /// Everything that decides how the server serves.
 pub(crate) struct ServeSettings {
@@ -107,6 +117,7 @@ impl ServeSettings {
             force_include_usage: api.force_include_usage(),
             files: file_store(&files)?,
             media: media.limits(engine.max_images),
+            image_bytes: image_bytes(),
             response_store: responses.limits(),
             ..ServerOptions::default()
         };

@@ -12,6 +12,8 @@ pub struct StepShape {
     pub tokens: usize,
     /// Longest context: tokens of one request, those before the step included.
     pub longest_context: usize,
+    /// Patches of the image that it encodes a part of, or of which it has rows; 0 without one.
+    pub image_patches: usize,
     /// Kinds of sampling, sorted: `greedy`, `random`, `top`, `penalties`, `bias`, `logprobs`, `mask`; and `prompt_logprobs`.
     pub sampling: BTreeSet<&'static str>,
 }
@@ -23,12 +25,21 @@ impl From<&StepPlan> for StepShape {
             rows: plan.runs.len(),
             tokens: plan.num_tokens(),
             longest_context: plan.runs.iter().map(|run| run.end()).max().unwrap_or(0),
+            image_patches: image_patches(plan),
             sampling: specs
                 .flat_map(|spec| kinds(&spec.params).chain(spec.constrained.then_some("mask")))
                 .chain((plan.num_scored() > 0).then_some("prompt_logprobs"))
                 .collect(),
         }
     }
+}
+
+/// Patches of the image of a step, of which there is one at most.
+pub(crate) fn image_patches(plan: &StepPlan) -> usize {
+    let encoded = plan.encode.iter().map(|encode| &encode.image);
+    let read = plan.runs.iter().flat_map(|run| run.image_rows());
+    let mut images = encoded.chain(read.map(|(span, _)| &span.image));
+    images.next().map_or(0, |image| image.grid.patches())
 }
 
 fn kinds(params: &SamplingParams) -> impl Iterator<Item = &'static str> {
@@ -50,17 +61,21 @@ impl fmt::Display for StepShape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let sampling: Vec<_> = self.sampling.iter().copied().collect();
         let (rows, tokens, sampling) = (self.rows, self.tokens, sampling.join("+"));
-        let longest_context = self.longest_context;
+        let (longest_context, image_patches) = (self.longest_context, self.image_patches);
         write!(
             f,
-            "rows={rows} tokens={tokens} longest_context={longest_context} sampling={sampling}"
+            "rows={rows} tokens={tokens} longest_context={longest_context} image_patches={image_patches} sampling={sampling}"
         )
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use plimsoll_core::{RequestId, Run, RunInput, SampleSpec, SamplingOptions};
+    use std::sync::Arc;
+
+    use plimsoll_core::{
+        Image, ImageGrid, PartialEncode, PatchShape, RequestId, Run, RunInput, SampleSpec, SamplingOptions,
+    };
 
     use super::*;
 
@@ -98,6 +113,16 @@ mod tests {
             logprobs: Some(3),
             ..Default::default()
         };
+        let grid = ImageGrid {
+            frames: 1,
+            height: 3,
+            width: 4,
+        };
+        let patch = PatchShape {
+            pixels: 1,
+            frames: 1,
+        };
+        let image = Arc::new(Image::blank([1; 32], grid, patch));
         let plan = StepPlan {
             step: 0,
             runs: vec![
@@ -105,15 +130,15 @@ mod tests {
                 run(0, 30, Some(random)),
                 run(7, 2, None),
             ],
-            encode: None,
+            encode: Some(PartialEncode { image, share: 0.5 }),
         };
         assert_eq!(
             StepShape::from(&plan).to_string(),
-            "rows=3 tokens=33 longest_context=501 sampling=greedy+logprobs+penalties+random+top"
+            "rows=3 tokens=33 longest_context=501 image_patches=12 sampling=greedy+logprobs+penalties+random+top"
         );
         assert_eq!(
             StepShape::from(&StepPlan::default()).to_string(),
-            "rows=0 tokens=0 longest_context=0 sampling="
+            "rows=0 tokens=0 longest_context=0 image_patches=0 sampling="
         );
     }
 }

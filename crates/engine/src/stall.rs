@@ -8,6 +8,7 @@ use plimsoll_core::{Run, StepPlan};
 use strum::{EnumIter, FromRepr, IntoStaticStr};
 
 use crate::Phase;
+use crate::shape::image_patches;
 
 /// A step that was launched, or is being launched, and has not ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,6 +23,8 @@ pub struct StepInFlight {
     pub decode_tokens: usize,
     /// Longest context: tokens of one request, those before the step included.
     pub longest_context: usize,
+    /// Patches of the image that it encodes a part of, or of which it has rows; 0 without one.
+    pub image_patches: usize,
 }
 
 impl From<&StepPlan> for StepInFlight {
@@ -35,6 +38,7 @@ impl From<&StepPlan> for StepInFlight {
             prefill_tokens: plan.num_tokens() - decode_tokens,
             decode_tokens,
             longest_context: plan.runs.iter().map(Run::end).max().unwrap_or(0),
+            image_patches: image_patches(plan),
         }
     }
 }
@@ -44,8 +48,13 @@ impl fmt::Display for StepInFlight {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "step={} rows={} prefill_tokens={} decode_tokens={} longest_context={}",
-            self.step, self.rows, self.prefill_tokens, self.decode_tokens, self.longest_context
+            "step={} rows={} prefill_tokens={} decode_tokens={} longest_context={} image_patches={}",
+            self.step,
+            self.rows,
+            self.prefill_tokens,
+            self.decode_tokens,
+            self.longest_context,
+            self.image_patches
         )
     }
 }

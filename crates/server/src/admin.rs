@@ -217,6 +217,7 @@ fn last_oom(outage: &OutOfMemory) -> LastOom {
             rows: shape.rows,
             tokens: shape.tokens,
             longest_context: shape.longest_context,
+            image_patches: shape.image_patches,
             sampling: shape.sampling.iter().copied().collect(),
         },
         requested: outage.requested,

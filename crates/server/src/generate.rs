@@ -22,15 +22,11 @@ use crate::wire::common::{StopReason, Usage};
 /// Submits all choices of a job or none: one that is refused cancels those before it.
 pub(crate) fn submit(state: &AppState, context: &Context, mut job: Job) -> Result<Vec<Choice>, ApiError> {
     let requests = std::mem::take(&mut job.requests);
-    let choices = requests
+    let choices: Vec<Choice> = requests
         .into_iter()
         .enumerate()
         .map(|(i, request)| Choice::submit(state, context, &job, i, request))
         .collect::<Result<_, _>>()?;
-    let mut choices: Vec<Choice> = choices;
-    if let Some(first) = choices.first_mut() {
-        first.image_memory = job.image_memory.take();
-    }
     // After admission, as for the choices.
     state.metrics().per_request.submitted(job.n);
     context.generates(job.generation);
@@ -58,8 +54,8 @@ pub(crate) struct Choice {
     cached_tokens: Option<usize>,
     /// Tokens whose text was not emitted yet.
     held: Vec<TokenLogprobs>,
-    /// Memory for the prompt's images, which are encoded when the first token comes.
-    image_memory: Option<Reservation>,
+    /// Memory of the prompt's images: a request that is preempted needs them again.
+    _image_memory: Option<Arc<Reservation>>,
 }
 
 /// A token with the requested log-probabilities.
@@ -126,7 +122,7 @@ impl Choice {
             generated: 0,
             cached_tokens: None,
             held: Vec::new(),
-            image_memory: None,
+            _image_memory: job.image_memory.clone(),
         })
     }
 
@@ -227,7 +223,6 @@ impl Choice {
 
     fn take(&mut self, token: TokenEvent, output: &mut Output) {
         self.generated += 1;
-        self.image_memory = None;
         let at = self.sent();
         self.timer.token(at);
         self.context.token(at);

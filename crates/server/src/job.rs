@@ -232,8 +232,8 @@ pub(crate) struct Job {
     pub(crate) shown: Arc<[TokenId]>,
     /// For its record.
     pub(crate) generation: Generation,
-    /// Memory for its images until they are encoded.
-    pub(crate) image_memory: Option<Reservation>,
+    /// Memory of its images.
+    pub(crate) image_memory: Option<Arc<Reservation>>,
 }
 
 impl Job {
@@ -296,7 +296,7 @@ impl Job {
             deadline: parameters.deadline,
             shown,
             generation,
-            image_memory: parameters.image_memory,
+            image_memory: parameters.image_memory.map(Arc::new),
         })
     }
 

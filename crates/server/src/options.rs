@@ -93,8 +93,8 @@ pub struct ServerOptions {
     pub isolate_prefix_cache: bool,
     /// Memory for the text of large requests until it is tokenized, in bytes. Requests beyond it wait, and in the end get a 503.
     pub request_bytes: usize,
-    /// Memory for the patches of images, until the first token of their requests, and for decoding them, in bytes; one request may have all
-    /// of it. Requests beyond it wait, and in the end get a 503.
+    /// Memory for the images of requests, until these end, and for decoding them, in bytes; one request may have all of it. Requests beyond
+    /// it wait, and in the end get a 503.
     pub image_bytes: usize,
     /// Requests may set `priority`.
     pub priorities: bool,

@@ -91,7 +91,7 @@ pub(crate) async fn open(
         functions: prompt.tools.functions().into(),
         max_calls: prompt.tools.max_calls(),
     };
-    let memory = prompt.load_images(state, Depth::Patches).await?;
+    let memory = prompt.load_images(state, Depth::Pixels).await?;
     if prompt.has_images() && parameters.truncates_prompts() {
         let message = "truncate_prompt_tokens cannot be used with images, which would be cut";
         return Err(ApiError::invalid("truncate_prompt_tokens", message));

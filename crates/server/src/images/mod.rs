@@ -20,11 +20,11 @@ use crate::wire::content::{FIELD, KIND, SOURCE};
 pub(crate) enum Depth {
     /// Their sizes, which determine the tokens.
     Sizes,
-    /// What the encoder reads.
-    Patches,
+    /// All that the encoder needs.
+    Pixels,
 }
 
-/// The images of a prompt, and the memory that they take until they are encoded.
+/// The images of a prompt, and the memory that they take.
 #[derive(Debug, Default)]
 pub(crate) struct Loaded {
     pub(crate) images: Vec<Prepared>,

@@ -260,6 +260,8 @@ pub(crate) struct OomStep {
     pub(crate) rows: usize,
     pub(crate) tokens: usize,
     pub(crate) longest_context: usize,
+    /// Patches of the image that it encoded a part of, or of which it had rows; 0 without one.
+    pub(crate) image_patches: usize,
     /// Sampling features in use: `greedy`, `random`, `top`, `penalties`, `bias`, `logprobs`.
     pub(crate) sampling: Vec<&'static str>,
 }
