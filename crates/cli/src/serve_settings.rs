@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use plimsoll_device::default_capacity;
+use plimsoll_device::capacity::default_capacity;
 use plimsoll_kv_events::Config;
 use plimsoll_model::{GenerationConfig, ModelError};
 use plimsoll_server::{AnswerStyle, FileStore, GenerationDefaults, RequestSink, ServerOptions};
