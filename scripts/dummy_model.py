@@ -81,18 +81,22 @@ def write_model(directory, config):
     text = config.get("text_config", config)
     end = text["eos_token_id"]
     vocabulary = {f"w{token}": token for token in range(text["vocab_size"])}
-    special = {"content": "<|end|>", "id": end, "special": True, "single_word": False, "lstrip": False,
-               "rstrip": False, "normalized": False}
-    del vocabulary[f"w{special['id']}"]
-    vocabulary[special["content"]] = special["id"]
-    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
+             "vision_end_token_id": "<|vision_end|>"}
+    special = {"<|end|>": end} | {name: config[field] for field, name in names.items() if field in config}
+    for name, token in special.items():
+        del vocabulary[f"w{token}"]
+        vocabulary[name] = token
+    added = [{"content": name, "id": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+             for name, token in special.items()]
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
                  "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
                  "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}
     files = {
         "config.json": config,
         "generation_config.json": {"bos_token_id": text.get("bos_token_id"), "eos_token_id": end},
         "tokenizer.json": tokenizer,
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special["content"],
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>",
                                   "model_max_length": text["max_position_embeddings"]},
     }
     for name, content in files.items():
