@@ -79,7 +79,8 @@ impl Picture {
                 JpegEncoder::new_with_quality(&mut file, 75).write_image(&rgb, width, height, colours)
             }
             Format::Png => {
-                PngEncoder::new_with_quality(&mut file, CompressionType::Fast, FilterType::NoFilter)
+                // Lines like those above them become zeros, which is all that a fast encoder makes smaller.
+                PngEncoder::new_with_quality(&mut file, CompressionType::Fast, FilterType::Up)
                     .write_image(&rgb, width, height, colours)
             }
         };

@@ -21,13 +21,12 @@ use crate::settings::EngineSettings;
 use crate::tls::Certificate;
 use crate::traces::Traces;
 
-/// Host memory for images of requests: a sixteenth of what is free, within bounds.
+/// Host memory for images of requests: an eighth of what is free, but enough for some large ones.
 fn image_bytes() -> usize {
     const LEAST: u64 = 1 << 30;
-    const MOST: u64 = 4 << 30;
     // Half of what is free, or less in a control group.
     let half = default_capacity().map_or(0, |capacity| capacity.bytes);
-    (half / 8).clamp(LEAST, MOST) as usize
+    usize::try_from((half / 4).max(LEAST)).unwrap_or(usize::MAX)
 }
 
 /// Everything that decides how the server serves.

@@ -118,10 +118,7 @@ mod tests {
             height: 3,
             width: 4,
         };
-        let patch = PatchShape {
-            pixels: 1,
-            frames: 1,
-        };
+        let patch = PatchShape { pixels: 1, frames: 1 };
         let image = Arc::new(Image::blank([1; 32], grid, patch));
         let plan = StepPlan {
             step: 0,

@@ -12,12 +12,16 @@ use crate::error::ApiError;
 /// Requests up to this size, in bytes, need no reservation: the connection limit bounds them, and they do not wait for large ones.
 pub(crate) const SMALL: usize = 64 << 10;
 
+/// Bytes that are reserved at once: terabytes of them fit the numbers of a semaphore.
+const UNIT: usize = 1 << 10;
+
 /// A budget of bytes.
 #[derive(Debug)]
 pub(crate) struct RequestMemory {
     /// What it is for.
     of: &'static str,
     free: Arc<Semaphore>,
+    /// In units, as all that follows.
     all: u32,
     patience: Duration,
 }
@@ -27,14 +31,14 @@ pub(crate) type Reservation = OwnedSemaphorePermit;
 
 /// Gives back what a reservation has beyond `bytes`.
 pub(crate) fn shrink(reservation: &mut Reservation, bytes: usize) {
-    let rest = reservation.num_permits().saturating_sub(bytes);
+    let rest = reservation.num_permits().saturating_sub(bytes.div_ceil(UNIT));
     drop(reservation.split(rest));
 }
 
 impl RequestMemory {
     /// A budget of `bytes`; a reservation that waits longer than `patience` fails.
     pub(crate) fn new(of: &'static str, bytes: usize, patience: Duration) -> Self {
-        let all = u32::try_from(bytes).unwrap_or(u32::MAX);
+        let all = u32::try_from(bytes / UNIT).unwrap_or(u32::MAX);
         Self {
             of,
             free: Arc::new(Semaphore::new(all as usize)),
@@ -47,7 +51,7 @@ impl RequestMemory {
     pub(crate) async fn reserve(&self, bytes: usize) -> Result<Reservation, ApiError> {
         let wanted = match bytes {
             ..=SMALL => 0,
-            bytes => u32::try_from(bytes).unwrap_or(u32::MAX).min(self.all),
+            bytes => u32::try_from(bytes.div_ceil(UNIT)).map_or(self.all, |units| units.min(self.all)),
         };
         let reservation = Arc::clone(&self.free).acquire_many_owned(wanted);
         match timeout(self.patience, reservation).await {

@@ -34,7 +34,7 @@ pub(super) enum Outcome {
     Done(Answer),
     /// The client went away, as it was told to.
     Left,
-    /// 429: to be sent again after this time.
+    /// 429, or 503 as there is no memory for a large request: to be sent again after this time.
     Busy(Duration),
     /// Anything else, in words.
     Wrong(String),
@@ -134,7 +134,11 @@ impl Server {
             return Ok(Outcome::Busy(retry_after(&response)?));
         }
         if status != StatusCode::OK {
+            let after = retry_after(&response);
             let text = response.text().await.unwrap_or_default();
+            if status == StatusCode::SERVICE_UNAVAILABLE && is_for_lack_of_memory(&text) {
+                return Ok(Outcome::Busy(after?));
+            }
             return Err(format!("{status}: {}", short(&text)));
         }
         let mut answer = Answer::default();
@@ -202,13 +206,19 @@ async fn read_stream(response: Response, most_events: usize, answer: &mut Answer
     Err("a stream without an end".to_owned())
 }
 
+/// Whether requests before it have the memory for what it brings.
+fn is_for_lack_of_memory(text: &str) -> bool {
+    let error: Value = serde_json::from_str(text).unwrap_or_default();
+    error["error"]["code"] == "too_many_large_requests"
+}
+
 /// When a server that is busy wants to be asked again.
 fn retry_after(response: &Response) -> Result<Duration, String> {
     let header = response.headers().get(RETRY_AFTER);
     let seconds = header.and_then(|value| value.to_str().ok()?.parse().ok());
     seconds
         .map(Duration::from_secs)
-        .ok_or_else(|| "429 without Retry-After in seconds".to_owned())
+        .ok_or_else(|| "a server that is busy sent no Retry-After in seconds".to_owned())
 }
 
 fn short(text: &str) -> String {

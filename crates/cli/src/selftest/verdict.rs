@@ -58,7 +58,7 @@ pub(super) struct Requests {
     pub(super) left: u64,
     /// Answered otherwise, or not at all.
     pub(super) wrong: u64,
-    /// Times the server said 429.
+    /// Times the server said 429, or 503 for lack of memory for large requests.
     pub(super) busy: u64,
     /// Under way when the time was over.
     pub(super) cut_off: u64,
@@ -187,7 +187,7 @@ impl Verdict {
         line(
             "requests",
             format!(
-                "{} answered, {} wrong, {} left by their clients, {} cut off at the end; {} times told to wait (429)",
+                "{} answered, {} wrong, {} left by their clients, {} cut off at the end; {} times told to wait (429, 503)",
                 sent.done, sent.wrong, sent.left, sent.cut_off, sent.busy
             ),
         );
