@@ -138,6 +138,23 @@ fn is_refused(name: &str, error: &ModelError) {
     report(format_args!("{name} is not divided: {text}"));
 }
 
+/// What all ranks came to, which must be the same on each; `None` where the model is not divided, for a reason that names the flag.
+fn alike<T: PartialEq>(name: &str, found: Result<Vec<T>, ModelError>) -> Option<T> {
+    match found {
+        Ok(found) => {
+            assert!(
+                found.iter().all(|rank| *rank == found[0]),
+                "{name}: ranks came to different results"
+            );
+            found.into_iter().next()
+        }
+        Err(error) => {
+            is_refused(name, &error);
+            None
+        }
+    }
+}
+
 /// Whole prompts, chunks over a cached prefix, and token after token; of all formats that can be divided.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
@@ -162,21 +179,13 @@ fn logits_of_ranks(gpus: &[Gpu]) {
             };
             [128, 17, 1].map(of_chunks)
         });
-        let found = match found {
-            Ok(found) => found,
-            Err(error) => {
-                is_refused(name, &error);
-                continue;
-            }
+        let Some(found) = alike(name, found) else {
+            continue;
         };
-        assert!(
-            found.iter().all(|rank| *rank == found[0]),
-            "{name}: ranks came to different logits"
-        );
         let theirs =
             (cases.iter().map(|case| case.bf16_error.powi(2)).sum::<f64>() / cases.len() as f64).sqrt();
         let has_experts = EXPERT_MODELS.contains(&name);
-        for (len, logits) in [128, 17, 1].into_iter().zip(&found[0]) {
+        for (len, logits) in [128, 17, 1].into_iter().zip(&found) {
             let mut errors: Vec<f64> = logits
                 .iter()
                 .zip(&cases)
@@ -270,21 +279,13 @@ fn logits_of_halves(gpus: &[Gpu]) {
             );
             logits
         });
-        let found = match found {
-            Ok(found) => found,
-            Err(error) => {
-                is_refused(name, &error);
-                continue;
-            }
+        let Some(found) = alike(name, found) else {
+            continue;
         };
-        assert!(
-            found.iter().all(|rank| *rank == found[0]),
-            "{name}: ranks came to different logits"
-        );
         let theirs =
             (cases.iter().map(|case| case.bf16_error.powi(2)).sum::<f64>() / cases.len() as f64).sqrt();
-        let vocab = found[0].len() / last_rows.len();
-        let mut errors: Vec<f64> = (found[0].chunks_exact(vocab).zip(cases.iter().cycle()))
+        let vocab = found.len() / last_rows.len();
+        let mut errors: Vec<f64> = (found.chunks_exact(vocab).zip(cases.iter().cycle()))
             .map(|(logits, case)| relative_error(logits, case.last_logits.last().unwrap()))
             .collect();
         errors.sort_unstable_by(f64::total_cmp);
@@ -345,18 +346,10 @@ fn text_of_ranks(gpus: &[Gpu]) {
             let texts = [alone(model, true), alone(model, false)];
             (texts, [1, 2].map(|depth| served(model, depth)))
         });
-        let found = match found {
-            Ok(found) => found,
-            Err(error) => {
-                is_refused(name, &error);
-                continue;
-            }
+        let Some(found) = alike(name, found) else {
+            continue;
         };
-        assert!(
-            found.iter().all(|rank| *rank == found[0]),
-            "{name}: ranks came to different text"
-        );
-        let (texts, _) = &found[0];
+        let (texts, _) = found;
         let whole = alone(&load(&gpus[0], name), false);
         let same = |a: &[Vec<TokenId>], b: &[Vec<TokenId>]| {
             let pairs = a.iter().zip(b);
