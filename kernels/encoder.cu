@@ -398,8 +398,8 @@ extern "C" __global__ void __launch_bounds__(256) gate_gelu_tanh(const bf16* gat
     gate_rows<Activation::kGeluTanh>(gate_up, out, inner, len);
 }
 
-// What an encoder reads of each patch, [3, frames, pixels] with equal frames, of its bytes, [3, pixels], by the levels of their colour,
-// [3, 256]; with an order, `merged` patches follow each other. One block a patch.
+// Turns the bytes of each patch, [3, pixels], into the values that the encoder reads, [3, frames, pixels] with equal frames, by the levels
+// of their colour, [3, 256]; with an order, `merged` patches follow each other. One block a patch.
 extern "C" __global__ void __launch_bounds__(256)
     read_patches(const uint8_t* bytes, const float* levels, const int* order, bf16* out, int pixels, int frames, int merged) {
     pdl_launch();

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use plimsoll_device::capacity::default_capacity;
+use plimsoll_device::Machine;
 use plimsoll_kv_events::Config;
 use plimsoll_model::{GenerationConfig, ModelError};
 use plimsoll_server::{AnswerStyle, FileStore, GenerationDefaults, RequestSink, ServerOptions};
@@ -21,12 +21,11 @@ use crate::settings::EngineSettings;
 use crate::tls::Certificate;
 use crate::traces::Traces;
 
-/// Host memory for images of requests: an eighth of what is free, but enough for some large ones.
+/// Host memory for images of requests: an eighth of what is free, but enough for a few large ones.
 fn image_bytes() -> usize {
     const LEAST: u64 = 1 << 30;
-    // Half of what is free, or less in a control group.
-    let half = default_capacity().map_or(0, |capacity| capacity.bytes);
-    usize::try_from((half / 4).max(LEAST)).unwrap_or(usize::MAX)
+    let free = Machine::this().room().map_or(0, |room| room.bytes());
+    usize::try_from((free / 8).max(LEAST)).unwrap_or(usize::MAX)
 }
 
 /// Everything that decides how the server serves.

@@ -145,8 +145,8 @@ enum Spoil {
     Answer(StatusCode, &'static str),
     /// What stands in whole answers.
     Text(&'static str, &'static str),
-    /// Every seventh completion gets a 429, as from a full queue.
-    Later,
+    /// Every seventh completion gets this answer and is told to come again, as from a full queue.
+    Later(StatusCode, &'static str),
     /// Every seventh completion is never answered.
     Silence,
     /// `/ready`, once requests were answered.
@@ -186,7 +186,7 @@ impl Proxy {
             .fetch_add(usize::from(is_completion), Ordering::SeqCst);
         match self.spoil {
             Spoil::Answer(status, text) if is_completion && before % 7 == 6 => Some((status, text)),
-            Spoil::Later if is_completion && before % 7 == 6 => Some((StatusCode::TOO_MANY_REQUESTS, "")),
+            Spoil::Later(status, text) if is_completion && before % 7 == 6 => Some((status, text)),
             Spoil::Silence if is_completion && before % 7 == 6 => std::future::pending().await,
             Spoil::Ready if path == "/ready" && before > 0 => {
                 Some((StatusCode::SERVICE_UNAVAILABLE, "stalled"))
@@ -217,7 +217,7 @@ async fn pass(State(proxy): State<Arc<Proxy>>, request: Request) -> Response<Bod
     let path = request.uri().path().to_owned();
     if let Some((status, text)) = proxy.spoiled_status(&path).await {
         let mut answer = Response::builder().status(status);
-        if matches!(proxy.spoil, Spoil::Later) {
+        if matches!(proxy.spoil, Spoil::Later(..)) {
             answer = answer.header(header::RETRY_AFTER, "1");
         }
         return answer.body(text.into()).unwrap();
@@ -276,6 +276,10 @@ async fn a_server_that_misbehaves_fails_with_what_it_did() {
             Spoil::Answer(StatusCode::TOO_MANY_REQUESTS, "later"),
             "429 without Retry-After",
         ),
+        (
+            Spoil::Later(StatusCode::SERVICE_UNAVAILABLE, "starting"),
+            "503 Service Unavailable: starting",
+        ),
         (Spoil::Answer(StatusCode::OK, "{}"), "without choices"),
         (
             Spoil::Text(r#""completion_tokens":4"#, r#""completion_tokens":3"#),
@@ -320,17 +324,23 @@ async fn a_server_with_other_clients_is_not_tested() {
     assert!(text.contains("1 requests of other clients"), "{text}");
 }
 
-/// A full queue is no defect: the request comes again when it was told to.
+/// A full queue is no defect, and neither are others' large requests: the request comes again when it was told to.
 #[tokio::test]
 async fn a_server_that_is_full_is_asked_again() {
-    let sim = Sim::start();
-    let url = Proxy::start(&sim.url, Spoil::Later).await;
-    let output = tokio::task::spawn_blocking(move || selftest(&url, &["--duration", "3s"]));
-    let verdict = verdict(&output.await.unwrap());
-    assert_eq!(verdict["findings"], serde_json::json!([]), "{verdict:#}");
-    let requests = &verdict["requests"];
-    assert!(
-        requests["busy"].as_u64() > Some(0) && requests["done"].as_u64() > requests["busy"].as_u64(),
-        "{requests}"
-    );
+    let no_memory = r#"{"error": {"code": "too_many_large_requests"}}"#;
+    for (status, text) in [
+        (StatusCode::TOO_MANY_REQUESTS, ""),
+        (StatusCode::SERVICE_UNAVAILABLE, no_memory),
+    ] {
+        let sim = Sim::start();
+        let url = Proxy::start(&sim.url, Spoil::Later(status, text)).await;
+        let output = tokio::task::spawn_blocking(move || selftest(&url, &["--duration", "3s"]));
+        let verdict = verdict(&output.await.unwrap());
+        assert_eq!(verdict["findings"], serde_json::json!([]), "{verdict:#}");
+        let requests = &verdict["requests"];
+        assert!(
+            requests["busy"].as_u64() > Some(0) && requests["done"].as_u64() > requests["busy"].as_u64(),
+            "{requests}"
+        );
+    }
 }

@@ -74,7 +74,8 @@ mod tests {
     use std::sync::Arc;
 
     use plimsoll_core::{
-        Image, ImageGrid, PartialEncode, PatchShape, RequestId, Run, RunInput, SampleSpec, SamplingOptions,
+        Image, ImageGrid, ImageSpan, PartialEncode, PatchShape, RequestId, Run, RunInput, SampleSpec,
+        SamplingOptions,
     };
 
     use super::*;
@@ -120,6 +121,12 @@ mod tests {
         };
         let patch = PatchShape { pixels: 1, frames: 1 };
         let image = Arc::new(Image::blank([1; 32], grid, patch));
+        let span = ImageSpan {
+            start: 3,
+            len: 12,
+            first: 0,
+            image: Arc::clone(&image),
+        };
         let plan = StepPlan {
             step: 0,
             runs: vec![
@@ -133,6 +140,14 @@ mod tests {
             StepShape::from(&plan).to_string(),
             "rows=3 tokens=33 longest_context=501 image_patches=12 sampling=greedy+logprobs+penalties+random+top"
         );
+        let read = StepPlan {
+            runs: vec![Run {
+                images: Some([span].into()),
+                ..run(0, 30, None)
+            }],
+            ..StepPlan::default()
+        };
+        assert_eq!(StepShape::from(&read).image_patches, 12);
         assert_eq!(
             StepShape::from(&StepPlan::default()).to_string(),
             "rows=0 tokens=0 longest_context=0 image_patches=0 sampling="

@@ -179,7 +179,7 @@ fn plan((width, height): (usize, usize), patch: usize, merge: usize, in_lines: b
                 per_line: lines * per_line,
             },
         },
-        patch_bytes: 0,
+        pixel_bytes: 0,
     }
 }
 

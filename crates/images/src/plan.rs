@@ -30,7 +30,7 @@ pub struct Plan {
     /// Their tokens.
     pub layout: Layout,
     /// Bytes of `Image::pixels`.
-    pub patch_bytes: usize,
+    pub pixel_bytes: usize,
 }
 
 /// How the tokens of one image lie in a prompt: `lines` times `per_line` placeholders, with [`crate::Markers::line_end`]

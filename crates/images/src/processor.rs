@@ -193,7 +193,7 @@ impl Processor {
 
 fn sized(plan: Plan, cut: Cut) -> Plan {
     Plan {
-        patch_bytes: plan.grid.patches() * cut.shape().bytes(),
+        pixel_bytes: plan.grid.patches() * cut.shape().bytes(),
         ..plan
     }
 }

@@ -58,6 +58,8 @@ fn check_patches(processor: &Processor, pixels: &Pixels, what: &str) {
             assert!(image.grid.patches() <= worst.grid.patches(), "{what}");
             let bytes = image.grid.patches() * processor.patch().bytes();
             assert_eq!(image.pixels.len(), bytes, "{what}");
+            let levels = image.levels.as_flattened();
+            assert!(levels.iter().all(|level| level.is_finite()), "{what}");
         }
         Err(error) => assert!(matches!(error, ImageError::AspectRatio { .. }), "{what}: {error}"),
     }

@@ -25,7 +25,7 @@ fn patches_are_those_of_transformers() {
             assert_eq!(serde_json::json!(grid), case["grid"], "{name} {width} x {height}");
             let plan = processor.plan(width, height, &Overrides::default()).unwrap();
             assert_eq!(plan.grid, image.grid);
-            assert_eq!(plan.patch_bytes, image.pixels.len());
+            assert_eq!(plan.pixel_bytes, image.pixels.len());
             let values = values(&image, processor.patch());
             if hash(&values, processor.patch(), settings) != case["sha256"] {
                 wrong.push(format!("{name} {width} x {height}: other pixels"));

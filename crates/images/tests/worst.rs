@@ -26,7 +26,7 @@ fn check(
         Ok(plan) => {
             prop_assert!(plan.grid.patches() <= worst.grid.patches(), "{plan:?}");
             prop_assert!(plan.rows <= worst.rows, "{plan:?}");
-            prop_assert!(plan.patch_bytes <= worst.patch_bytes, "{plan:?}");
+            prop_assert!(plan.pixel_bytes <= worst.pixel_bytes, "{plan:?}");
         }
         // Only what the reference refuses too.
         Err(ImageError::AspectRatio { .. }) => {}

@@ -30,7 +30,7 @@ pub(crate) use state::{EncoderState, SlowestEncode, encode_cost, parts_of};
 const ALIGNED: usize = 16;
 
 /// Patches that are projected at once.
-const PATCHES_AT_ONCE: usize = 256;
+const PATCHES_AT_ONCE: usize = 32;
 
 /// Tokens of a page of the keys and values of an image: whole vectors.
 const BLOCK: usize = 32;
@@ -145,9 +145,9 @@ fn pages(grid: ImageGrid) -> usize {
     grid.frames * (grid.height * grid.width).div_ceil(BLOCK)
 }
 
-/// Elements of each activation: the values of some patches, the residual stream, its norm, q, k and v, rotated q, what is attended, inside the MLP, its product
-/// where it is gated, angles, merged rows, what is inside a projection of such, keys and values. None depends on the shape of an image
-/// but by its number of patches.
+/// Elements of each activation: the values of some patches, the residual stream, its norm, q, k and v, rotated q, what is attended,
+/// inside the MLP, its product where it is gated, angles, merged rows, what is inside a projection of such, keys and values. None depends
+/// on the shape of an image but by its number of patches.
 fn activations(spec: &EncoderSpec, grid: ImageGrid) -> [usize; 13] {
     let (n, hidden, inner) = (grid.patches(), spec.hidden_size, spec.intermediate_size);
     let cache = pages(grid) * BLOCK * hidden;

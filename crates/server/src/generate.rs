@@ -55,7 +55,7 @@ pub(crate) struct Choice {
     /// Tokens whose text was not emitted yet.
     held: Vec<TokenLogprobs>,
     /// Memory of the prompt's images: a request that is preempted needs them again.
-    _image_memory: Option<Arc<Reservation>>,
+    image_memory: Option<Arc<Reservation>>,
 }
 
 /// A token with the requested log-probabilities.
@@ -122,7 +122,7 @@ impl Choice {
             generated: 0,
             cached_tokens: None,
             held: Vec::new(),
-            _image_memory: job.image_memory.clone(),
+            image_memory: job.image_memory.clone(),
         })
     }
 
@@ -151,7 +151,7 @@ impl Choice {
                     Ok(event) => event,
                     Err(error) => {
                         self.timer.failed();
-                        self.events = None;
+                        self.leave();
                         return Some(Err(error));
                     }
                 }
@@ -181,7 +181,7 @@ impl Choice {
                     }
                 }
                 Event::Pooled(_) => {
-                    self.events = None;
+                    self.leave();
                     return Some(Err(StepError::Failed(
                         "got an embedding for a generation request".into(),
                     )
@@ -189,7 +189,7 @@ impl Choice {
                 }
                 Event::Failed(error) => {
                     self.timer.failed();
-                    self.events = None;
+                    self.leave();
                     return Some(Err(error.into()));
                 }
                 Event::Token(token) => {
@@ -267,7 +267,7 @@ impl Choice {
     /// Ends the choice, which cancels the rest of the request. Returns what it adds to the response's usage.
     pub(crate) fn end(&mut self, reason: FinishReason) -> Usage {
         let at = self.sent();
-        if self.events.take().is_some() {
+        if self.leave() {
             self.timer.finished(reason == FinishReason::Length, at);
             self.context.finished(reason);
         }
@@ -276,6 +276,12 @@ impl Choice {
             _ => self.cached_tokens.unwrap_or(0),
         };
         Usage::new(self.prompt_tokens, self.generated, cached_tokens)
+    }
+
+    /// Leaves the engine, which cancels the request. False if it was left before.
+    fn leave(&mut self) -> bool {
+        self.image_memory = None;
+        self.events.take().is_some()
     }
 
     /// When the engine sent the last event: a slow client does not distort the metrics.

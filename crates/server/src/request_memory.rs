@@ -12,7 +12,7 @@ use crate::error::ApiError;
 /// Requests up to this size, in bytes, need no reservation: the connection limit bounds them, and they do not wait for large ones.
 pub(crate) const SMALL: usize = 64 << 10;
 
-/// Bytes that are reserved at once: terabytes of them fit the numbers of a semaphore.
+/// Bytes of a permit: with these the 32 bits of a semaphore count up to 4 TiB.
 const UNIT: usize = 1 << 10;
 
 /// A budget of bytes.
@@ -21,8 +21,10 @@ pub(crate) struct RequestMemory {
     /// What it is for.
     of: &'static str,
     free: Arc<Semaphore>,
-    /// In units, as all that follows.
+    /// The whole budget, in permits.
     all: u32,
+    /// What needs no reservation, in bytes.
+    small: usize,
     patience: Duration,
 }
 
@@ -36,22 +38,23 @@ pub(crate) fn shrink(reservation: &mut Reservation, bytes: usize) {
 }
 
 impl RequestMemory {
-    /// A budget of `bytes`; a reservation that waits longer than `patience` fails.
-    pub(crate) fn new(of: &'static str, bytes: usize, patience: Duration) -> Self {
+    /// A budget of `bytes`; a reservation that waits longer than `patience` fails. Up to `small` bytes need none.
+    pub(crate) fn new(of: &'static str, bytes: usize, small: usize, patience: Duration) -> Self {
         let all = u32::try_from(bytes / UNIT).unwrap_or(u32::MAX);
         Self {
             of,
             free: Arc::new(Semaphore::new(all as usize)),
             all,
+            small,
             patience,
         }
     }
 
     /// Reserves `bytes`, at most the whole budget, once they are free.
     pub(crate) async fn reserve(&self, bytes: usize) -> Result<Reservation, ApiError> {
-        let wanted = match bytes {
-            ..=SMALL => 0,
-            bytes => u32::try_from(bytes.div_ceil(UNIT)).map_or(self.all, |units| units.min(self.all)),
+        let wanted = match bytes <= self.small {
+            true => 0,
+            false => u32::try_from(bytes.div_ceil(UNIT)).map_or(self.all, |permits| permits.min(self.all)),
         };
         let reservation = Arc::clone(&self.free).acquire_many_owned(wanted);
         match timeout(self.patience, reservation).await {
@@ -71,7 +74,7 @@ mod tests {
 
     #[tokio::test]
     async fn large_requests_wait_and_small_ones_do_not() {
-        let memory = RequestMemory::new("tests", 1 << 20, Duration::from_millis(50));
+        let memory = RequestMemory::new("tests", 1 << 20, SMALL, Duration::from_millis(50));
         let first = memory.reserve(1 << 20).await.unwrap();
         assert!(matches!(
             memory.reserve(SMALL + 1).await,
@@ -88,7 +91,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_is_not_needed_any_more_is_for_others() {
-        let memory = RequestMemory::new("tests", 1 << 20, Duration::from_millis(50));
+        let memory = RequestMemory::new("tests", 1 << 20, SMALL, Duration::from_millis(50));
         let mut first = memory.reserve(1 << 20).await.unwrap();
         shrink(&mut first, 1 << 18);
         let second = memory.reserve(3 << 18).await.unwrap();

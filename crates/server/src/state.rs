@@ -20,7 +20,7 @@ use crate::metrics::Metrics;
 use crate::model::ModelInfo;
 use crate::options::ServerOptions;
 use crate::quota::Quotas;
-use crate::request_memory::RequestMemory;
+use crate::request_memory::{RequestMemory, SMALL};
 use crate::response_store::ResponseStore;
 use crate::status::Status;
 use crate::time::unix_seconds;
@@ -106,11 +106,12 @@ impl AppState {
             request_memory: RequestMemory::new(
                 "large request bodies",
                 options.request_bytes.max(options.max_body_bytes),
+                SMALL,
                 MAX_WAIT.min(options.body_timeout / 2),
             ),
             // Not that of bodies: they are held while their images wait.
-            fetch_memory: RequestMemory::new("images that are fetched", options.request_bytes, MAX_WAIT),
-            image_memory: RequestMemory::new("images", options.image_bytes, MAX_WAIT),
+            fetch_memory: RequestMemory::new("images that are fetched", options.request_bytes, 0, MAX_WAIT),
+            image_memory: RequestMemory::new("images", options.image_bytes, 0, MAX_WAIT),
             longest_text,
             options,
             metrics,

@@ -7,7 +7,8 @@ use std::{
     fmt::Write,
     fs,
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Stdio},
+    thread,
 };
 
 #[path = "mutations/groups.rs"]
@@ -26,6 +27,9 @@ use images::IMAGE_MUTATIONS;
 use list::{EQUIVALENT, Edit, MUTATIONS, Mutation};
 use profile::PROFILE_MUTATIONS;
 use states::STATE_MUTATIONS;
+
+/// The verdict on a bug that no seed shows.
+const UNNOTICED: &str = "unnoticed";
 
 const REPOSITORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 
@@ -90,16 +94,17 @@ impl Program {
 
     fn notices_every_bug(&self) {
         let names: Vec<_> = self.all().map(|mutation| mutation.name).collect();
-        let output = run(&self.build_workspace(), self.name);
-        let verdicts: Vec<_> = output.lines().collect();
-        assert_eq!(verdicts.len(), names.len(), "{output}");
+        let verdicts = run(&self.build_workspace(), self.name);
+        let (without, verdicts) = verdicts.split_first().expect("a verdict without a bug");
+        assert_eq!(without, UNNOTICED, "without a bug");
+        assert_eq!(verdicts.len(), names.len());
         let mut report = String::new();
-        for (name, verdict) in names.iter().zip(&verdicts) {
+        for (name, verdict) in names.iter().zip(verdicts) {
             writeln!(report, "{name}: {verdict}").expect("writing to a string works");
         }
         for (i, verdict) in verdicts.iter().enumerate() {
             assert_eq!(
-                *verdict == "unnoticed",
+                verdict == UNNOTICED,
                 i >= names.len() - self.equivalent.len(),
                 "{}\n\n{report}",
                 names[i]
@@ -144,7 +149,10 @@ impl Program {
         });
         let mutants = self.all().count();
         let modules: String = modules.collect();
-        let main = format!("{modules}const MUTANTS: usize = {mutants};\n{MAIN}{}", self.main);
+        let main = format!(
+            "{modules}const MUTANTS: usize = {mutants};\nconst UNNOTICED: &str = {UNNOTICED:?};\n{MAIN}{}",
+            self.main
+        );
         write(&program.join("src/main.rs"), &main);
         root
     }
@@ -185,21 +193,43 @@ impl Program {
     }
 }
 
-fn run(workspace: &Path, program: &str) -> String {
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo
-        .args(["run", "--quiet", "--offline", "--package", program])
-        .current_dir(workspace);
-    let output = cargo
-        .env("CARGO_TARGET_DIR", workspace.join("target"))
+/// Builds the program and runs one process of it for each core, as a bug is on in a whole process. Returns the verdicts in order.
+fn run(workspace: &Path, program: &str) -> Vec<String> {
+    let target = workspace.join("target");
+    let built = Command::new(env!("CARGO"))
+        .args(["build", "--quiet", "--offline", "--package", program])
+        .current_dir(workspace)
+        .env("CARGO_TARGET_DIR", &target)
         .output()
         .expect("cargo runs");
     assert!(
-        output.status.success(),
+        built.status.success(),
         "{}",
-        String::from_utf8_lossy(&output.stderr)
+        String::from_utf8_lossy(&built.stderr)
     );
-    String::from_utf8(output.stdout).expect("verdicts are text")
+    let count = thread::available_parallelism().map_or(1, usize::from);
+    let processes: Vec<_> = (0..count)
+        .map(|first| {
+            let arguments = [first, count].map(|number| number.to_string());
+            let mut process = Command::new(target.join("debug").join(program));
+            let process = process.args(arguments).stdout(Stdio::piped());
+            process.spawn().expect("the program runs")
+        })
+        .collect();
+    let mut parts: Vec<_> = processes
+        .into_iter()
+        .map(|process| {
+            let output = process.wait_with_output().expect("the program ends");
+            assert!(output.status.success(), "{program}: {}", output.status);
+            let verdicts = String::from_utf8(output.stdout).expect("verdicts are text");
+            verdicts
+                .lines()
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+                .into_iter()
+        })
+        .collect();
+    (0..count).cycle().map_while(|part| parts[part].next()).collect()
 }
 
 /// The marked part of an edit's site, which must stand in the source once.
@@ -275,16 +305,16 @@ rand.workspace = true
 "#;
 
 const MAIN: &str = r#"
-use std::{any::Any, panic, sync::atomic::Ordering};
+use std::{any::Any, env, panic, sync::atomic::Ordering};
 
+/// Judges the bugs `first`, `first + step` and so on; number 0 is none.
 fn main() {
-    if let Some(broken) = verdict() {
-        panic!("without a bug: {broken}");
-    }
+    let number = |text: String| text.parse().expect("a number");
+    let [first, step]: [usize; 2] = env::args().skip(1).map(number).collect::<Vec<_>>().try_into().expect("two numbers");
     panic::set_hook(Box::new(|_| {}));
-    for mutant in 1..=MUTANTS {
+    for mutant in (first..=MUTANTS).step_by(step) {
         plimsoll_core::MUTANT.store(mutant, Ordering::Relaxed);
-        println!("{}", verdict().unwrap_or_else(|| "unnoticed".into()));
+        println!("{}", verdict().unwrap_or_else(|| UNNOTICED.into()));
     }
 }
 

@@ -34,7 +34,7 @@ pub(super) enum Outcome {
     Done(Answer),
     /// The client went away, as it was told to.
     Left,
-    /// 429, or 503 as there is no memory for a large request: to be sent again after this time.
+    /// 429, or 503 for lack of memory for a large request: to be sent again after this time.
     Busy(Duration),
     /// Anything else, in words.
     Wrong(String),
@@ -206,7 +206,7 @@ async fn read_stream(response: Response, most_events: usize, answer: &mut Answer
     Err("a stream without an end".to_owned())
 }
 
-/// Whether requests before it have the memory for what it brings.
+/// Whether a 503 says that other requests hold the memory.
 fn is_for_lack_of_memory(text: &str) -> bool {
     let error: Value = serde_json::from_str(text).unwrap_or_default();
     error["error"]["code"] == "too_many_large_requests"
@@ -218,7 +218,7 @@ fn retry_after(response: &Response) -> Result<Duration, String> {
     let seconds = header.and_then(|value| value.to_str().ok()?.parse().ok());
     seconds
         .map(Duration::from_secs)
-        .ok_or_else(|| "a server that is busy sent no Retry-After in seconds".to_owned())
+        .ok_or_else(|| format!("{} without Retry-After in seconds", response.status().as_u16()))
 }
 
 fn short(text: &str) -> String {

@@ -205,8 +205,8 @@ impl EncoderKernels {
         self.launch(kernel, Launch::new([blocks as u32, 1, 1], THREADS as u32), &args)
     }
 
-    /// What the encoder reads of patches, `[grid.patches, shape.values()]`, of their bytes, `[grid.patches, shape.bytes()]`, in the order
-    /// of the grid; `levels` are `[3, 256]`. Twin of [`Image::read_patch`](plimsoll_core::Image::read_patch).
+    /// Turns the bytes of patches, `[grid.patches, shape.bytes()]`, into the values that the encoder reads, `[grid.patches,
+    /// shape.values()]`, in the order of the grid; `levels` are `[3, 256]`. Twin of [`Image::read_patch`](plimsoll_core::Image::read_patch).
     ///
     /// # Errors
     /// [`GpuError`] of the launch.

@@ -53,7 +53,7 @@ pub(super) struct EncoderState {
     layout: EncoderLayout,
     images: KeptImages,
     largest: Duration,
-    /// Of each step in flight.
+    /// Input from the host, one for each step in flight.
     host: Vec<Input>,
 }
 

@@ -185,7 +185,7 @@ pub(crate) async fn load(
         });
     }
     let mut memory = state.image_memory().reserve(memory(&files)).await?;
-    let patches = patch_bytes(&files);
+    let kept = pixel_bytes(&files);
     // Decoding and resizing take all of a core: not all of them at once, however many requests there are.
     let turn = state.processing_turn().await;
     // The work goes on where the client leaves, and so do its reservations.
@@ -206,7 +206,7 @@ pub(crate) async fn load(
         });
         let images = images.collect::<Result<Vec<_>, ApiError>>()?;
         // Files and pixels are gone.
-        shrink(&mut memory, patches);
+        shrink(&mut memory, kept);
         Ok(Loaded {
             images,
             memory: Some(memory),
@@ -223,18 +223,18 @@ struct File {
     plan: Plan,
 }
 
-/// Bytes that the images take at most: the patches of all, and the pixels of one at a time.
+/// Bytes that the images take at most: the pixels of all, and what decoding takes of one at a time.
 fn memory(files: &[File]) -> usize {
     let pixels = |file: &File| {
         let resized = file.plan.width * (file.plan.height + file.header.height) * 3;
         file.header.memory + resized
     };
     let bytes: usize = files.iter().map(|file| file.bytes.len()).sum();
-    patch_bytes(files) + bytes + files.iter().map(pixels).max().unwrap_or(0)
+    pixel_bytes(files) + bytes + files.iter().map(pixels).max().unwrap_or(0)
 }
 
-fn patch_bytes(files: &[File]) -> usize {
-    files.iter().map(|file| file.plan.patch_bytes).sum()
+fn pixel_bytes(files: &[File]) -> usize {
+    files.iter().map(|file| file.plan.pixel_bytes).sum()
 }
 
 /// An error of the processor, with the field that is wrong: the image or `mm_processor_kwargs`.

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use base64::prelude::{BASE64_STANDARD, Engine};
 use plimsoll_images::Processor;
@@ -73,6 +74,13 @@ fn tokenizer() -> Tokenizer {
 
 /// Squares of 8 x 8 pixels are one token; images have 1 to 16 of them.
 fn rig_with(media: MediaLimits) -> Rig {
+    rig_of(ServerOptions {
+        media,
+        ..Setup::default().options
+    })
+}
+
+fn rig_of(options: ServerOptions) -> Rig {
     let settings = json!({
         "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2,
         "min_pixels": 64, "max_pixels": 1024,
@@ -84,10 +92,7 @@ fn rig_with(media: MediaLimits) -> Rig {
         images: Some(ImageInput::new(processor, &tokenizer).unwrap()),
         tokenizer,
         template: Some(TEMPLATE),
-        options: ServerOptions {
-            media,
-            ..Setup::default().options
-        },
+        options,
         ..Setup::default()
     })
 }
@@ -177,6 +182,31 @@ async fn memory_names_the_largest_image_where_there_may_be_one() {
         ..MediaLimits::default()
     });
     assert!(none.get("/memory").await.json().get("images").is_none());
+}
+
+/// Memory for one of two requests at a time.
+#[tokio::test]
+async fn memory_of_images_is_held_until_their_requests_end() {
+    let rig = rig_of(ServerOptions {
+        image_bytes: 4 << 10,
+        ..Setup::default().options
+    });
+    rig.set_step(Duration::from_millis(20));
+    let ask = || rig.post(CHAT, ask(json!([part("interlaced-not.png")])));
+    let mut most = 0;
+    let watched = async {
+        loop {
+            most = most.max(rig.state.engine().stats().in_flight);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::select! {
+        () = watched => {}
+        (one, other) = async { tokio::join!(ask(), ask()) } => {
+            assert_eq!((one.status.as_u16(), other.status.as_u16()), (200, 200));
+        }
+    }
+    assert_eq!(most, 1);
 }
 
 #[tokio::test]

@@ -67,7 +67,7 @@ pub(super) struct Step<'a> {
 }
 
 impl<'a> Step<'a> {
-    /// Reads the patches of their pixels.
+    /// Turns the pixels of patches into the values that the encoder reads.
     pub(super) fn read_patches(
         &self,
         pixels: GpuSlice<'_, u8>,
