@@ -50,13 +50,16 @@ pub struct PromptBudget {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EncodeTime {
     seconds: f64,
+    /// In the step in which an image is begun, which has prompts for all that its target leaves.
+    first: f64,
     cost: EncodeCost,
 }
 
 impl EncodeTime {
-    /// The part of an image of so many patches that this is enough for, of 1.
-    pub fn share(&self, patches: usize) -> f64 {
-        let share = self.seconds / self.cost.seconds(patches);
+    /// The part of an image of so many patches that this is enough for, of 1; `begun` is one of which a part is encoded.
+    pub fn share(&self, patches: usize, begun: bool) -> f64 {
+        let seconds = if begun { self.seconds } else { self.first };
+        let share = seconds / self.cost.seconds(patches);
         share.clamp((MOST_CHUNKS as f64).recip(), 1.0)
     }
 }
@@ -72,6 +75,8 @@ pub struct Load {
     pub prompts: usize,
     /// Tokens of the prompt that is next.
     pub next_prompt: usize,
+    /// The step is likely to encode a part of an image that was begun.
+    pub encoding: bool,
 }
 
 impl PromptBudget {
@@ -104,6 +109,7 @@ impl PromptBudget {
             context,
             prompts,
             next_prompt,
+            encoding,
         } = *load;
         let room = self.most.saturating_sub(decoding);
         if prompts == 0 {
@@ -118,7 +124,11 @@ impl PromptBudget {
         let within = |seconds: f64| self.costs.mixed_rows(seconds - read).saturating_sub(decoding);
         let stretch = STRETCH + STRETCH_BY_BACKLOG * (prompts as f64 / decoding as f64).sqrt();
         let tokens = within(stretch * alone).clamp(fewest, most);
-        let tokens = self.target.map_or(tokens, |target| tokens.min(within(target)));
+        let encode = self.encode_time(load).filter(|_| encoding);
+        let encode = encode.map_or(0.0, |time| time.seconds);
+        let tokens = self
+            .target
+            .map_or(tokens, |target| tokens.min(within(target - encode)));
         tokens.max(next_prompt.div_ceil(MOST_CHUNKS)).max(1).min(room)
     }
 
@@ -138,9 +148,11 @@ impl PromptBudget {
         let alone = self.costs.decode_seconds(decoding) + self.costs.context_seconds() * context as f64;
         let others = prompts.saturating_sub(1) as f64 / decoding as f64;
         let seconds = (ENCODE_STRETCH + STRETCH_BY_BACKLOG * others.sqrt()) * alone;
-        let target = self.target.map(|target| (target - alone).max(0.0));
+        // Half of what is left, the other half is for prompts.
+        let target = self.target.map(|target| (target - alone).max(0.0) / 2.0);
         Some(EncodeTime {
             seconds: target.map_or(seconds, |target| seconds.min(target)),
+            first: target.map_or(seconds, |_| 0.0),
             cost,
         })
     }
@@ -193,6 +205,7 @@ mod tests {
             prompts,
             context: 100 * decoding,
             next_prompt: 512,
+            encoding: false,
         }
     }
 
@@ -227,7 +240,7 @@ mod tests {
         };
         let share = |budget: &PromptBudget, decoding, prompts| {
             let time = budget.encode_time(&load(decoding, prompts));
-            time.map(|time| time.share(4000))
+            time.map(|time| time.share(4000, true))
         };
         // 4 ms a step, 40 ms an image.
         let budget_of_images = of(None);
@@ -242,9 +255,24 @@ mod tests {
             shares.is_sorted() && shares[0] > alone && shares[2] > 0.5,
             "{shares:?}"
         );
-        // 0.5 ms are left, or nothing.
-        assert!((share(&of(Some(5)), 64, 64).unwrap() - 1.0 / 40.0).abs() < 1e-6);
+        // Half of the 1 ms that is left, or nothing.
+        assert!((share(&of(Some(5)), 64, 64).unwrap() - 1.0 / 80.0).abs() < 1e-6);
         assert_eq!(share(&of(Some(4)), 64, 64), Some(1.0 / 256.0));
+        // What an image takes of a target's time is not there for prompts; it begins with the least part, beside prompts for all of it.
+        let (bounded, waiting) = (of(Some(8)), load(64, 64));
+        let time = bounded.encode_time(&waiting).unwrap();
+        assert_eq!(time.share(4000, false), 1.0 / 256.0);
+        let beside = Load {
+            encoding: true,
+            ..waiting
+        };
+        let [all, rest] = [waiting, beside].map(|load| bounded.prompt_tokens(&load));
+        let seconds = |tokens: usize| bounded.costs.mixed_seconds(64 + tokens);
+        assert!(seconds(all) <= 8e-3 && rest < all, "{rest} of {all} tokens");
+        assert!(
+            seconds(rest) + time.share(4000, true) * cost.seconds(4000) <= 8e-3 + 1e-6,
+            "{rest} tokens beside {time:?}"
+        );
     }
 
     #[test]

@@ -15,6 +15,8 @@ const ALL: f64 = 1.0 - 1e-6;
 pub(super) struct KnownImages {
     /// The one of which parts are encoded, and how much of it is done, of 1.
     partial: Option<([u8; 32], f64)>,
+    /// Whether the last step left it unfinished.
+    encoding: bool,
     /// Those that were encoded or that steps had rows of, the latest first: of so many of any size rows are kept.
     kept: [Option<[u8; 32]>; 2],
 }
@@ -28,8 +30,14 @@ impl KnownImages {
         }
     }
 
+    /// Whether the next step is likely to go on with an image.
+    pub(super) fn is_encoding(&self) -> bool {
+        self.encoding
+    }
+
     /// A step was planned.
     pub(super) fn plan(&mut self, plan: &StepPlan) {
+        self.encoding = plan.encode.as_ref().is_some_and(|encode| encode.share < 1.0);
         if let Some(PartialEncode { image, share }) = &plan.encode {
             if self.partial.is_none_or(|(partial, _)| partial != image.hash) {
                 // Rows of two images are kept, and it is one of them.
@@ -89,7 +97,7 @@ impl StepImage {
         let Some(time) = self.time.filter(|_| done < 1.0) else {
             return true;
         };
-        let share = match done + time.share(image.grid.patches()) {
+        let share = match done + time.share(image.grid.patches(), done > 0.0) {
             share if share > ALL => 1.0,
             share => share,
         };

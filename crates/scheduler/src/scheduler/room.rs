@@ -98,7 +98,10 @@ impl Scheduler {
 
     /// What the next step could compute.
     fn load(&self) -> Load {
-        let mut load = Load::default();
+        let mut load = Load {
+            encoding: self.images.is_encoding(),
+            ..Load::default()
+        };
         for running in self.running.values().filter(|running| running.ready() > 0) {
             if running.generates() {
                 load.decoding += 1;

@@ -89,6 +89,7 @@ pub(crate) fn serve(traffic: &Traffic, device: &StepModel, policy: &Policy<'_>, 
             context: step.context,
             prompts: waiting.len().min(places),
             next_prompt: waiting.front().map_or(0, |&(visit, _)| visits[visit].prompt),
+            encoding: false,
         };
         let mut room = match policy {
             Policy::Fixed(rows) => rows.saturating_sub(step.decoding),
