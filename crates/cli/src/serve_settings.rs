@@ -21,7 +21,8 @@ use crate::settings::EngineSettings;
 use crate::tls::Certificate;
 use crate::traces::Traces;
 
-/// Host memory for images of requests: an eighth of what is free, but enough for a few large ones.
+/// Host memory for images of requests: an eighth of what is free, but at least enough for a few large ones: also where the machine
+/// does not say what is free. (A start on a CPU needs to know it, and ends with that error.)
 fn image_bytes() -> usize {
     const LEAST: u64 = 1 << 30;
     let free = Machine::this().room().map_or(0, |room| room.bytes());

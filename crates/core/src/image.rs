@@ -58,7 +58,7 @@ pub struct Image {
 }
 
 impl Image {
-    /// Bytes that are 0, which the encoder reads as 0.
+    /// An image whose bytes are all 0, which the encoder reads as 0.
     pub fn blank(hash: [u8; 32], grid: ImageGrid, shape: PatchShape) -> Self {
         Self {
             hash,

@@ -50,7 +50,7 @@ pub struct PromptBudget {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EncodeTime {
     seconds: f64,
-    /// In the step in which an image is begun, which has prompts for all that its target leaves.
+    /// The same in the step that begins an image: under a target, its prompts may take all the time that is left.
     first: f64,
     cost: EncodeCost,
 }
@@ -124,11 +124,10 @@ impl PromptBudget {
         let within = |seconds: f64| self.costs.mixed_rows(seconds - read).saturating_sub(decoding);
         let stretch = STRETCH + STRETCH_BY_BACKLOG * (prompts as f64 / decoding as f64).sqrt();
         let tokens = within(stretch * alone).clamp(fewest, most);
-        let encode = self.encode_time(load).filter(|_| encoding);
-        let encode = encode.map_or(0.0, |time| time.seconds);
-        let tokens = self
-            .target
-            .map_or(tokens, |target| tokens.min(within(target - encode)));
+        let tokens = self.target.map_or(tokens, |target| {
+            let encode = self.encode_time(load).filter(|_| encoding);
+            tokens.min(within(target - encode.map_or(0.0, |time| time.seconds)))
+        });
         tokens.max(next_prompt.div_ceil(MOST_CHUNKS)).max(1).min(room)
     }
 
@@ -258,7 +257,7 @@ mod tests {
         // Half of the 1 ms that is left, or nothing.
         assert!((share(&of(Some(5)), 64, 64).unwrap() - 1.0 / 80.0).abs() < 1e-6);
         assert_eq!(share(&of(Some(4)), 64, 64), Some(1.0 / 256.0));
-        // What an image takes of a target's time is not there for prompts; it begins with the least part, beside prompts for all of it.
+        // Prompts get what an image leaves of a target. It begins with the least part, as prompts may take all of that step.
         let (bounded, waiting) = (of(Some(8)), load(64, 64));
         let time = bounded.encode_time(&waiting).unwrap();
         assert_eq!(time.share(4000, false), 1.0 / 256.0);
