@@ -1,10 +1,10 @@
 // Gated DeltaNet: a short causal convolution, the delta rule token by token, and the gated norm of its output; and the gate of gated
 // attention. Decode rows and prompts of any length run side by side and go through the same arithmetic in the same order, so results
-// are the same to the bit however a prompt is cut into steps.
+// are the same to the bit however a run is cut.
 //
-// Three kernels. `delta_conv` writes what the rule takes, in f32: q and k of unit length, v, and for each token its gates.
-// `delta_rule` keeps the state of a slice of value columns in the registers of a block and writes the outputs over v. `delta_norm`
-// makes them the rows of the next product.
+// Three kernels. `delta_conv` writes what the rule takes: q and k of unit length in bf16, and in f32 v and for each token its gates.
+// `delta_rule` keeps the state of a slice of value columns in the registers of a block and writes the outputs over v; runs of several
+// tokens can go through `delta_chunks.cu` instead. `delta_norm` makes the outputs the rows of the next product.
 //
 // States are f32, indexed by slot, and found in one slot and left in the same or another. Work lists, weights, and states of the
 // rule are read before `pdl_wait`: no other kernel of a step writes them, and a copy separates steps.
@@ -30,8 +30,8 @@ constexpr int kStages = 2;
 // token is read and not used.
 template <int kKey>
 struct __align__(16) Stage {
-    float q[kTokens][kKey];
-    float k[kTokens][kKey];
+    bf16 q[kTokens][kKey];
+    bf16 k[kTokens][kKey];
     float v[kTokens + 1][kSlice];
     float2 gates[kTokens + 2];
 };
@@ -84,9 +84,12 @@ template <int kQuads>
 struct Keys {
     float4 at[kQuads];
 
-    __device__ __forceinline__ void load(const float* from) {
+    __device__ __forceinline__ void load(const bf16* from) {
 #pragma unroll
-        for (int quad = 0; quad < kQuads; ++quad) at[quad] = reinterpret_cast<const float4*>(from)[quad * kKeyLanes];
+        for (int quad = 0; quad < kQuads; ++quad) {
+            const Four four = widen_four(reinterpret_cast<const uint2*>(from)[quad * kKeyLanes]);
+            at[quad] = make_float4(four.at[0], four.at[1], four.at[2], four.at[3]);
+        }
     }
 };
 
@@ -133,7 +136,8 @@ struct Columns {
 };
 
 struct Rule {
-    float* mixed;         // [rows][channels]; outputs take the place of v
+    const bf16* keys;     // [rows][2][key_heads][key_dim]: q, then k
+    float* values;        // [rows][value_heads][value_dim]; outputs take their place
     const float2* gates;  // [rows][value_heads]
     float* states;        // [slots][value_heads][key_dim][value_dim]
     Layout layout;
@@ -143,14 +147,14 @@ struct Rule {
 // gates. Elements behind a head's last become zeros.
 template <int kKey>
 struct Source {
-    static constexpr int kChunks = kKey / kLane, kRows = kRuleThreads / kChunks;  // of q and of k
+    static constexpr int kChunks = kKey / kVec, kRows = kRuleThreads / kChunks;  // of q and of k
     static constexpr int kValueChunks = kSlice / kLane;
     static_assert(kTokens * kValueChunks == kRuleThreads && kTokens % kRows == 0, "a copy of v for each thread");
-    const float* q;  // of the next stage, as all that follow
+    const bf16* q;  // of the next stage, as all that follow
     const float* v;
     const float2* gates;
     int keys;  // from q to k
-    int channels;
+    int values;
     int value_heads;
     int left;  // rows
     bool has_keys;
@@ -158,36 +162,36 @@ struct Source {
 
     __device__ __forceinline__ Source(const Rule& rule, const StateRun& run, int head, int slice) {
         const Layout& layout = rule.layout;
-        const int thread = threadIdx.x, chunk = thread % kChunks * kLane;
+        const int thread = threadIdx.x, chunk = thread % kChunks * kVec;
         const int column = slice * kSlice + thread % kValueChunks * kLane;
         const int64_t first = run.first_row;
         keys = layout.keys();
-        channels = layout.channels();
+        values = layout.values();
         value_heads = layout.value_heads;
         left = run.len;
         has_keys = chunk < layout.key_dim;
         has_values = column < layout.value_dim;
         const int key_head = head / layout.adjacent % layout.key_heads;
-        q = rule.mixed + (first + thread / kChunks) * channels + key_head * layout.key_dim + chunk;
-        v = rule.mixed + (first + thread / kValueChunks) * channels + 2 * keys + head * layout.value_dim + column;
+        q = rule.keys + (first + thread / kChunks) * 2 * keys + key_head * layout.key_dim + chunk;
+        v = rule.values + (first + thread / kValueChunks) * values + head * layout.value_dim + column;
         gates = rule.gates + (first + thread) * value_heads + head;
     }
 
     // Begins to copy the next kTokens.
     __device__ __forceinline__ void fetch(Stage<kKey>& stage) {
-        const int thread = threadIdx.x, chunk = thread % kChunks * kLane;
+        const int thread = threadIdx.x, chunk = thread % kChunks * kVec;
 #pragma unroll
         for (int row = 0; row < kTokens; row += kRows) {
             const int token = row + thread / kChunks;
             copy_async_if(token < left, &stage.q[token][chunk], q, has_keys);
             copy_async_if(token < left, &stage.k[token][chunk], q + keys, has_keys);
-            q += kRows * channels;
+            q += kRows * 2 * keys;
         }
         const int token = thread / kValueChunks;
         copy_async_if(token < left, &stage.v[token][thread % kValueChunks * kLane], v, has_values);
         copy_async_8_if(thread < min(kTokens, left), &stage.gates[thread], gates);
         commit_async();
-        v += kTokens * channels;
+        v += kTokens * values;
         gates += kTokens * value_heads;
         left -= kTokens;
     }
@@ -205,8 +209,7 @@ struct Source {
 //
 // What a token takes with 128 keys: 128 multiplications and additions in each thread, and 46 other instructions. A prompt of
 // Qwen3.5-9B alone has one warp for each scheduler, so that is 174 cycles at least. The code for sm_90a has 207 by the stalls and
-// latencies that it was scheduled for, 0.105 us at 1.98 GHz. The chunked form of https://arxiv.org/abs/2412.06464 could take half
-// of that on tensor cores, but rounds differently where chunks begin elsewhere.
+// latencies that it was scheduled for, 0.105 us at 1.98 GHz. The chunked form of `delta_chunks.cu` takes a fraction of that.
 template <int kKey>
 __device__ __forceinline__ void recur(const Rule& rule, const StateRun* runs) {
     constexpr int kQuads = kKey / (kLane * kKeyLanes);
@@ -246,14 +249,14 @@ __device__ __forceinline__ void recur(const Rule& rule, const StateRun* runs) {
     pdl_wait();
 
     // Where this lane puts its sum of the outputs of two tokens, of which there are none the first time.
-    const int channels = layout.channels();
+    const int values = layout.values();
     const bool gives_second = lane & kPairs, gives = has_column && lane < 4 * kPairs;
-    float* out = rule.mixed + static_cast<int64_t>(run.first_row + (gives_second ? 1 : 0) - 2) * channels + 2 * layout.keys() +
-                 head * layout.value_dim + column + (lane & (2 * kPairs) ? 1 : 0);
+    float* out = rule.values + static_cast<int64_t>(run.first_row + (gives_second ? 1 : 0) - 2) * values + head * layout.value_dim +
+                 column + (lane & (2 * kPairs) ? 1 : 0);
     int given = -2;
     const auto give = [&](float sum) {
         if (gives && given >= 0) *out = sum;
-        out += 2 * channels;
+        out += 2 * values;
         given += 2;
     };
 
@@ -327,11 +330,11 @@ constexpr int kNormWarps = 8;
 
 #define CONV_KERNEL(DIM, PARTS)                                                                                         \
     extern "C" __global__ void __launch_bounds__(kConvWarps* kWarp)                                                     \
-        delta_conv_##DIM(const bf16* x, const float* weight, float* states, float* mixed, const bf16* ba,               \
+        delta_conv_##DIM(const bf16* x, const float* weight, float* states, bf16* keys, float* values, const bf16* ba,  \
                          const float* a_log, const float* dt_bias, float2* gates, const StateRun* runs,                 \
                          const StateTile* tiles, int key_heads, int value_heads, int key_dim, int value_dim,            \
                          int taps) {                                                                                    \
-        mix<PARTS>({x, weight, states, mixed, {key_heads, value_heads, key_dim, value_dim, taps, 1}},                   \
+        mix<PARTS>({x, weight, states, keys, values, {key_heads, value_heads, key_dim, value_dim, taps, 1}},            \
                    {ba, a_log, dt_bias, gates}, runs, tiles);                                                           \
     }
 
@@ -341,9 +344,9 @@ CONV_KERNEL(256, 2)
 
 #define RULE_KERNEL(KEY, BLOCKS)                                                                                        \
     extern "C" __global__ void __launch_bounds__(kRuleThreads, BLOCKS)                                                  \
-        delta_rule_##KEY(float* mixed, const float2* gates, float* states, const StateRun* runs, int key_heads,         \
-                         int value_heads, int key_dim, int value_dim, int adjacent) {                                   \
-        recur<KEY>({mixed, gates, states, {key_heads, value_heads, key_dim, value_dim, 0, adjacent}}, runs);            \
+        delta_rule_##KEY(const bf16* keys, float* values, const float2* gates, float* states, const StateRun* runs,     \
+                         int key_heads, int value_heads, int key_dim, int value_dim, int adjacent) {                    \
+        recur<KEY>({keys, values, gates, states, {key_heads, value_heads, key_dim, value_dim, 0, adjacent}}, runs);     \
     }
 
 // For key heads of up to so many elements. gridDim.x is runs times value_heads times ceil(value_dim / 32); the longest runs come

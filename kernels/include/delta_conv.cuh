@@ -9,9 +9,10 @@ struct __align__(16) StateRun {
     int len;
     int before;  // slot of the state before the first row; below 0 that is zero
     int after;   // slot of the state after the last one
+    int start;   // tokens of the request before the first row
 };
 
-// Up to kTileRows rows of a run, from its row `first` on.
+// The rows of a run from its row `first` on up to the next multiple of kTileRows tokens of the request.
 struct __align__(8) StateTile {
     int run;
     int first;
@@ -63,7 +64,8 @@ struct Conv {
     const bf16* x;        // [rows][width]: q, k, v, z
     const float* weight;  // [channels][taps]
     float* states;        // [slots][taps - 1][channels]
-    float* mixed;         // [rows][channels]
+    bf16* keys;           // [rows][2][key_heads][key_dim]: q, then k
+    float* values;        // [rows][value_heads][value_dim]
     Layout layout;
 };
 
@@ -156,10 +158,21 @@ struct ConvHead {
         }
     }
 
-    __device__ __forceinline__ void store(const Conv& conv, int64_t row, const Four (&out)[kParts]) const {
+    __device__ __forceinline__ void store_keys(const Conv& conv, int64_t row, const Four (&out)[kParts]) const {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-            if (has(part)) store_four(conv.mixed + row * conv.layout.channels() + at(part), out[part]);
+            if (!has(part)) continue;
+            const float(&x)[kLane] = out[part].at;
+            bf162 packed[2] = {__floats2bfloat162_rn(x[0], x[1]), __floats2bfloat162_rn(x[2], x[3])};
+            *reinterpret_cast<uint2*>(conv.keys + row * 2 * conv.layout.keys() + at(part)) = *reinterpret_cast<uint2*>(packed);
+        }
+    }
+
+    __device__ __forceinline__ void store_values(const Conv& conv, int64_t row, const Four (&out)[kParts]) const {
+        float* const to = conv.values + row * conv.layout.values() - 2 * conv.layout.keys();
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            if (has(part)) store_four(to + at(part), out[part]);
         }
     }
 };
@@ -240,7 +253,7 @@ __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, cons
     const StateTile tile = tiles[index];
     const StateRun run = runs[tile.run];
     if (run.len <= kTileRows) pdl_launch();
-    const int count = min(kTileRows, run.len - tile.first);
+    const int count = min(kTileRows - (run.start + tile.first) % kTileRows, run.len - tile.first);
     if (task >= tasks || run.after < 0) {
         pdl_wait();
         return;
@@ -254,8 +267,8 @@ __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, cons
         walk(conv, run, tile.first, count, heads, [&](int64_t row, Four (&out)[2][kParts]) {
             normalise(out[0], length);
             normalise(out[1], 1.0f);
-            heads[0].store(conv, row, out[0]);
-            heads[1].store(conv, row, out[1]);
+            heads[0].store_keys(conv, row, out[0]);
+            heads[1].store_keys(conv, row, out[1]);
         });
         return;
     }
@@ -271,5 +284,5 @@ __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, cons
         in.gates[row * layout.value_heads + head] = make_float2(expf(rate * softplus(a)), 1.0f / (1.0f + expf(-b)));
     }
     walk(conv, run, tile.first, count, heads,
-         [&](int64_t row, Four (&out)[1][kParts]) { heads[0].store(conv, row, out[0]); });
+         [&](int64_t row, Four (&out)[1][kParts]) { heads[0].store_values(conv, row, out[0]); });
 }

@@ -37,6 +37,12 @@ pub trait Executor: Send {
         None
     }
 
+    /// Tokens at whose multiples a prompt can be cut so that states of fixed size are rounded alike, a power of two; 1 if any
+    /// place will do.
+    fn state_chunk(&self) -> usize {
+        1
+    }
+
     /// Runs a whole step, with masks that allow everything.
     fn execute(&mut self, plan: &StepPlan) -> Result<StepOutput, StepError> {
         self.launch(plan)?;
@@ -70,6 +76,10 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
 
     fn encode_cost(&self) -> Option<EncodeCost> {
         (**self).encode_cost()
+    }
+
+    fn state_chunk(&self) -> usize {
+        (**self).state_chunk()
     }
 }
 

@@ -244,6 +244,12 @@ impl<S: Executor + 'static> Executor for FanOut<S> {
         let mut costs = self.on(&[0], |state| Ok(state.encode_cost())).ok()?;
         costs.pop()?.ok()?
     }
+
+    fn state_chunk(&self) -> usize {
+        let chunks = self.on(&[0], |state| Ok(state.state_chunk()));
+        // A rank that is lost computes nothing any more.
+        chunks.ok().and_then(|mut chunks| chunks.pop()?.ok()).unwrap_or(1)
+    }
 }
 
 impl<S> Drop for FanOut<S> {

@@ -142,6 +142,7 @@ impl EngineHandle {
         let scheduler = SchedulerConfig {
             limits: parts.limits,
             kv: parts.config.kv,
+            state_chunk: parts.state.state_chunk(),
             enable_prefix_caching: config.enable_prefix_caching,
             patience: PATIENCE,
         };

@@ -81,6 +81,7 @@ fn start(
             groups,
             state_slots: 0,
         },
+        state_chunk: 1,
         enable_prefix_caching: true,
         patience: 1000,
     };

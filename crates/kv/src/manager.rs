@@ -76,6 +76,8 @@ pub struct KvManager {
     config: KvConfig,
     /// Tokens that one step computes of a request, at most.
     chunk: usize,
+    /// As [`Self::with_state_chunk`].
+    state_chunk: usize,
     prefix_caching: bool,
     /// Tables that hold each block, by its first page.
     references: Vec<u32>,
@@ -95,6 +97,7 @@ impl KvManager {
         Self {
             config,
             chunk,
+            state_chunk: 1,
             prefix_caching,
             references: vec![0; config.num_pages],
             used: [0; CacheGroups::MAX],
@@ -103,6 +106,16 @@ impl KvManager {
             index: PrefixIndex::new(&config),
             evictions: 0,
             given_up: 0,
+        }
+    }
+
+    /// Prompts are cut at multiples of so many tokens, a power of two, where layers have states:
+    /// [`plimsoll_core::Executor::state_chunk`].
+    pub fn with_state_chunk(self, tokens: usize) -> Self {
+        assert!(tokens.is_power_of_two(), "{tokens} tokens");
+        Self {
+            state_chunk: tokens,
+            ..self
         }
     }
 

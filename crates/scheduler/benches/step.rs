@@ -28,6 +28,7 @@ fn running(requests: usize, prompt: usize) -> Scheduler {
     let mut scheduler = Scheduler::new(SchedulerConfig {
         limits,
         kv,
+        state_chunk: 1,
         enable_prefix_caching: true,
         patience: 1000,
     });

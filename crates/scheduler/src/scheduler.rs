@@ -29,6 +29,8 @@ pub struct SchedulerConfig {
     pub limits: StepLimits,
     /// The KV cache.
     pub kv: KvConfig,
+    /// [`plimsoll_core::Executor::state_chunk`].
+    pub state_chunk: usize,
     /// Share blocks between requests that begin with the same tokens.
     pub enable_prefix_caching: bool,
     /// Later requests that may be admitted before a waiting one, by priority or tenant.
@@ -105,7 +107,8 @@ impl Scheduler {
         );
         Self {
             limits: config.limits,
-            kv: KvManager::new(config.kv, max_num_batched_tokens, config.enable_prefix_caching),
+            kv: KvManager::new(config.kv, max_num_batched_tokens, config.enable_prefix_caching)
+                .with_state_chunk(config.state_chunk),
             waiting: Queue::new(config.patience),
             running: BTreeMap::new(),
             leaving: HashMap::new(),

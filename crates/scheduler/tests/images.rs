@@ -32,6 +32,7 @@ fn scheduler_of(max_num_batched_tokens: usize, num_pages: usize) -> Scheduler {
             groups: CacheGroups::default(),
             state_slots: 0,
         },
+        state_chunk: 1,
         enable_prefix_caching: true,
         patience: 20,
     })

@@ -23,6 +23,7 @@ fn scheduler(max_num_batched_tokens: usize, max_num_seqs: usize, num_blocks: usi
             groups: CacheGroups::default(),
             state_slots: 0,
         },
+        state_chunk: 1,
         enable_prefix_caching: true,
         patience: PATIENCE,
     })

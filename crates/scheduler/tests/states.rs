@@ -16,6 +16,7 @@ fn scheduler(num_pages: usize, state_slots: usize) -> Scheduler {
             max_model_len: 1000,
         },
         kv: kv(num_pages, state_slots),
+        state_chunk: 1,
         enable_prefix_caching: true,
         patience: 20,
     })

@@ -77,7 +77,7 @@ impl Workload {
             max_num_seqs: rng.random_range(1..=10),
             max_model_len: rng.random_range(16..=256),
         };
-        let (groups, state_slots) = with_states(seed, groups, limits.max_num_seqs);
+        let (groups, state_slots, state_chunk) = with_states(seed, groups, limits.max_num_seqs);
         let kv = KvConfig {
             block_size,
             num_pages,
@@ -87,6 +87,7 @@ impl Workload {
         let scheduler = SchedulerConfig {
             limits,
             kv,
+            state_chunk,
             enable_prefix_caching: rng.random_bool(0.75),
             patience: *[1, 4, 12, 1000].choose(rng).expect("there are patiences"),
         };
@@ -157,18 +158,23 @@ impl Workload {
 }
 
 /// In one model of three, some layers have states: mostly in as many slots as requests run at once and some for snapshots, or in
-/// fewer.
-fn with_states(seed: u64, groups: CacheGroups, max_num_seqs: usize) -> (CacheGroups, usize) {
+/// fewer. Returns how many, and the tokens at whose multiples prompts are cut.
+fn with_states(seed: u64, groups: CacheGroups, max_num_seqs: usize) -> (CacheGroups, usize, usize) {
     // Draws of its own: all else is as without.
     let mut rng = StdRng::seed_from_u64(seed.rotate_left(32));
     if !rng.random_bool(0.33) {
-        return (groups, 0);
+        return (groups, 0, 1);
     }
     let slots = match rng.random_bool(0.7) {
         true => max_num_seqs + rng.random_range(0..=8),
         false => rng.random_range(1..=max_num_seqs),
     };
-    (groups.with_states(rng.random_range(1..=5)), slots)
+    let groups = groups.with_states(rng.random_range(1..=5));
+    (
+        groups,
+        slots,
+        *[1, 1, 16, 64].choose(&mut rng).expect("there are sizes"),
+    )
 }
 
 /// That of a small device, for one engine in four.

@@ -509,6 +509,7 @@ fn a_sleep_that_was_given_up_does_not_answer_for_the_next() {
     let scheduler = SchedulerConfig {
         limits: LIMITS,
         kv: device.prove().unwrap().into_parts().config.kv,
+        state_chunk: 1,
         enable_prefix_caching: false,
         patience: 1000,
     };

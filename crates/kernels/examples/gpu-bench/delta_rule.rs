@@ -4,10 +4,10 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
-use plimsoll_kernels::DeltaLayout;
 use plimsoll_kernels::cuda::{
-    DeltaArgs, DeltaKernels, FusedKernels, GpuDeltaGates, GpuStateRun, GpuStateTile,
+    DeltaArgs, DeltaKernels, FusedKernels, GpuDeltaGates, GpuPromptRuns, GpuStateRun, GpuStateTile,
 };
+use plimsoll_kernels::{DeltaLayout, StateRun};
 
 use crate::common::{READ_BANDWIDTH, time_us};
 
@@ -21,6 +21,8 @@ const LAYOUT: DeltaLayout = DeltaLayout {
 };
 /// States of as many requests, which no cache holds.
 const SLOTS: usize = 256;
+/// Tokens of each request before.
+const START: usize = 64;
 
 struct Bench<'a> {
     gpu: &'a Gpu,
@@ -75,23 +77,27 @@ impl<'a> Bench<'a> {
         let out = random(rows * LAYOUT.values());
         let scratch = random(2 * rows * DeltaKernels::scratch_floats(&LAYOUT));
         // Calls take other slots in turn, so that states are not in the cache.
-        let sets: Vec<[GpuSlab; 2]> = (0..(SLOTS / runs).min(64))
+        let sets: Vec<_> = (0..(SLOTS / runs).min(64))
             .map(|set| {
-                let run = |index: usize| GpuStateRun {
-                    first_row: lens[..index].iter().sum::<usize>() as i32,
-                    len: lens[index] as i32,
-                    before: (set * runs + index) as i32,
-                    after: (set * runs + index) as i32,
+                let run = |index: usize| {
+                    let run = StateRun {
+                        first_row: lens[..index].iter().sum(),
+                        len: lens[index],
+                        before: Some(set * runs + index),
+                        after: set * runs + index,
+                    };
+                    GpuStateRun::new(run, START)
                 };
                 let list: Vec<_> = (0..runs).map(run).collect();
                 let tiles: Vec<_> = GpuStateTile::all(&list).collect();
-                [upload(self.gpu, &list), upload(self.gpu, &tiles)]
+                let prompts = GpuPromptRuns::of(&list, &tiles);
+                let counts = (tiles.len(), prompts);
+                ([upload(self.gpu, &list), upload(self.gpu, &tiles)], counts)
             })
             .collect();
-        let tiles: usize = lens.iter().map(|len| len.div_ceil(32)).sum();
         let [conv, a_log, dt_bias, norm] = &self.weights;
         let us = time_us(self.gpu, 16, |call| {
-            let [list, tiled] = &sets[call % sets.len()];
+            let ([list, tiled], (tiles, prompts)) = &sets[call % sets.len()];
             self.kernels.forward(&DeltaArgs {
                 layout: LAYOUT,
                 conv: conv.slice(),
@@ -102,7 +108,8 @@ impl<'a> Bench<'a> {
                     eps: 1e-6,
                 },
                 runs: list.slice().range(0..runs),
-                tiles: tiled.slice().range(0..tiles),
+                tiles: tiled.slice().range(0..*tiles),
+                prompts: *prompts,
                 x: x.slice(),
                 ba: ba.slice(),
                 conv_states: self.states[0].slice(),

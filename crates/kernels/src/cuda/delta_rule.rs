@@ -2,6 +2,7 @@ use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
+use super::delta_chunks::{CHUNK, ChunkKernels, Chunked, GpuPromptRuns};
 use super::load;
 use crate::{DeltaLayout, StateRun};
 
@@ -32,6 +33,9 @@ pub struct GpuStateRun {
     pub before: i32,
     /// The slot of the state after the last row; -1 is padding.
     pub after: i32,
+    /// Tokens of the request before the first row.
+    pub start: i32,
+    _unused: [i32; 3],
 }
 
 impl GpuStateRun {
@@ -41,21 +45,25 @@ impl GpuStateRun {
         len: 0,
         before: -1,
         after: -1,
+        start: 0,
+        _unused: [0; 3],
     };
-}
 
-impl From<StateRun> for GpuStateRun {
-    fn from(run: StateRun) -> Self {
+    /// A run behind `start` tokens of its request.
+    pub fn new(run: StateRun, start: usize) -> Self {
         Self {
             first_row: run.first_row as i32,
             len: run.len as i32,
             before: run.before.map_or(-1, |slot| slot as i32),
             after: run.after as i32,
+            start: start as i32,
+            _unused: [0; 3],
         }
     }
 }
 
-/// Rows of a run that a block goes through: which run, and its first row within the run.
+/// Rows of a run that a block goes through, up to the next multiple of 32 tokens of the request: which run, and its first row
+/// within the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C, align(8))]
 pub struct GpuStateTile {
@@ -69,14 +77,18 @@ impl GpuStateTile {
     /// Those of a step's runs; padding has one each.
     pub fn all(runs: &[GpuStateRun]) -> impl Iterator<Item = Self> {
         (0..).zip(runs).flat_map(|(run, of)| {
-            let firsts = (0..of.len.max(1)).step_by(TILE_ROWS);
-            firsts.map(move |first| Self { run, first })
+            let into = of.start % TILE_ROWS as i32;
+            let firsts = (-into..of.len.max(1)).step_by(TILE_ROWS);
+            firsts.map(move |first| Self {
+                run,
+                first: first.max(0),
+            })
         })
     }
 
     /// Most of them of any step of so many rows and runs.
     pub fn most(rows: usize, runs: usize) -> usize {
-        rows / TILE_ROWS + runs
+        rows / TILE_ROWS + 2 * runs
     }
 }
 
@@ -106,10 +118,12 @@ pub struct DeltaArgs<'a> {
     pub conv: GpuSlice<'a, f32>,
     /// Of the recurrence and the output.
     pub gates: GpuDeltaGates<'a>,
-    /// The step's runs, longest first for speed. No two share rows, and none reads or writes a slot that another writes.
+    /// The step's runs, longest first. No two share rows, and none reads or writes a slot that another writes.
     pub runs: GpuSlice<'a, GpuStateRun>,
     /// [`GpuStateTile::all`] of them.
     pub tiles: GpuSlice<'a, GpuStateTile>,
+    /// Those of several tokens.
+    pub prompts: GpuPromptRuns,
     /// `[rows, layout.width()]`: q, k, v, z. Stays as it is.
     pub x: GpuSlice<'a, bf16>,
     /// `[rows, 2 value_heads]`: b, then a.
@@ -132,6 +146,7 @@ pub struct DeltaKernels {
     conv: [Function; 2],
     /// For each of [`KEY_DIMS`].
     rule: [Function; 3],
+    chunks: Option<ChunkKernels>,
     norm: Function,
     sigmoid_gate: Function,
     _module: Module,
@@ -155,6 +170,7 @@ impl DeltaKernels {
             gpu: gpu.clone(),
             conv: [conv(CONV_DIMS[0])?, conv(CONV_DIMS[1])?],
             rule: [small?, middle?, large?],
+            chunks: ChunkKernels::load(gpu)?,
             norm: module.function("delta_norm")?,
             sigmoid_gate: module.function("sigmoid_gate")?,
             _module: module,
@@ -186,9 +202,20 @@ impl DeltaKernels {
         }
     }
 
-    /// Floats of scratch for each row: q, k and v as the rule takes them, then its gates.
+    /// Tokens at whose multiples a prompt can be cut so that states are the same to the bit: prompts are computed in chunks of as
+    /// many. Cut elsewhere, they are rounded otherwise.
+    pub fn chunk(&self, layout: &DeltaLayout) -> usize {
+        self.chunks_for(layout).map_or(1, |_| CHUNK)
+    }
+
+    fn chunks_for(&self, layout: &DeltaLayout) -> Option<&ChunkKernels> {
+        self.chunks.as_ref().filter(|_| ChunkKernels::knows(layout))
+    }
+
+    /// Floats of scratch for each row: v, q and k as the rule takes them, what the chunks of prompts take, and gates.
     pub fn scratch_floats(layout: &DeltaLayout) -> usize {
-        layout.channels() + 2 * layout.value_heads
+        let halves = 2 * layout.keys() + ChunkKernels::triangles(layout);
+        layout.values() + 2 * layout.value_heads + halves / 2
     }
 
     /// The convolution, the rule, and its gated and normalised output: twin of [`crate::causal_conv`] and then
@@ -229,7 +256,9 @@ impl DeltaKernels {
             "states of {layout:?}"
         );
         assert!(args.tiles.len() >= args.runs.len(), "each run has a tile");
-        let (mixed, rest) = split(args.scratch, rows * channels);
+        let (values, rest) = split(args.scratch, rows * layout.values());
+        let (keys, rest) = split(rest, rows * layout.keys());
+        let (triangles, rest) = split(rest, rows * ChunkKernels::triangles(layout) / 2);
         let (gates, _) = split(rest, rows * 2 * heads);
         let shape = [layout.key_heads, heads, layout.key_dim, layout.value_dim].map(int);
 
@@ -239,7 +268,8 @@ impl DeltaKernels {
             args.x.into(),
             args.conv.into(),
             args.conv_states.into(),
-            mixed.into(),
+            keys.into(),
+            values.into(),
             args.ba.into(),
             a_log.into(),
             dt_bias.into(),
@@ -254,13 +284,35 @@ impl DeltaKernels {
             &[&sources[..], &shape, &[int(layout.taps)]].concat(),
         )?;
 
+        let prompts = match self.chunks_for(layout) {
+            None => GpuPromptRuns::default(),
+            Some(chunks) => {
+                let prompts = args.prompts;
+                if prompts.runs > 0 {
+                    let chunked = Chunked {
+                        layout: *layout,
+                        keys: keys.cast(),
+                        values,
+                        gates,
+                        triangles: triangles.cast(),
+                        states: args.head_states,
+                        runs: args.runs.range(0..prompts.runs),
+                        tiles: args.tiles.range(0..prompts.tiles),
+                    };
+                    chunks.forward(&self.gpu, &chunked)?;
+                }
+                prompts
+            }
+        };
         let rule = at_least(KEY_DIMS, layout.key_dim);
-        let grid = args.runs.len() * heads * layout.value_dim.div_ceil(SLICE);
+        let single = args.runs.range(prompts.runs..args.runs.len());
+        let grid = single.len() * heads * layout.value_dim.div_ceil(SLICE);
         let sources = [
-            mixed.into(),
+            keys.into(),
+            values.into(),
             gates.into(),
             args.head_states.into(),
-            args.runs.into(),
+            single.into(),
         ];
         self.launch(
             &self.rule[rule],
@@ -269,11 +321,10 @@ impl DeltaKernels {
         )?;
 
         let all_heads = rows * heads;
-        let (values, gate) = (2 * layout.keys(), channels);
         let args = [
-            mixed.range(values.min(mixed.len())..mixed.len()).into(),
-            int(channels),
-            args.x.range(gate.min(args.x.len())..args.x.len()).into(),
+            values.into(),
+            int(layout.values()),
+            args.x.range(channels.min(args.x.len())..args.x.len()).into(),
             int(layout.width()),
             norm.into(),
             args.out.into(),
@@ -362,11 +413,12 @@ pub enum DeltaSize {
 
 /// Dynamic shared memory of the rule: `Stage` of the kernel, several times.
 fn shared_bytes(key_dim: usize) -> usize {
-    STAGES * (2 * TOKENS * key_dim + (TOKENS + 1) * SLICE + (TOKENS + 2) * 2) * size_of::<f32>()
+    let keys = 2 * TOKENS * key_dim * size_of::<bf16>();
+    STAGES * (keys + ((TOKENS + 1) * SLICE + (TOKENS + 2) * 2) * size_of::<f32>())
 }
 
 /// The first that is as large.
-fn at_least<const N: usize>(sizes: [usize; N], size: usize) -> usize {
+pub(super) fn at_least<const N: usize>(sizes: [usize; N], size: usize) -> usize {
     let at = sizes.iter().position(|&large| large >= size);
     at.expect("the layout was checked")
 }
@@ -376,7 +428,7 @@ fn split<'a>(all: GpuSlice<'a, f32>, len: usize) -> (GpuSlice<'a, f32>, GpuSlice
     (all.range(0..len), all.range(len..all.len()))
 }
 
-fn int(value: usize) -> Arg {
+pub(super) fn int(value: usize) -> Arg {
     i32::try_from(value)
         .expect("sizes of a step are below 2^31")
         .into()
@@ -388,24 +440,28 @@ mod tests {
 
     #[test]
     fn tiles_cover_every_run() {
-        let run = |first_row, len| GpuStateRun {
-            first_row,
-            len,
-            before: 0,
-            after: 0,
+        let run = |first_row, len, start| {
+            let run = StateRun {
+                first_row,
+                len,
+                before: None,
+                after: 0,
+            };
+            GpuStateRun::new(run, start)
         };
         let runs = [
-            run(0, 70),
-            run(70, 1),
+            run(0, 70, 0),
+            run(70, 32, 64),
+            run(102, 33, 40),
+            run(135, 1, 95),
             GpuStateRun::PADDING,
-            run(71, 32),
-            run(103, 33),
         ];
-        let tiles: Vec<_> = GpuStateTile::all(&runs)
-            .map(|tile| (tile.run, tile.first))
-            .collect();
-        let expected = [(0, 0), (0, 32), (0, 64), (1, 0), (2, 0), (3, 0), (4, 0), (4, 32)];
-        assert_eq!(tiles, expected);
+        let tiles: Vec<_> = GpuStateTile::all(&runs).collect();
+        let firsts: Vec<_> = tiles.iter().map(|tile| (tile.run, tile.first)).collect();
+        let expected = [(0, 0), (0, 32), (0, 64), (1, 0), (2, 0), (2, 24), (3, 0), (4, 0)];
+        assert_eq!(firsts, expected);
+        let prompts = GpuPromptRuns::of(&runs, &tiles);
+        assert_eq!((prompts.runs, prompts.tiles), (3, 6));
         assert!(tiles.len() <= GpuStateTile::most(136, runs.len()));
     }
 

@@ -8,6 +8,7 @@ mod all_reduce;
 mod attention_decode;
 mod attention_options;
 mod attention_prefill;
+mod delta_chunks;
 mod delta_rule;
 mod encoder;
 mod fused;
@@ -26,6 +27,7 @@ pub use attention_options::GpuAttentionOptions;
 pub use attention_prefill::{
     HOPPER_HEAD_DIMS, PrefillArgs, PrefillItem, PrefillKernels, PrefillPlan, PrefillPlanner,
 };
+pub use delta_chunks::GpuPromptRuns;
 pub use delta_rule::{
     DeltaArgs, DeltaBound, DeltaKernels, DeltaSize, GpuDeltaGates, GpuStateRun, GpuStateTile,
 };

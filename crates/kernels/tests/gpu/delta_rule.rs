@@ -3,7 +3,9 @@
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuSlab, GpuSlice};
 use plimsoll_kernels as cpu;
-use plimsoll_kernels::cuda::{DeltaArgs, DeltaKernels, GpuDeltaGates, GpuStateRun, GpuStateTile};
+use plimsoll_kernels::cuda::{
+    DeltaArgs, DeltaKernels, GpuDeltaGates, GpuPromptRuns, GpuStateRun, GpuStateTile,
+};
 use plimsoll_kernels::{DeltaGates, DeltaLayout, StateRun};
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -15,6 +17,8 @@ use crate::common::{assert_close, download, gpu, poisoned, random, rng, upload, 
 const BF16: f64 = 4e-3;
 /// Of states in f32.
 const F32: f64 = 1e-4;
+/// Of states in f32 that learnt keys in bf16: a key between two of its values may become the other one.
+const BF16_KEYS: f64 = 5e-4;
 const EPS: f32 = 1e-6;
 /// Elements behind an output that must stay poisoned.
 const GUARD: usize = 64;
@@ -54,11 +58,43 @@ trait Layer {
     /// Whether rows and runs of nobody may be among the others.
     const PADS: bool;
 
-    /// Outputs of all rows.
-    fn step(&mut self, runs: &[StateRun], x: &[bf16], ba: &[bf16]) -> Vec<f32>;
+    /// How far states may be off.
+    const STATES: f64;
+
+    /// How q and k are rounded.
+    fn rounded(x: f64) -> f64;
+
+    /// Outputs of all rows of runs and of what their requests had before.
+    fn step(&mut self, runs: &[(StateRun, usize)], x: &[bf16], ba: &[bf16]) -> Vec<f32>;
 
     /// Of the convolution and of the recurrence.
     fn states(&self) -> [Vec<f32>; 2];
+}
+
+/// How the tokens of requests are cut into runs.
+#[derive(Clone, Copy, Debug)]
+struct Cuts {
+    /// Most tokens of a run, but for those up to the next multiple.
+    most: usize,
+    /// Runs end at multiples of so many tokens.
+    multiple: usize,
+}
+
+impl Cuts {
+    fn anywhere(most: usize) -> Self {
+        Self { most, multiple: 1 }
+    }
+
+    /// The length of a run behind `done` of `tokens`: of one token as often as of many.
+    fn len(&self, rng: &mut StdRng, done: usize, tokens: usize) -> usize {
+        let left = tokens - done;
+        let len = match rng.random_range(0..3) {
+            0 => 1,
+            1 => left.min(self.most),
+            _ => rng.random_range(1..=left.min(self.most)),
+        };
+        (done + len).next_multiple_of(self.multiple).min(tokens) - done
+    }
 }
 
 impl Case {
@@ -100,7 +136,7 @@ impl Case {
     }
 
     /// The definition in `f64`, token by token.
-    fn exact(&self, request: &Request) -> [Vec<f64>; 2] {
+    fn exact(&self, request: &Request, rounded: impl Fn(f64) -> f64) -> [Vec<f64>; 2] {
         let layout = &self.layout;
         let DeltaLayout {
             value_heads,
@@ -121,7 +157,7 @@ impl Case {
                 silu(seen.sum())
             };
             for head in 0..value_heads {
-                let unit = |first: usize| {
+                let unit = |first: usize, scale: f64| {
                     let key_head = match adjacent {
                         1 => head % key_heads,
                         _ => head / (value_heads / key_heads),
@@ -129,9 +165,10 @@ impl Case {
                     let first = first + key_head * key_dim;
                     let x: Vec<f64> = (first..first + key_dim).map(mixed).collect();
                     let length = (x.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
-                    x.into_iter().map(|x| x / length).collect::<Vec<f64>>()
+                    let scaled = x.into_iter().map(|x| rounded(x / length * scale));
+                    scaled.collect::<Vec<f64>>()
                 };
-                let (q, k) = (unit(0), unit(layout.keys()));
+                let (q, k) = (unit(0, (key_dim as f64).sqrt().recip()), unit(layout.keys(), 1.0));
                 let ba = |part: usize| request.ba[(2 * token + part) * value_heads + head].to_f64();
                 let rate = f64::from(self.a_log[head]).exp();
                 let decay = (-rate * (ba(1) + f64::from(self.dt_bias[head])).exp().ln_1p()).exp();
@@ -146,8 +183,7 @@ impl Case {
                         let known: f64 = (0..key_dim).map(|key| state[of_column(key)] * k[key]).sum();
                         let delta = beta * (mixed(2 * layout.keys() + first + column) - known);
                         (0..key_dim).for_each(|key| state[of_column(key)] += k[key] * delta);
-                        let read: f64 = (0..key_dim).map(|key| state[of_column(key)] * q[key]).sum();
-                        read / (key_dim as f64).sqrt()
+                        (0..key_dim).map(|key| state[of_column(key)] * q[key]).sum()
                     })
                     .collect();
                 let mean = values.iter().map(|x| x * x).sum::<f64>() / value_dim as f64;
@@ -176,8 +212,8 @@ impl Case {
         inputs.collect()
     }
 
-    /// Serves all requests in steps of random runs, of one token as often as of many, in random order.
-    fn serve<L: Layer>(&self, rng: &mut StdRng, layer: &mut L, most: usize) -> Vec<Served> {
+    /// Serves all requests in steps of random runs in random order.
+    fn serve<L: Layer>(&self, rng: &mut StdRng, layer: &mut L, cuts: Cuts) -> Vec<Served> {
         let (width, ba_width) = (self.layout.width(), 2 * self.layout.value_heads);
         let mut served = vec![Served::default(); self.requests.len()];
         let mut done = vec![0; self.requests.len()];
@@ -193,12 +229,7 @@ impl Case {
             let (mut runs, mut x, mut ba) = (Vec::new(), Vec::new(), Vec::new());
             for &index in &order {
                 let request = &self.requests[index];
-                let left = request.tokens - done[index];
-                let len = match rng.random_range(0..3) {
-                    0 => 1,
-                    1 => left.min(most),
-                    _ => rng.random_range(1..=left.min(most)),
-                };
+                let len = cuts.len(rng, done[index], request.tokens);
                 for _ in 0..rng.random_range(0..3) * usize::from(L::PADS) {
                     x.extend(vec![bf16::NAN; width]);
                     ba.extend(vec![bf16::NAN; ba_width]);
@@ -208,19 +239,20 @@ impl Case {
                     true => self.slots[index],
                     false => self.others[index],
                 };
-                runs.push(StateRun {
+                let run = StateRun {
                     first_row: x.len() / width,
                     len,
                     before: at[index].replace(after),
                     after,
-                });
+                };
+                runs.push((run, done[index]));
                 x.extend(&request.x[done[index] * width..(done[index] + len) * width]);
                 ba.extend(&request.ba[done[index] * ba_width..(done[index] + len) * ba_width]);
                 done[index] += len;
             }
             let out = layer.step(&runs, &x, &ba);
             let values = self.layout.values();
-            for (run, index) in runs.iter().zip(order) {
+            for ((run, _), index) in runs.iter().zip(order) {
                 served[index]
                     .out
                     .extend(&out[run.first_row * values..(run.first_row + run.len) * values]);
@@ -243,12 +275,17 @@ impl Case {
         served
     }
 
-    fn check(&self, what: &str, served: &[Served]) {
+    fn check<L: Layer>(&self, what: &str, served: &[Served]) {
         for (request, served) in self.requests.iter().zip(served) {
             let what = format!("{what}, {:?}, {} tokens", self.layout, request.tokens);
-            let [out, states] = self.exact(request);
+            let [out, states] = self.exact(request, L::rounded);
             assert_close(&format!("{what}: outputs"), &served.out, &out, BF16);
-            assert_close(&format!("{what}: states"), &served.head_states, &states, F32);
+            assert_close(
+                &format!("{what}: states"),
+                &served.head_states,
+                &states,
+                L::STATES,
+            );
             assert_eq!(served.conv_state, self.last_inputs(request), "{what}");
         }
     }
@@ -272,8 +309,14 @@ impl<'a> OnCpu<'a> {
 
 impl Layer for OnCpu<'_> {
     const PADS: bool = false;
+    const STATES: f64 = F32;
 
-    fn step(&mut self, runs: &[StateRun], x: &[bf16], ba: &[bf16]) -> Vec<f32> {
+    fn rounded(x: f64) -> f64 {
+        x
+    }
+
+    fn step(&mut self, runs: &[(StateRun, usize)], x: &[bf16], ba: &[bf16]) -> Vec<f32> {
+        let runs: Vec<StateRun> = runs.iter().map(|&(run, _)| run).collect();
         let Case {
             layout,
             conv,
@@ -290,8 +333,8 @@ impl Layer for OnCpu<'_> {
             norm,
             eps: EPS,
         };
-        cpu::causal_conv(layout, conv, runs, &mut self.conv, &mut x);
-        cpu::gated_delta_rule(layout, gates, runs, &mut x, &ba, &mut self.heads, &mut out);
+        cpu::causal_conv(layout, conv, &runs, &mut self.conv, &mut x);
+        cpu::gated_delta_rule(layout, gates, &runs, &mut x, &ba, &mut self.heads, &mut out);
         out
     }
 
@@ -331,14 +374,23 @@ impl<'a> OnGpu<'a> {
 
 impl Layer for OnGpu<'_> {
     const PADS: bool = true;
+    const STATES: f64 = BF16_KEYS;
 
-    fn step(&mut self, runs: &[StateRun], x: &[bf16], ba: &[bf16]) -> Vec<f32> {
+    fn rounded(x: f64) -> f64 {
+        bf16::from_f64(x).to_f64()
+    }
+
+    fn step(&mut self, runs: &[(StateRun, usize)], x: &[bf16], ba: &[bf16]) -> Vec<f32> {
         let (gpu, layout) = (self.gpu, self.case.layout);
         let rows = x.len() / layout.width();
-        // In any order, with padding among them.
-        let mut list: Vec<GpuStateRun> = runs.iter().map(|&run| run.into()).collect();
+        // Runs of several tokens first, otherwise in any order, with padding among them.
+        let mut list: Vec<GpuStateRun> = runs
+            .iter()
+            .map(|&(run, start)| GpuStateRun::new(run, start))
+            .collect();
         list.extend(vec![GpuStateRun::PADDING; self.rng.random_range(0..4)]);
         list.shuffle(&mut self.rng);
+        list.sort_by_key(|run| run.len <= 1);
         let tiles: Vec<GpuStateTile> = GpuStateTile::all(&list).collect();
         assert!(tiles.len() <= GpuStateTile::most(rows, list.len()));
         let (on_gpu, tiles_on_gpu) = (upload(gpu, &list), upload(gpu, &tiles));
@@ -359,6 +411,7 @@ impl Layer for OnGpu<'_> {
             },
             runs: on_gpu.slice().range(0..list.len()),
             tiles: tiles_on_gpu.slice().range(0..tiles.len()),
+            prompts: GpuPromptRuns::of(&list, &tiles),
             x: x_on_gpu.slice().range(0..x.len()),
             ba: ba_on_gpu.slice().range(0..ba.len()),
             conv_states: floats(&self.states[0], self.case.num_slots * layout.conv_state()),
@@ -431,11 +484,15 @@ fn orders(shape: [usize; 5]) -> impl Iterator<Item = DeltaLayout> {
         })
 }
 
-/// Tokens of requests: some shorter than the convolution, some around the lengths in which kernels go through them.
+/// Tokens of requests: some shorter than the convolution, some around the lengths in which kernels go through them. None leaves one
+/// token behind its last whole chunk: alone in a run, such a token does not go through a chunk.
 fn lens(rng: &mut StdRng, layout: &DeltaLayout) -> Vec<usize> {
-    let mut lens = vec![1, 2, 3, 16, 17, 33];
-    let longest = if layout.value_heads > 8 { 40 } else { 150 };
+    let mut lens = vec![1, 2, 3, 16, 17, 33, 64, 66];
+    let longest = if layout.value_heads > 8 { 140 } else { 300 };
     lens.extend((0..3).map(|_| rng.random_range(1..longest)));
+    lens.iter_mut()
+        .filter(|len| **len > 1 && **len % 64 == 1)
+        .for_each(|len| *len += 1);
     lens
 }
 
@@ -445,8 +502,8 @@ fn the_delta_rule_on_the_cpu() {
     for layout in SHAPES.into_iter().take(6).flat_map(orders) {
         let lens = lens(&mut rng, &layout);
         let case = Case::new(&mut rng, layout, &lens);
-        let served = case.serve(&mut rng, &mut OnCpu::new(&case), 100);
-        case.check("CPU", &served);
+        let served = case.serve(&mut rng, &mut OnCpu::new(&case), Cuts::anywhere(100));
+        case.check::<OnCpu<'_>>("CPU", &served);
     }
 }
 
@@ -458,15 +515,24 @@ fn the_delta_rule() {
     for layout in SHAPES.into_iter().flat_map(orders) {
         let lens = lens(&mut rng, &layout);
         let case = Case::new(&mut rng, layout, &lens);
-        let mut serve = |most: usize| {
+        let mut serve = |cuts: Cuts| {
             let mut layer = OnGpu::new(&gpu, &kernels, &case, fork(&mut rng));
-            case.serve(&mut rng, &mut layer, most)
+            case.serve(&mut rng, &mut layer, cuts)
         };
-        let served = serve(usize::MAX);
-        case.check("GPU", &served);
-        // Cut anywhere, beside anyone: every bit is the same.
+        let multiple = kernels.chunk(&layout);
+        let whole = serve(Cuts {
+            most: usize::MAX,
+            multiple,
+        });
+        case.check::<OnGpu<'_>>("GPU", &whole);
         for most in [1, 7, 40, usize::MAX] {
-            assert!(serve(most) == served, "{layout:?}: runs of up to {most} tokens");
+            // Cut at these multiples, beside anyone: every bit is the same.
+            assert!(
+                serve(Cuts { most, multiple }) == whole,
+                "{layout:?}: runs of up to {most} tokens"
+            );
+            // Cut anywhere: rounded otherwise, and as close.
+            case.check::<OnGpu<'_>>("GPU, cut anywhere", &serve(Cuts::anywhere(most)));
         }
     }
 }
@@ -480,9 +546,13 @@ fn slots_are_used_again() {
     let layout = layout(SHAPES[2]);
     let case = Case::new(&mut rng, layout, &[3, 70, 1]);
     let mut layer = OnGpu::new(&gpu, &kernels, &case, fork(&mut rng));
-    let first = case.serve(&mut rng, &mut layer, 50);
-    assert!(case.serve(&mut rng, &mut layer, 50) == first);
-    case.check("GPU, a second time", &first);
+    let cuts = Cuts {
+        most: 50,
+        multiple: kernels.chunk(&layout),
+    };
+    let first = case.serve(&mut rng, &mut layer, cuts);
+    assert!(case.serve(&mut rng, &mut layer, cuts) == first);
+    case.check::<OnGpu<'_>>("GPU, a second time", &first);
 }
 
 fn fork(rng: &mut StdRng) -> StdRng {

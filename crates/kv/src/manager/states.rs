@@ -4,7 +4,8 @@
 //! with stays as it is: the table holds it until that run is computed, and from the time at which what came before is computed it
 //! belongs to the prefix cache too. A request that hits it begins with that slot in the same way.
 //!
-//! They are wanted at the ends of blocks:
+//! They are wanted at the ends of blocks, and in prompts at the ends of chunks of the recurrence, so that a prompt is rounded alike
+//! whatever is cached:
 //!
 //! - before the end of a prompt, where the next turn of a chat goes on, whether or not it repeats all of the answer;
 //! - where a prompt leaves a prefix whose KV is cached, without a state there: what two requests have in common, others will have
@@ -33,16 +34,25 @@ const LEAST_BLOCKS: usize = 2;
 
 impl KvManager {
     /// Where a run of a prompt ends that begins at `start` and has room up to `end`: where a snapshot is wanted, or at the end of
-    /// a block.
+    /// a block and of a chunk of the recurrence, as far as there is room for one.
     pub fn cut(&self, table: &BlockTable, start: usize, end: usize) -> usize {
-        let Some(state) = table.state.as_ref().filter(|_| self.keeps_states()) else {
+        let Some(state) = table.state.as_ref() else {
             return end;
         };
+        let last = |unit: usize| Some(end / unit * unit).filter(|&at| end < state.known && at > start);
+        if !self.keeps_states() {
+            return last(self.state_chunk).unwrap_or(end);
+        }
         let within = |&place: &usize| start < place && place < end;
         let place = state.places.into_iter().flatten().filter(within).min();
-        let block_size = self.config.block_size.tokens();
-        let aligned = Some(end / block_size * block_size).filter(|&at| end < state.known && at > start);
-        place.or(aligned).unwrap_or(end)
+        let less = self.config.block_size.tokens().min(self.state_chunk);
+        let aligned = || last(self.snapshot_unit()).or_else(|| last(less));
+        place.or_else(aligned).unwrap_or(end)
+    }
+
+    /// Tokens at whose multiples prompts are cut for snapshots: the size of blocks or of chunks, both powers of two.
+    fn snapshot_unit(&self) -> usize {
+        self.config.block_size.tokens().max(self.state_chunk)
     }
 
     /// Plans the table's next run, up to `end` tokens: where its state is. `None` in a model without states.
@@ -193,10 +203,10 @@ impl KvManager {
                 return Err(full);
             }
         };
-        let block_size = self.config.block_size.tokens();
-        let end = known.saturating_sub(ANSWER_HEAD) / block_size * block_size;
-        let gain = LEAST_BLOCKS * block_size;
-        let fork = Some(cached).filter(|&fork| fork >= computed + gain && fork + gain <= end);
+        let unit = self.snapshot_unit();
+        let end = known.saturating_sub(ANSWER_HEAD) / unit * unit;
+        let gain = LEAST_BLOCKS * self.config.block_size.tokens();
+        let fork = Some(cached / unit * unit).filter(|&fork| fork >= computed + gain && fork + gain <= end);
         Ok(TableState {
             before: hit,
             own,

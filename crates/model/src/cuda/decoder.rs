@@ -192,6 +192,15 @@ impl Decoder {
         })
     }
 
+    /// As [`plimsoll_core::Executor::state_chunk`].
+    pub(super) fn state_chunk(&self) -> usize {
+        let chunks = self.delta.iter().flat_map(|kernels| {
+            let layers = self.weights.spec.delta_nets();
+            layers.map(|delta_net| kernels.chunk(&delta_net.layout))
+        });
+        chunks.max().unwrap_or(1)
+    }
+
     /// Where it meets the other ranks, if there are any.
     pub(super) fn link(&self) -> Option<&RankLink> {
         self.link.as_ref()

@@ -587,6 +587,10 @@ impl Executor for GpuRunner {
     fn encode_cost(&self) -> Option<EncodeCost> {
         self.state.encoder.as_ref().map(EncoderState::cost)
     }
+
+    fn state_chunk(&self) -> usize {
+        self.model.decoder().state_chunk()
+    }
 }
 
 impl Drop for GpuRunner {

@@ -6,7 +6,7 @@ use std::ops::Range;
 use plimsoll_core::{CacheGroups, Component, StateSlot, StepPlan};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuSlab, GpuSlice};
 use plimsoll_kernels::StateRun;
-use plimsoll_kernels::cuda::{GpuStateRun, GpuStateTile};
+use plimsoll_kernels::cuda::{GpuPromptRuns, GpuStateRun, GpuStateTile};
 
 use super::staging::{Layout, Section, Staging};
 use crate::DecoderSpec;
@@ -74,6 +74,7 @@ impl States {
 pub(super) struct StateInput {
     pub(super) runs: Section<GpuStateRun>,
     pub(super) tiles: Section<GpuStateTile>,
+    pub(super) prompts: GpuPromptRuns,
 }
 
 /// Elements of the sections of a [`StateInput`]; zero where no layer has a state.
@@ -81,6 +82,7 @@ pub(super) struct StateInput {
 pub(super) struct StateCounts {
     runs: usize,
     tiles: usize,
+    prompts: GpuPromptRuns,
 }
 
 impl StateCounts {
@@ -91,6 +93,7 @@ impl StateCounts {
             _ => Self {
                 runs,
                 tiles: GpuStateTile::most(rows, runs),
+                prompts: GpuPromptRuns::default(),
             },
         }
     }
@@ -99,6 +102,7 @@ impl StateCounts {
         (self.runs > 0).then(|| StateInput {
             runs: layout.section(self.runs),
             tiles: layout.section(self.tiles),
+            prompts: self.prompts,
         })
     }
 }
@@ -118,12 +122,13 @@ impl StateLists {
         for run in &plan.runs {
             let len = run.input.len();
             self.runs.extend(run.state.map(|state| {
-                GpuStateRun::from(StateRun {
+                let state = StateRun {
                     first_row,
                     len,
                     before: state.before.map(StateSlot::index),
                     after: state.after.index(),
-                })
+                };
+                GpuStateRun::new(state, run.start)
             }));
             first_row += len;
         }
@@ -138,6 +143,7 @@ impl StateLists {
         StateCounts {
             runs: self.runs.len(),
             tiles: self.tiles.len(),
+            prompts: GpuPromptRuns::of(&self.runs, &self.tiles),
         }
     }
 

@@ -14,13 +14,10 @@ use plimsoll_model::{KvCacheDtype, LoadFormat, LoadOptions};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::common::images::{IMAGE_LIMITS, ImageCase, chunks, golden_images, image, options};
+use crate::common::images::{IMAGE_LIMITS, IMAGE_MODELS, ImageCase, chunks, golden_images, image, options};
 use crate::common::*;
 use crate::reference::root_mean_square;
 use crate::setup::{LIMITS, Setup, gpu, report};
-
-/// One of each family whose encoders the kernels know.
-pub(crate) const IMAGE_MODELS: [&str; 4] = ["gemma3-vision", "mistral3-vision", "qwen2_5-vl", "qwen3-vl"];
 
 fn load_for(gpu: &Gpu, name: &str, limits: EncoderLimits) -> Arc<GpuModel> {
     let options = options(KvCacheDtype::Auto, limits);

@@ -18,11 +18,12 @@ use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuSta
 use plimsoll_model::{KvCacheDtype, LoadOptions, ModelError, Shard};
 
 use crate::common::fp8::is_fp8;
+use crate::common::images::IMAGE_MODELS;
 use crate::common::images::{self, IMAGE_LIMITS, PATCH, chunks, golden_images, image};
 use crate::common::requests::{Disturbance, Request, serve};
 use crate::common::*;
 use crate::golden::in_chunks;
-use crate::images::{IMAGE_MODELS, last_logits, mean};
+use crate::images::{last_logits, mean};
 use crate::reference::VOCAB;
 use crate::setup::{LIMITS, MODELS, Setup, load, report};
 

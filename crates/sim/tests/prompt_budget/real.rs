@@ -72,6 +72,7 @@ fn serve_really(traffic: &Traffic, clients: usize, device: &StepModel) -> (f64, 
     let mut scheduler = Scheduler::new(SchedulerConfig {
         limits: step,
         kv,
+        state_chunk: 1,
         enable_prefix_caching: true,
         patience: 1000,
     });

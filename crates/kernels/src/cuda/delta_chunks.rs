@@ -1,0 +1,150 @@
+use half::bf16;
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
+
+use super::delta_rule::{GpuStateRun, GpuStateTile, at_least, int};
+use super::load;
+use crate::DeltaLayout;
+
+/// Constants of `kernels/delta_chunks.cu` and `delta_chunk.cuh`.
+pub(super) const CHUNK: usize = 64;
+const COLUMNS: usize = 64;
+const TRIANGLES: usize = 4 * CHUNK;
+const TRIANGLE_THREADS: usize = 128;
+const CHUNK_THREADS: usize = 256;
+/// Largest heads of q and k.
+const KEY_DIMS: [usize; 2] = [64, 128];
+
+/// How many runs of a step have several tokens, and how many tiles these have. They come before all others.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GpuPromptRuns {
+    /// Runs.
+    pub runs: usize,
+    /// Their tiles.
+    pub tiles: usize,
+}
+
+impl GpuPromptRuns {
+    /// Of runs, the longest first, and all of their tiles.
+    pub fn of(runs: &[GpuStateRun], tiles: &[GpuStateTile]) -> Self {
+        let runs = runs.partition_point(|run| run.len > 1);
+        let tiles = tiles.partition_point(|tile| (tile.run as usize) < runs);
+        Self { runs, tiles }
+    }
+}
+
+/// What both kernels work on: see `Chunked` in `kernels/include/delta_chunk.cuh`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Chunked<'a> {
+    pub(super) layout: DeltaLayout,
+    pub(super) keys: GpuSlice<'a, bf16>,
+    pub(super) values: GpuSlice<'a, f32>,
+    pub(super) gates: GpuSlice<'a, f32>,
+    pub(super) triangles: GpuSlice<'a, bf16>,
+    pub(super) states: GpuSlice<'a, f32>,
+    pub(super) runs: GpuSlice<'a, GpuStateRun>,
+    pub(super) tiles: GpuSlice<'a, GpuStateTile>,
+}
+
+/// The rule for runs of several tokens, in chunks: `kernels/delta_chunks.cu`.
+#[derive(Debug)]
+pub(super) struct ChunkKernels {
+    /// For each of [`KEY_DIMS`], as the others.
+    triangles: [Function; 2],
+    chunks: [Function; 2],
+    _module: Module,
+}
+
+impl ChunkKernels {
+    /// `None` on GPUs without products of warp groups.
+    pub(super) fn load(gpu: &Gpu) -> Result<Option<Self>, GpuError> {
+        if gpu.info().compute_capability != (9, 0) {
+            return Ok(None);
+        }
+        let module = load(gpu, "delta_chunks")?;
+        let functions = |name: &str, bytes: fn(usize) -> usize| -> Result<[Function; 2], GpuError> {
+            let [small, large] = KEY_DIMS.map(|key_dim| {
+                let function = module.function(&format!("{name}_{key_dim}"))?;
+                function.allow_shared(bytes(key_dim))?;
+                Ok(function)
+            });
+            Ok([small?, large?])
+        };
+        Ok(Some(Self {
+            triangles: functions("delta_triangles", triangle_bytes)?,
+            chunks: functions("delta_chunks", chunk_bytes)?,
+            _module: module,
+        }))
+    }
+
+    /// Whether there are kernels for heads of this size.
+    pub(super) fn knows(layout: &DeltaLayout) -> bool {
+        layout.key_dim <= KEY_DIMS[KEY_DIMS.len() - 1]
+    }
+
+    /// Elements of [`Chunked::triangles`] for each row.
+    pub(super) fn triangles(layout: &DeltaLayout) -> usize {
+        match Self::knows(layout) {
+            true => layout.value_heads * TRIANGLES,
+            false => 0,
+        }
+    }
+
+    /// The rule for all runs of `of`, which have several tokens each: outputs take the place of values, and gates become anything.
+    pub(super) fn forward(&self, gpu: &Gpu, of: &Chunked<'_>) -> Result<(), GpuError> {
+        let layout = &of.layout;
+        let args = [
+            of.keys.into(),
+            of.values.into(),
+            of.gates.into(),
+            of.triangles.into(),
+            of.states.into(),
+            of.runs.into(),
+            of.tiles.into(),
+            int(layout.key_heads),
+            int(layout.value_heads),
+            int(layout.key_dim),
+            int(layout.value_dim),
+            int(layout.adjacent),
+        ];
+        let (size, heads) = (at_least(KEY_DIMS, layout.key_dim), layout.value_heads);
+        let launch = |kernel: &Function, grid: usize, threads: usize, shared: usize, args: &[Arg]| {
+            let launch = Launch::new([grid as u32, 1, 1], threads as u32);
+            // SAFETY: both take these arguments, whose lengths the caller checked; indices are its caller's promise.
+            unsafe { gpu.launch(kernel, launch.shared(shared).pdl(true), args) }
+        };
+        launch(
+            &self.triangles[size],
+            of.tiles.len() * heads,
+            TRIANGLE_THREADS,
+            triangle_bytes(KEY_DIMS[size]),
+            &args,
+        )?;
+        launch(
+            &self.chunks[size],
+            of.runs.len() * heads * layout.value_dim.div_ceil(COLUMNS),
+            CHUNK_THREADS,
+            chunk_bytes(KEY_DIMS[size]),
+            &args,
+        )
+    }
+}
+
+/// `TriangleRoom` of the kernels: q and k, or both triangles in two parts; A; a few numbers of each token.
+fn triangle_bytes(key_dim: usize) -> usize {
+    let keys = 2 * CHUNK * key_dim * size_of::<bf16>();
+    let a = CHUNK * (CHUNK + 4) * size_of::<f32>();
+    let out = 4 * CHUNK * (CHUNK + 8) * size_of::<bf16>();
+    let numbers = (2 * CHUNK + 1) * size_of::<f32>();
+    (keys.max(out) + a + numbers).next_multiple_of(128)
+}
+
+/// `Room` of the kernels: two stages, and what warps hand over.
+fn chunk_bytes(key_dim: usize) -> usize {
+    let keys = 2 * CHUNK * key_dim * size_of::<bf16>();
+    let triangles = CHUNK * TRIANGLES * size_of::<bf16>();
+    let values = CHUNK * (COLUMNS + 4) * size_of::<f32>();
+    let gates = 2 * CHUNK * size_of::<f32>();
+    let stage = (keys + triangles + values + gates).next_multiple_of(1024);
+    let operand = 2 * 32 * 16;
+    2 * stage + COLUMNS / 16 * (key_dim / 16 + CHUNK / 16) * operand
+}

@@ -1,0 +1,368 @@
+// Gated DeltaNet's rule for runs of several tokens, in chunks on tensor cores (sm_90a): see `delta_chunk.cuh`.
+//
+// A block goes through all chunks of a run, for 64 value columns of a head, with two warp groups. The first has the state in
+// registers. Everything is transposed, columns by keys and columns by tokens, so that results of one product are the left operand of
+// the next without leaving them. The second follows with the outputs, for which it takes the state and U from shared memory, and
+// meanwhile copies the next chunk.
+
+#include "delta_chunk.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+namespace {
+
+constexpr int kColumns = 64;                 // of v
+constexpr int kGroupWarps = kWarpGroup / kWarp;
+constexpr int kPanel = kChunk * 64;          // elements: 64 of each token
+constexpr int kRowPieces = 64 / kVec;        // of a row of a panel
+
+// Tokens in shared memory, with the block's columns of v. Panels are swizzled.
+template <int kKey>
+struct __align__(1024) Stage {
+    static constexpr int kStride = kColumns + 4;  // so that eight columns of four pairs of tokens are in all banks
+    bf16 q[kKey / 64 * kPanel];
+    bf16 k[kKey / 64 * kPanel];
+    bf16 triangles[4][kPanel];  // T and the triangle of Q K', each in high and low parts; zeros above the diagonal
+    float v[kChunk][kStride];
+    float2 gates[kChunk];
+};
+
+// What a warp of the first group hands to the one with the same 16 columns of the second.
+template <int kKey>
+struct Handover {
+    uint4 state[kKey / 16][2][kWarp];
+    uint4 u[kChunkTiles][2][kWarp];
+};
+
+template <int kKey>
+struct Room {
+    Stage<kKey> stages[2];
+    Handover<kKey> handover[kGroupWarps];
+};
+
+// A left operand in two parts.
+struct LeftParts {
+    uint32_t high[4];
+    uint32_t low[4];
+
+    // From two neighbouring results.
+    __device__ __forceinline__ void take(const float (&left)[4], const float (&right)[4]) {
+        const float* const from[4] = {&left[0], &left[2], &right[0], &right[2]};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const Parts parts = in_parts(from[i][0], from[i][1]);
+            high[i] = parts.high;
+            low[i] = parts.low;
+        }
+    }
+
+    // Those of one lane; `at` is of a warp.
+    __device__ __forceinline__ void store(uint4 (&at)[2][kWarp]) const {
+        const int lane = threadIdx.x % kWarp;
+        at[0][lane] = make_uint4(high[0], high[1], high[2], high[3]);
+        at[1][lane] = make_uint4(low[0], low[1], low[2], low[3]);
+    }
+
+    __device__ __forceinline__ void load(const uint4 (&at)[2][kWarp]) {
+        const int lane = threadIdx.x % kWarp;
+        const uint4 h = at[0][lane], l = at[1][lane];
+        high[0] = h.x, high[1] = h.y, high[2] = h.z, high[3] = h.w;
+        low[0] = l.x, low[1] = l.y, low[2] = l.z, low[3] = l.w;
+    }
+};
+
+// Results of 64 tokens: of two tokens of each eight, in two columns.
+using OfTokens = float[kChunk / 8][4];
+
+// The token of a result, and which of the two columns.
+__device__ __forceinline__ int token_of(int tile, int i) { return tile * 8 + static_cast<int>(threadIdx.x % 4) * 2 + i % 2; }
+
+// sums (+)= a k', where k are 16 elements of keys of a panel.
+__device__ __forceinline__ void add_keys(OfTokens& sums, const LeftParts& a, const bf16* k, int add) {
+    Wgmma<kChunk>::rows(sums, a.high, rows_operand(k), add);
+    Wgmma<kChunk>::rows(sums, a.low, rows_operand(k), 1);
+}
+
+// sums (+)= a t', where t are 16 columns of a triangle, but for the product of the low parts.
+__device__ __forceinline__ void add_triangle(OfTokens& sums, const LeftParts& a, const bf16* high, const bf16* low, int add) {
+    Wgmma<kChunk>::rows(sums, a.high, rows_operand(high), add);
+    Wgmma<kChunk>::rows(sums, a.low, rows_operand(high), 1);
+    Wgmma<kChunk>::rows(sums, a.high, rows_operand(low), 1);
+}
+
+// Copies of the second group.
+template <int kKey>
+struct Copies {
+    static constexpr int kKeyPieces = kKey / kVec, kKeyRows = kWarpGroup / kKeyPieces;  // of a row, and rows at a time
+    static constexpr int kTriangleRows = kWarpGroup / kRowPieces;
+    static constexpr int kValuePieces = kColumns / kLane, kValueRows = kWarpGroup / kValuePieces;
+    static_assert(kTriangleRows == 16, "a tile at a time");
+
+    const Chunked& of;
+    const StateRun& run;
+    int head;
+    int first_column;
+
+    // Begins to copy the chunk that begins with a token.
+    __device__ __forceinline__ void begin(Stage<kKey>& stage, int token) const {
+        const Layout& layout = of.layout;
+        const int thread = threadIdx.x - kWarpGroup;
+        const int len = chunk_len(run, token), first = run.first_row + token;
+        {
+            const int piece = thread % kKeyPieces, row = thread / kKeyPieces;
+            const bool there = piece * kVec < layout.key_dim;
+            const int64_t stride = 2 * layout.keys();
+            const bf16* from = of.key_row(first + min(row, len - 1), head) + (there ? piece * kVec : 0);
+            const int panel = piece / kRowPieces * kPanel;
+#pragma unroll
+            for (int next = 0; next < kChunk; next += kKeyRows) {
+                const bool wanted = there && next + row < len;
+                bf16* const to = swizzled(stage.q + panel, next + row, piece % kRowPieces);
+                copy_async(to, from, wanted);
+                copy_async(to + (stage.k - stage.q), from + layout.keys(), wanted);
+                if (next + kKeyRows + row < len) from += kKeyRows * stride;
+            }
+        }
+        {
+            const int piece = thread % kRowPieces, row = thread / kRowPieces;
+            const int64_t stride = static_cast<int64_t>(layout.value_heads) * kTriangles;
+            const bf16* from = of.triangles + of.at(first + min(row, len - 1), head) * kTriangles + piece * kVec;
+#pragma unroll
+            for (int tile = 0; tile < kChunkTiles; ++tile) {
+                const bool wanted = tile * 16 + row < len;
+                if (piece / 2 <= tile) {
+                    bf16* const to = swizzled(stage.triangles[0], tile * 16 + row, piece);
+#pragma unroll
+                    for (int part = 0; part < 4; ++part) copy_async(to + part * kPanel, from + part * kChunk, wanted);
+                }
+                if (tile * 16 + 16 + row < len) from += 16 * stride;
+            }
+        }
+        {
+            const int column = thread % kValuePieces * kLane, row = thread / kValuePieces;
+            const bool there = first_column + column < layout.value_dim;
+            const float* from = of.values + of.at(first + min(row, len - 1), head) * layout.value_dim + (there ? first_column + column : 0);
+#pragma unroll
+            for (int next = 0; next < kChunk; next += kValueRows) {
+                copy_async(&stage.v[next + row][column], from, there && next + row < len);
+                if (next + kValueRows + row < len) from += kValueRows * static_cast<int64_t>(layout.values());
+            }
+        }
+        if (thread < len) copy_async_of<8>(&stage.gates[thread], of.gates + of.at(first + thread, head));
+        if (thread >= len && thread < kChunk) stage.gates[thread] = make_float2(0.0f, 0.0f);
+        commit_async();
+    }
+};
+
+__device__ __forceinline__ void arrive(int id) {
+    __threadfence_block();
+    asm volatile("bar.arrive %0, 64;" ::"r"(id) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(int id) { asm volatile("bar.sync %0, 64;" ::"r"(id) : "memory"); }
+
+template <int kKey>
+__device__ __forceinline__ void go_through_chunks(const Chunked& of, const StateRun* runs) {
+    constexpr int kKeyTiles = kKey / 16;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    auto& room = *reinterpret_cast<Room<kKey>*>(shared);
+    const Layout& layout = of.layout;
+    const int slices = (layout.value_dim + kColumns - 1) / kColumns, parts = layout.value_heads * slices;
+    const int at_run = blockIdx.x / parts, part = blockIdx.x - at_run * parts;
+    const int head = part / slices, first_column = (part - head * slices) * kColumns;
+    const StateRun run = runs[at_run];
+    if (run.after < 0) {
+        pdl_wait();
+        return;
+    }
+    const int warp = threadIdx.x % kWarpGroup / kWarp, lane = threadIdx.x % kWarp;
+    // Of the two columns of this lane.
+    const int columns[2] = {warp * 16 + lane / 4, warp * 16 + lane / 4 + 8};
+    const bool has_column[2] = {first_column + columns[0] < layout.value_dim, first_column + columns[1] < layout.value_dim};
+    const int state_known = 1 + warp, u_known = 1 + kGroupWarps + warp;
+    Handover<kKey>& handover = room.handover[warp];
+
+    // The same in all lanes, which the compiler must know.
+    if (__shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0) > 0) {
+        const Copies<kKey> copies{of, run, head, first_column};
+        for (int i = threadIdx.x - kWarpGroup; i < 2 * 4 * kChunk * kRowPieces; i += kWarpGroup) {
+            const int row = i / kRowPieces % kChunk, piece = i % kRowPieces;
+            if (piece / 2 <= row / 16) continue;
+            bf16* const panel = room.stages[i / (4 * kChunk * kRowPieces)].triangles[i / (kChunk * kRowPieces) % 4];
+            *reinterpret_cast<uint4*>(swizzled(panel, row, piece)) = make_uint4(0, 0, 0, 0);
+        }
+        pdl_wait();
+        copies.begin(room.stages[0], 0);
+        for (int token = 0, at = 0; token < run.len; at ^= 1) {
+            Stage<kKey>& stage = room.stages[at];
+            const int len = chunk_len(run, token), next = token + len;
+            wait_async<0>();
+            fence_for_products();
+            // The chunk has arrived, and everyone is done with the one before.
+            __syncthreads();
+            if (next < run.len) copies.begin(room.stages[at ^ 1], next);
+            OfTokens sums;
+            LeftParts left[kKeyTiles];
+            wait_for(state_known);
+#pragma unroll
+            for (int tile = 0; tile < kKeyTiles; ++tile) left[tile].load(handover.state[tile]);
+            wgmma_fence();
+#pragma unroll
+            for (int tile = 0; tile < kKeyTiles; ++tile) {
+                add_keys(sums, left[tile], stage.q + tile / 4 * kPanel + tile % 4 * 16, tile > 0);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            touch(sums);
+#pragma unroll
+            for (int tile = 0; tile < kChunk / 8; ++tile) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[tile][i] *= stage.gates[token_of(tile, i)].x;
+            }
+            wait_for(u_known);
+#pragma unroll
+            for (int tile = 0; tile < kChunkTiles; ++tile) left[tile].load(handover.u[tile]);
+            touch(sums);
+            wgmma_fence();
+#pragma unroll
+            for (int tile = 0; tile < kChunkTiles; ++tile) {
+                add_triangle(sums, left[tile], stage.triangles[2] + tile * 16, stage.triangles[3] + tile * 16, 1);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            touch(sums);
+            float* const out = of.values + of.at(run.first_row + token, head) * layout.value_dim + first_column;
+#pragma unroll
+            for (int tile = 0; tile < kChunk / 8; ++tile) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int row = token_of(tile, i);
+                    if (has_column[i / 2] && row < len) out[row * layout.values() + columns[i / 2]] = sums[tile][i];
+                }
+            }
+            token = next;
+        }
+        return;
+    }
+
+    const auto state_at = [&](int slot, int key, int below) {
+        const int64_t row = (static_cast<int64_t>(slot) * layout.value_heads + head) * layout.key_dim + key;
+        return of.states + row * layout.value_dim + first_column + columns[below];
+    };
+    const auto has = [&](int key, int below) { return key < layout.key_dim && has_column[below]; };
+    float state[2 * kKeyTiles][4];
+#pragma unroll
+    for (int tile = 0; tile < 2 * kKeyTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int key = token_of(tile, i);
+            state[tile][i] = run.before >= 0 && has(key, i / 2) ? *state_at(run.before, key, i / 2) : 0.0f;
+        }
+    }
+    pdl_wait();
+    for (int token = 0, at = 0; token < run.len; at ^= 1) {
+        Stage<kKey>& stage = room.stages[at];
+        const int len = chunk_len(run, token);
+        __syncthreads();
+        // What is new of v: first S'K'.
+        OfTokens sums;
+        {
+            LeftParts left[kKeyTiles];
+#pragma unroll
+            for (int tile = 0; tile < kKeyTiles; ++tile) {
+                left[tile].take(state[2 * tile], state[2 * tile + 1]);
+                left[tile].store(handover.state[tile]);
+                wgmma_fence();
+                add_keys(sums, left[tile], stage.k + tile / 4 * kPanel + tile % 4 * 16, tile > 0);
+                wgmma_commit();
+            }
+            arrive(state_known);
+            wgmma_wait<0>();
+            touch(sums);
+        }
+        OfTokens u;
+        {
+            LeftParts left[kChunkTiles];
+#pragma unroll
+            for (int tile = 0; tile < kChunk / 8; ++tile) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int row = token_of(tile, i);
+                    sums[tile][i] = fmaf(-stage.gates[row].x, sums[tile][i], stage.v[row][columns[i / 2]]);
+                }
+                if (tile % 2 == 0) continue;
+                left[tile / 2].take(sums[tile - 1], sums[tile]);
+                wgmma_fence();
+                add_triangle(u, left[tile / 2], stage.triangles[0] + tile / 2 * 16, stage.triangles[1] + tile / 2 * 16, tile > 1);
+                wgmma_commit();
+            }
+            const float kept = stage.gates[len - 1].x;
+#pragma unroll
+            for (int tile = 0; tile < 2 * kKeyTiles; ++tile) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state[tile][i] *= kept;
+            }
+            wgmma_wait<0>();
+            touch(u);
+        }
+#pragma unroll
+        for (int tile = 0; tile < kChunkTiles; ++tile) {
+            LeftParts left;
+            left.take(u[2 * tile], u[2 * tile + 1]);
+            left.store(handover.u[tile]);
+        }
+        arrive(u_known);
+        LeftParts left[kChunkTiles];
+        touch(state);
+#pragma unroll
+        for (int tile = 0; tile < kChunk / 8; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) u[tile][i] *= stage.gates[token_of(tile, i)].y;
+            if (tile % 2 == 0) continue;
+            left[tile / 2].take(u[tile - 1], u[tile]);
+            wgmma_fence();
+            const uint64_t k = columns_operand(stage.k + tile / 2 * 16 * 64, kPanel * int(sizeof(bf16)));
+            Wgmma<kKey>::columns(state, left[tile / 2].high, k);
+            Wgmma<kKey>::columns(state, left[tile / 2].low, k);
+            wgmma_commit();
+        }
+        wgmma_wait<0>();
+        touch(state);
+        token += len;
+    }
+#pragma unroll
+    for (int tile = 0; tile < 2 * kKeyTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int key = token_of(tile, i);
+            if (has(key, i / 2)) *state_at(run.after, key, i / 2) = state[tile][i];
+        }
+    }
+}
+
+}  // namespace
+
+// For key heads of up to so many elements. Tiles and runs are those of several tokens.
+//
+// `delta_triangles`: gridDim.x is tiles times value_heads, blockDim.x 128; dynamic shared memory: a `TriangleRoom`.
+// `delta_chunks`: gridDim.x is runs times value_heads times ceil(value_dim / 64), blockDim.x 256; dynamic shared memory: a `Room`.
+#define CHUNK_KERNELS(KEY)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(kTriangleThreads)                                                      \
+        delta_triangles_##KEY(const bf16* keys, float* values, float2* gates, bf16* triangles, float* states,           \
+                              const StateRun* runs, const StateTile* tiles, int key_heads, int value_heads, int key_dim, \
+                              int value_dim, int adjacent) {                                                            \
+        const Layout layout{key_heads, value_heads, key_dim, value_dim, 0, adjacent};                                   \
+        make_triangles<KEY>({keys, values, gates, triangles, states, layout}, runs, tiles);                             \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(2 * kWarpGroup)                                                        \
+        delta_chunks_##KEY(const bf16* keys, float* values, float2* gates, bf16* triangles, float* states,              \
+                           const StateRun* runs, const StateTile* tiles, int key_heads, int value_heads, int key_dim,    \
+                           int value_dim, int adjacent) {                                                               \
+        const Layout layout{key_heads, value_heads, key_dim, value_dim, 0, adjacent};                                   \
+        go_through_chunks<KEY>({keys, values, gates, triangles, states, layout}, runs);                                 \
+    }
+
+CHUNK_KERNELS(64)
+CHUNK_KERNELS(128)
+
+#endif
