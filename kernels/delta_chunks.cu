@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int kColumns = 64;                 // of v
+constexpr int kColumns = 64;                 // of v, a panel
 constexpr int kGroupWarps = kWarpGroup / kWarp;
 constexpr int kPanel = kChunk * 64;          // elements: 64 of each token
 constexpr int kRowPieces = 64 / kVec;        // of a row of a panel
@@ -19,11 +19,10 @@ constexpr int kRowPieces = 64 / kVec;        // of a row of a panel
 // Tokens in shared memory, with the block's columns of v. Panels are swizzled.
 template <int kKey>
 struct __align__(1024) Stage {
-    static constexpr int kStride = kColumns + 4;  // so that eight columns of four pairs of tokens are in all banks
     bf16 q[kKey / 64 * kPanel];
     bf16 k[kKey / 64 * kPanel];
     bf16 triangles[4][kPanel];  // T and the triangle of Q K', each in high and low parts; zeros above the diagonal
-    float v[kChunk][kStride];
+    bf16 v[kPanel];             // outputs take its place
     float2 gates[kChunk];
 };
 
@@ -77,6 +76,19 @@ using OfTokens = float[kChunk / 8][4];
 // The token of a result, and which of the two columns.
 __device__ __forceinline__ int token_of(int tile, int i) { return tile * 8 + static_cast<int>(threadIdx.x % 4) * 2 + i % 2; }
 
+// Where this lane's row of four matrices begins: 16 tokens from tile `tile` on, of the 16 columns of this warp.
+__device__ __forceinline__ bf16* corner(bf16* panel, int tile) {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x % kWarpGroup / kWarp;
+    return swizzled(panel, tile * 8 + lane % 8 + lane / 16 * 8, warp * 2 + lane / 8 % 2);
+}
+
+// Four 8x8 matrices, as `load_matrices_transposed` loads them.
+__device__ __forceinline__ void store_matrices_transposed(bf16* to, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 // sums (+)= a k', where k are 16 elements of keys of a panel.
 __device__ __forceinline__ void add_keys(OfTokens& sums, const LeftParts& a, const bf16* k, int add) {
     Wgmma<kChunk>::rows(sums, a.high, rows_operand(k), add);
@@ -94,9 +106,8 @@ __device__ __forceinline__ void add_triangle(OfTokens& sums, const LeftParts& a,
 template <int kKey>
 struct Copies {
     static constexpr int kKeyPieces = kKey / kVec, kKeyRows = kWarpGroup / kKeyPieces;  // of a row, and rows at a time
-    static constexpr int kTriangleRows = kWarpGroup / kRowPieces;
-    static constexpr int kValuePieces = kColumns / kLane, kValueRows = kWarpGroup / kValuePieces;
-    static_assert(kTriangleRows == 16, "a tile at a time");
+    static constexpr int kPanelRows = kWarpGroup / kRowPieces;
+    static_assert(kPanelRows == 16, "a tile at a time");
 
     const Chunked& of;
     const StateRun& run;
@@ -111,8 +122,8 @@ struct Copies {
         {
             const int piece = thread % kKeyPieces, row = thread / kKeyPieces;
             const bool there = piece * kVec < layout.key_dim;
-            const int64_t stride = 2 * layout.keys();
-            const bf16* from = of.key_row(first + min(row, len - 1), head) + (there ? piece * kVec : 0);
+            const int64_t stride = layout.channels();
+            const bf16* from = of.keys(first + min(row, len - 1), head) + (there ? piece * kVec : 0);
             const int panel = piece / kRowPieces * kPanel;
 #pragma unroll
             for (int next = 0; next < kChunk; next += kKeyRows) {
@@ -139,13 +150,13 @@ struct Copies {
             }
         }
         {
-            const int column = thread % kValuePieces * kLane, row = thread / kValuePieces;
-            const bool there = first_column + column < layout.value_dim;
-            const float* from = of.values + of.at(first + min(row, len - 1), head) * layout.value_dim + (there ? first_column + column : 0);
+            const int piece = thread % kRowPieces, row = thread / kRowPieces;
+            const bool there = first_column + piece * kVec < layout.value_dim;
+            const bf16* from = of.values(first + min(row, len - 1), head) + (there ? first_column + piece * kVec : 0);
 #pragma unroll
-            for (int next = 0; next < kChunk; next += kValueRows) {
-                copy_async(&stage.v[next + row][column], from, there && next + row < len);
-                if (next + kValueRows + row < len) from += kValueRows * static_cast<int64_t>(layout.values());
+            for (int next = 0; next < kChunk; next += kPanelRows) {
+                copy_async(swizzled(stage.v, next + row, piece), from, there && next + row < len);
+                if (next + kPanelRows + row < len) from += kPanelRows * static_cast<int64_t>(layout.channels());
             }
         }
         if (thread < len) copy_async_of<8>(&stage.gates[thread], of.gates + of.at(first + thread, head));
@@ -231,13 +242,20 @@ __device__ __forceinline__ void go_through_chunks(const Chunked& of, const State
             wgmma_commit();
             wgmma_wait<0>();
             touch(sums);
-            float* const out = of.values + of.at(run.first_row + token, head) * layout.value_dim + first_column;
+            // Through shared memory, into whole rows of 16 columns. Those of v were read before u was known.
 #pragma unroll
-            for (int tile = 0; tile < kChunk / 8; ++tile) {
+            for (int tile = 0; tile < kChunk / 8; tile += 2) {
+                const uint32_t packed[4] = {pack(sums[tile][0], sums[tile][1]), pack(sums[tile][2], sums[tile][3]),
+                                            pack(sums[tile + 1][0], sums[tile + 1][1]), pack(sums[tile + 1][2], sums[tile + 1][3])};
+                store_matrices_transposed(corner(stage.v, tile), packed);
+            }
+            __syncwarp();
+            const int piece = warp * 2 + lane % 2;
+            if (first_column + piece * kVec < layout.value_dim) {
+                bf16* const out = of.values(run.first_row + token, head) + first_column + piece * kVec;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int row = token_of(tile, i);
-                    if (has_column[i / 2] && row < len) out[row * layout.values() + columns[i / 2]] = sums[tile][i];
+                for (int row = lane / 2; row < kChunk; row += kWarp / 2) {
+                    if (row < len) store8(out + static_cast<int64_t>(row) * layout.channels(), load8(swizzled(stage.v, row, piece)));
                 }
             }
             token = next;
@@ -284,16 +302,19 @@ __device__ __forceinline__ void go_through_chunks(const Chunked& of, const State
         {
             LeftParts left[kChunkTiles];
 #pragma unroll
-            for (int tile = 0; tile < kChunk / 8; ++tile) {
+            for (int tile = 0; tile < kChunkTiles; ++tile) {
+                uint32_t v[4];
+                load_matrices_transposed(v, corner(stage.v, 2 * tile));
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int row = token_of(tile, i);
-                    sums[tile][i] = fmaf(-stage.gates[row].x, sums[tile][i], stage.v[row][columns[i / 2]]);
+                for (int pair = 0; pair < 4; ++pair) {
+                    const float2 two = __bfloat1622float2(*reinterpret_cast<const bf162*>(&v[pair]));
+                    float* const sum = &sums[2 * tile + pair / 2][pair % 2 * 2];
+                    sum[0] = fmaf(-stage.gates[token_of(2 * tile + pair / 2, 0)].x, sum[0], two.x);
+                    sum[1] = fmaf(-stage.gates[token_of(2 * tile + pair / 2, 1)].x, sum[1], two.y);
                 }
-                if (tile % 2 == 0) continue;
-                left[tile / 2].take(sums[tile - 1], sums[tile]);
+                left[tile].take(sums[2 * tile], sums[2 * tile + 1]);
                 wgmma_fence();
-                add_triangle(u, left[tile / 2], stage.triangles[0] + tile / 2 * 16, stage.triangles[1] + tile / 2 * 16, tile > 1);
+                add_triangle(u, left[tile], stage.triangles[0] + tile * 16, stage.triangles[1] + tile * 16, tile > 0);
                 wgmma_commit();
             }
             const float kept = stage.gates[len - 1].x;
@@ -348,18 +369,18 @@ __device__ __forceinline__ void go_through_chunks(const Chunked& of, const State
 // `delta_chunks`: gridDim.x is runs times value_heads times ceil(value_dim / 64), blockDim.x 256; dynamic shared memory: a `Room`.
 #define CHUNK_KERNELS(KEY)                                                                                              \
     extern "C" __global__ void __launch_bounds__(kTriangleThreads)                                                      \
-        delta_triangles_##KEY(const bf16* keys, float* values, float2* gates, bf16* triangles, float* states,           \
+        delta_triangles_##KEY(bf16* mixed, float2* gates, bf16* triangles, float* states,                               \
                               const StateRun* runs, const StateTile* tiles, int key_heads, int value_heads, int key_dim, \
                               int value_dim, int adjacent) {                                                            \
         const Layout layout{key_heads, value_heads, key_dim, value_dim, 0, adjacent};                                   \
-        make_triangles<KEY>({keys, values, gates, triangles, states, layout}, runs, tiles);                             \
+        make_triangles<KEY>({mixed, gates, triangles, states, layout}, runs, tiles);                                    \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(2 * kWarpGroup)                                                        \
-        delta_chunks_##KEY(const bf16* keys, float* values, float2* gates, bf16* triangles, float* states,              \
+        delta_chunks_##KEY(bf16* mixed, float2* gates, bf16* triangles, float* states,                                  \
                            const StateRun* runs, const StateTile* tiles, int key_heads, int value_heads, int key_dim,    \
                            int value_dim, int adjacent) {                                                               \
         const Layout layout{key_heads, value_heads, key_dim, value_dim, 0, adjacent};                                   \
-        go_through_chunks<KEY>({keys, values, gates, triangles, states, layout}, runs);                                 \
+        go_through_chunks<KEY>({mixed, gates, triangles, states, layout}, runs);                                        \
     }
 
 CHUNK_KERNELS(64)

@@ -2,7 +2,7 @@
 // attention. Decode rows and prompts of any length run side by side and go through the same arithmetic in the same order, so results
 // are the same to the bit however a run is cut.
 //
-// Three kernels. `delta_conv` writes what the rule takes: q and k of unit length in bf16, and in f32 v and for each token its gates.
+// Three kernels. `delta_conv` writes what the rule takes: in bf16 q and k of unit length and v, and for each token its gates.
 // `delta_rule` keeps the state of a slice of value columns in the registers of a block and writes the outputs over v; runs of several
 // tokens can go through `delta_chunks.cu` instead. `delta_norm` makes the outputs the rows of the next product.
 //
@@ -32,7 +32,7 @@ template <int kKey>
 struct __align__(16) Stage {
     bf16 q[kTokens][kKey];
     bf16 k[kTokens][kKey];
-    float v[kTokens + 1][kSlice];
+    bf16 v[kTokens + 1][kSlice];
     float2 gates[kTokens + 2];
 };
 
@@ -136,8 +136,7 @@ struct Columns {
 };
 
 struct Rule {
-    const bf16* keys;     // [rows][2][key_heads][key_dim]: q, then k
-    float* values;        // [rows][value_heads][value_dim]; outputs take their place
+    bf16* mixed;          // [rows][channels]: q, k, v; outputs take the place of v
     const float2* gates;  // [rows][value_heads]
     float* states;        // [slots][value_heads][key_dim][value_dim]
     Layout layout;
@@ -148,13 +147,13 @@ struct Rule {
 template <int kKey>
 struct Source {
     static constexpr int kChunks = kKey / kVec, kRows = kRuleThreads / kChunks;  // of q and of k
-    static constexpr int kValueChunks = kSlice / kLane;
-    static_assert(kTokens * kValueChunks == kRuleThreads && kTokens % kRows == 0, "a copy of v for each thread");
+    static constexpr int kValueChunks = kSlice / kVec;
+    static_assert(kTokens * kValueChunks <= kRuleThreads && kTokens % kRows == 0, "at most a copy of v for each thread");
     const bf16* q;  // of the next stage, as all that follow
-    const float* v;
+    const bf16* v;
     const float2* gates;
     int keys;  // from q to k
-    int values;
+    int channels;
     int value_heads;
     int left;  // rows
     bool has_keys;
@@ -163,17 +162,17 @@ struct Source {
     __device__ __forceinline__ Source(const Rule& rule, const StateRun& run, int head, int slice) {
         const Layout& layout = rule.layout;
         const int thread = threadIdx.x, chunk = thread % kChunks * kVec;
-        const int column = slice * kSlice + thread % kValueChunks * kLane;
+        const int column = slice * kSlice + thread % kValueChunks * kVec;
         const int64_t first = run.first_row;
         keys = layout.keys();
-        values = layout.values();
+        channels = layout.channels();
         value_heads = layout.value_heads;
         left = run.len;
         has_keys = chunk < layout.key_dim;
         has_values = column < layout.value_dim;
         const int key_head = head / layout.adjacent % layout.key_heads;
-        q = rule.keys + (first + thread / kChunks) * 2 * keys + key_head * layout.key_dim + chunk;
-        v = rule.values + (first + thread / kValueChunks) * values + head * layout.value_dim + column;
+        q = rule.mixed + (first + thread / kChunks) * channels + key_head * layout.key_dim + chunk;
+        v = rule.mixed + (first + thread / kValueChunks) * channels + 2 * keys + head * layout.value_dim + column;
         gates = rule.gates + (first + thread) * value_heads + head;
     }
 
@@ -185,13 +184,13 @@ struct Source {
             const int token = row + thread / kChunks;
             copy_async_if(token < left, &stage.q[token][chunk], q, has_keys);
             copy_async_if(token < left, &stage.k[token][chunk], q + keys, has_keys);
-            q += kRows * 2 * keys;
+            q += kRows * channels;
         }
         const int token = thread / kValueChunks;
-        copy_async_if(token < left, &stage.v[token][thread % kValueChunks * kLane], v, has_values);
+        copy_async_if(token < min(kTokens, left), &stage.v[token][thread % kValueChunks * kVec], v, has_values);
         copy_async_8_if(thread < min(kTokens, left), &stage.gates[thread], gates);
         commit_async();
-        v += kTokens * values;
+        v += kTokens * channels;
         gates += kTokens * value_heads;
         left -= kTokens;
     }
@@ -249,14 +248,14 @@ __device__ __forceinline__ void recur(const Rule& rule, const StateRun* runs) {
     pdl_wait();
 
     // Where this lane puts its sum of the outputs of two tokens, of which there are none the first time.
-    const int values = layout.values();
+    const int channels = layout.channels();
     const bool gives_second = lane & kPairs, gives = has_column && lane < 4 * kPairs;
-    float* out = rule.values + static_cast<int64_t>(run.first_row + (gives_second ? 1 : 0) - 2) * values + head * layout.value_dim +
-                 column + (lane & (2 * kPairs) ? 1 : 0);
+    bf16* out = rule.mixed + static_cast<int64_t>(run.first_row + (gives_second ? 1 : 0) - 2) * channels + 2 * layout.keys() +
+                head * layout.value_dim + column + (lane & (2 * kPairs) ? 1 : 0);
     int given = -2;
     const auto give = [&](float sum) {
-        if (gives && given >= 0) *out = sum;
-        out += 2 * values;
+        if (gives && given >= 0) *out = __float2bfloat16_rn(sum);
+        out += 2 * channels;
         given += 2;
     };
 
@@ -267,7 +266,7 @@ __device__ __forceinline__ void recur(const Rule& rule, const StateRun* runs) {
     float2 gates, v;   // of the next token
     const auto load_values = [&](const Stage<kKey>& stage, int token) {
         gates = stage.gates[token];
-        v = *reinterpret_cast<const float2*>(&stage.v[token][at_slice]);
+        v = __bfloat1622float2(*reinterpret_cast<const bf162*>(&stage.v[token][at_slice]));
     };
     // Takes in a token; the result is this thread's part of the output of the last one.
     const auto take = [&](const Stage<kKey>& stage, int token) {
@@ -330,11 +329,11 @@ constexpr int kNormWarps = 8;
 
 #define CONV_KERNEL(DIM, PARTS)                                                                                         \
     extern "C" __global__ void __launch_bounds__(kConvWarps* kWarp)                                                     \
-        delta_conv_##DIM(const bf16* x, const float* weight, float* states, bf16* keys, float* values, const bf16* ba,  \
+        delta_conv_##DIM(const bf16* x, const float* weight, float* states, bf16* mixed, const bf16* ba,                \
                          const float* a_log, const float* dt_bias, float2* gates, const StateRun* runs,                 \
                          const StateTile* tiles, int key_heads, int value_heads, int key_dim, int value_dim,            \
                          int taps) {                                                                                    \
-        mix<PARTS>({x, weight, states, keys, values, {key_heads, value_heads, key_dim, value_dim, taps, 1}},            \
+        mix<PARTS>({x, weight, states, mixed, {key_heads, value_heads, key_dim, value_dim, taps, 1}},                   \
                    {ba, a_log, dt_bias, gates}, runs, tiles);                                                           \
     }
 
@@ -344,9 +343,9 @@ CONV_KERNEL(256, 2)
 
 #define RULE_KERNEL(KEY, BLOCKS)                                                                                        \
     extern "C" __global__ void __launch_bounds__(kRuleThreads, BLOCKS)                                                  \
-        delta_rule_##KEY(const bf16* keys, float* values, const float2* gates, float* states, const StateRun* runs,     \
-                         int key_heads, int value_heads, int key_dim, int value_dim, int adjacent) {                    \
-        recur<KEY>({keys, values, gates, states, {key_heads, value_heads, key_dim, value_dim, 0, adjacent}}, runs);     \
+        delta_rule_##KEY(bf16* mixed, const float2* gates, float* states, const StateRun* runs, int key_heads,          \
+                         int value_heads, int key_dim, int value_dim, int adjacent) {                                   \
+        recur<KEY>({mixed, gates, states, {key_heads, value_heads, key_dim, value_dim, 0, adjacent}}, runs);            \
     }
 
 // For key heads of up to so many elements. gridDim.x is runs times value_heads times ceil(value_dim / 32); the longest runs come
@@ -358,7 +357,7 @@ RULE_KERNEL(256, 2)
 // out = x / sqrt(mean(x^2) + eps) * weight * silu(gate), of heads of `dim` elements in rows that begin `x_stride` and `gate_stride`
 // elements after each other. A warp has a head of a row; `heads` is how many heads all rows have.
 extern "C" __global__ void __launch_bounds__(kNormWarps* kWarp)
-    delta_norm(const float* x, int x_stride, const bf16* gate, int gate_stride, const float* weight, bf16* out, int heads,
+    delta_norm(const bf16* x, int x_stride, const bf16* gate, int gate_stride, const float* weight, bf16* out, int heads,
                int heads_of_row, int dim, float eps) {
     constexpr int kParts = 2;
     pdl_launch();
@@ -377,20 +376,19 @@ extern "C" __global__ void __launch_bounds__(kNormWarps* kWarp)
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
         if (at(part) >= dim) continue;
-        values[part] = load_four(x + row * x_stride + head * dim + at(part));
+        values[part] = widen_four(*reinterpret_cast<const uint2*>(x + row * x_stride + head * dim + at(part)));
         gates[part] = widen_four(*reinterpret_cast<const uint2*>(gate + row * gate_stride + head * dim + at(part)));
     }
     const float factor = rsqrtf(dot(values, values) / static_cast<float>(dim) + eps);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
         if (at(part) >= dim) continue;
-        float result[kLane];
+        Four result;
 #pragma unroll
         for (int i = 0; i < kLane; ++i) {
-            result[i] = values[part].at[i] * factor * weights[part].at[i] * silu(gates[part].at[i]);
+            result.at[i] = values[part].at[i] * factor * weights[part].at[i] * silu(gates[part].at[i]);
         }
-        bf162 packed[2] = {__floats2bfloat162_rn(result[0], result[1]), __floats2bfloat162_rn(result[2], result[3])};
-        *reinterpret_cast<uint2*>(out + static_cast<int64_t>(index) * dim + at(part)) = *reinterpret_cast<uint2*>(packed);
+        store_narrow(out + static_cast<int64_t>(index) * dim + at(part), result);
     }
 }
 

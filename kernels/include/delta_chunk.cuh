@@ -10,7 +10,7 @@
 //   S = g_last S + K' diag(g_last / g) U
 //
 // `delta_triangles`, here, computes T and the triangle of Q K' of all chunks side by side; `delta_chunks` goes through the chunks of a
-// run with the state in registers. K and Q are bf16; whatever else is multiplied is f32, in two parts of bf16 each: products are as
+// run with the state in registers. K, Q and V are bf16; whatever else is multiplied is f32, in two parts of bf16 each: products are as
 // exact as 16 bits of mantissa allow, and sums are f32.
 #pragma once
 
@@ -28,16 +28,19 @@ constexpr float kLeastLog = -24.0f;          // of a decay: what is left then is
 
 // What both kernels work on. Rows of `triangles` are written for the tokens of chunks, up to the last column of their tile.
 struct Chunked {
-    const bf16* keys;  // [rows][2][key_heads][key_dim]: q, then k
-    float* values;     // [rows][value_heads][value_dim]; outputs take their place
+    bf16* mixed;       // [rows][channels]: q, k, v; outputs take the place of v
     float2* gates;     // [rows][value_heads]: decay and rate; those of chunks become g and g_last / g
     bf16* triangles;   // [rows][value_heads][2][kTriangle]
     float* states;     // [slots][value_heads][key_dim][value_dim]
     Layout layout;
 
-    __device__ __forceinline__ const bf16* key_row(int row, int head) const {
+    __device__ __forceinline__ const bf16* keys(int row, int head) const {
         const int key_head = head / layout.adjacent % layout.key_heads;
-        return keys + static_cast<int64_t>(row) * 2 * layout.keys() + key_head * layout.key_dim;
+        return mixed + static_cast<int64_t>(row) * layout.channels() + key_head * layout.key_dim;
+    }
+
+    __device__ __forceinline__ bf16* values(int row, int head) const {
+        return mixed + static_cast<int64_t>(row) * layout.channels() + 2 * layout.keys() + head * layout.value_dim;
     }
 
     __device__ __forceinline__ int64_t at(int row, int head) const {
@@ -140,8 +143,8 @@ __device__ __forceinline__ void make_triangles(const Chunked& of, const StateRun
     const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
     const int len = chunk_len(run, tile.first), first = run.first_row + tile.first;
 
-    const bf16* const keys = of.key_row(first, head);
-    const int64_t stride = 2 * layout.keys();
+    const bf16* const keys = of.keys(first, head);
+    const int64_t stride = layout.channels();
     for (int i = thread; i < kChunk * kPieces; i += kTriangleThreads) {
         const int row = i / kPieces, piece = i % kPieces;
         const bool there = row < len && piece * kVec < layout.key_dim;

@@ -52,6 +52,11 @@ __device__ __forceinline__ void store_four(float* to, const Four& v) {
     *reinterpret_cast<float4*>(to) = make_float4(v.at[0], v.at[1], v.at[2], v.at[3]);
 }
 
+__device__ __forceinline__ void store_narrow(bf16* to, const Four& v) {
+    bf162 packed[2] = {__floats2bfloat162_rn(v.at[0], v.at[1]), __floats2bfloat162_rn(v.at[2], v.at[3])};
+    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2*>(packed);
+}
+
 __device__ __forceinline__ Four widen_four(uint2 packed) {
     const float2 low = __bfloat1622float2(*reinterpret_cast<const bf162*>(&packed.x));
     const float2 high = __bfloat1622float2(*reinterpret_cast<const bf162*>(&packed.y));
@@ -64,8 +69,7 @@ struct Conv {
     const bf16* x;        // [rows][width]: q, k, v, z
     const float* weight;  // [channels][taps]
     float* states;        // [slots][taps - 1][channels]
-    bf16* keys;           // [rows][2][key_heads][key_dim]: q, then k
-    float* values;        // [rows][value_heads][value_dim]
+    bf16* mixed;          // [rows][channels]: q, k, v
     Layout layout;
 };
 
@@ -158,21 +162,10 @@ struct ConvHead {
         }
     }
 
-    __device__ __forceinline__ void store_keys(const Conv& conv, int64_t row, const Four (&out)[kParts]) const {
+    __device__ __forceinline__ void store(const Conv& conv, int64_t row, const Four (&out)[kParts]) const {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-            if (!has(part)) continue;
-            const float(&x)[kLane] = out[part].at;
-            bf162 packed[2] = {__floats2bfloat162_rn(x[0], x[1]), __floats2bfloat162_rn(x[2], x[3])};
-            *reinterpret_cast<uint2*>(conv.keys + row * 2 * conv.layout.keys() + at(part)) = *reinterpret_cast<uint2*>(packed);
-        }
-    }
-
-    __device__ __forceinline__ void store_values(const Conv& conv, int64_t row, const Four (&out)[kParts]) const {
-        float* const to = conv.values + row * conv.layout.values() - 2 * conv.layout.keys();
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            if (has(part)) store_four(to + at(part), out[part]);
+            if (has(part)) store_narrow(conv.mixed + row * conv.layout.channels() + at(part), out[part]);
         }
     }
 };
@@ -267,8 +260,8 @@ __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, cons
         walk(conv, run, tile.first, count, heads, [&](int64_t row, Four (&out)[2][kParts]) {
             normalise(out[0], length);
             normalise(out[1], 1.0f);
-            heads[0].store_keys(conv, row, out[0]);
-            heads[1].store_keys(conv, row, out[1]);
+            heads[0].store(conv, row, out[0]);
+            heads[1].store(conv, row, out[1]);
         });
         return;
     }
@@ -284,5 +277,5 @@ __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, cons
         in.gates[row * layout.value_heads + head] = make_float2(expf(rate * softplus(a)), 1.0f / (1.0f + expf(-b)));
     }
     walk(conv, run, tile.first, count, heads,
-         [&](int64_t row, Four (&out)[1][kParts]) { heads[0].store_values(conv, row, out[0]); });
+         [&](int64_t row, Four (&out)[1][kParts]) { heads[0].store(conv, row, out[0]); });
 }

@@ -36,8 +36,7 @@ impl GpuPromptRuns {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chunked<'a> {
     pub(super) layout: DeltaLayout,
-    pub(super) keys: GpuSlice<'a, bf16>,
-    pub(super) values: GpuSlice<'a, f32>,
+    pub(super) mixed: GpuSlice<'a, bf16>,
     pub(super) gates: GpuSlice<'a, f32>,
     pub(super) triangles: GpuSlice<'a, bf16>,
     pub(super) states: GpuSlice<'a, f32>,
@@ -93,8 +92,7 @@ impl ChunkKernels {
     pub(super) fn forward(&self, gpu: &Gpu, of: &Chunked<'_>) -> Result<(), GpuError> {
         let layout = &of.layout;
         let args = [
-            of.keys.into(),
-            of.values.into(),
+            of.mixed.into(),
             of.gates.into(),
             of.triangles.into(),
             of.states.into(),
@@ -142,7 +140,7 @@ fn triangle_bytes(key_dim: usize) -> usize {
 fn chunk_bytes(key_dim: usize) -> usize {
     let keys = 2 * CHUNK * key_dim * size_of::<bf16>();
     let triangles = CHUNK * TRIANGLES * size_of::<bf16>();
-    let values = CHUNK * (COLUMNS + 4) * size_of::<f32>();
+    let values = CHUNK * COLUMNS * size_of::<bf16>();
     let gates = 2 * CHUNK * size_of::<f32>();
     let stage = (keys + triangles + values + gates).next_multiple_of(1024);
     let operand = 2 * 32 * 16;

@@ -212,14 +212,14 @@ impl DeltaKernels {
         self.chunks.as_ref().filter(|_| ChunkKernels::knows(layout))
     }
 
-    /// Floats of scratch for each row: v, q and k as the rule takes them, what the chunks of prompts take, and gates.
+    /// Floats of scratch for each row: q, k and v as the rule takes them, what the chunks of prompts take, and gates.
     pub fn scratch_floats(layout: &DeltaLayout) -> usize {
-        let halves = 2 * layout.keys() + ChunkKernels::triangles(layout);
-        layout.values() + 2 * layout.value_heads + halves / 2
+        let halves = layout.channels() + ChunkKernels::triangles(layout);
+        halves / 2 + 2 * layout.value_heads
     }
 
     /// The convolution, the rule, and its gated and normalised output: twin of [`crate::causal_conv`] and then
-    /// [`crate::gated_delta_rule`]. All of it is `f32`, but for what it takes and gives.
+    /// [`crate::gated_delta_rule`]. States, gates and sums are `f32`; q, k, v and the rule's outputs become `bf16`.
     ///
     /// # Errors
     /// [`GpuError`] of a launch.
@@ -256,8 +256,8 @@ impl DeltaKernels {
             "states of {layout:?}"
         );
         assert!(args.tiles.len() >= args.runs.len(), "each run has a tile");
-        let (values, rest) = split(args.scratch, rows * layout.values());
-        let (keys, rest) = split(rest, rows * layout.keys());
+        let (mixed, rest) = split(args.scratch, rows * channels / 2);
+        let mixed = mixed.cast::<bf16>();
         let (triangles, rest) = split(rest, rows * ChunkKernels::triangles(layout) / 2);
         let (gates, _) = split(rest, rows * 2 * heads);
         let shape = [layout.key_heads, heads, layout.key_dim, layout.value_dim].map(int);
@@ -268,8 +268,7 @@ impl DeltaKernels {
             args.x.into(),
             args.conv.into(),
             args.conv_states.into(),
-            keys.into(),
-            values.into(),
+            mixed.into(),
             args.ba.into(),
             a_log.into(),
             dt_bias.into(),
@@ -291,8 +290,7 @@ impl DeltaKernels {
                 if prompts.runs > 0 {
                     let chunked = Chunked {
                         layout: *layout,
-                        keys: keys.cast(),
-                        values,
+                        mixed,
                         gates,
                         triangles: triangles.cast(),
                         states: args.head_states,
@@ -307,13 +305,7 @@ impl DeltaKernels {
         let rule = at_least(KEY_DIMS, layout.key_dim);
         let single = args.runs.range(prompts.runs..args.runs.len());
         let grid = single.len() * heads * layout.value_dim.div_ceil(SLICE);
-        let sources = [
-            keys.into(),
-            values.into(),
-            gates.into(),
-            args.head_states.into(),
-            single.into(),
-        ];
+        let sources = [mixed.into(), gates.into(), args.head_states.into(), single.into()];
         self.launch(
             &self.rule[rule],
             Launch::new([grid as u32, 1, 1], RULE_THREADS as u32).shared(shared_bytes(KEY_DIMS[rule])),
@@ -321,9 +313,10 @@ impl DeltaKernels {
         )?;
 
         let all_heads = rows * heads;
+        let values = 2 * layout.keys();
         let args = [
-            values.into(),
-            int(layout.values()),
+            mixed.range(values.min(mixed.len())..mixed.len()).into(),
+            int(channels),
             args.x.range(channels.min(args.x.len())..args.x.len()).into(),
             int(layout.width()),
             norm.into(),
@@ -413,8 +406,8 @@ pub enum DeltaSize {
 
 /// Dynamic shared memory of the rule: `Stage` of the kernel, several times.
 fn shared_bytes(key_dim: usize) -> usize {
-    let keys = 2 * TOKENS * key_dim * size_of::<bf16>();
-    STAGES * (keys + ((TOKENS + 1) * SLICE + (TOKENS + 2) * 2) * size_of::<f32>())
+    let rows = (2 * TOKENS * key_dim + (TOKENS + 1) * SLICE) * size_of::<bf16>();
+    STAGES * (rows + (TOKENS + 2) * 2 * size_of::<f32>())
 }
 
 /// The first that is as large.

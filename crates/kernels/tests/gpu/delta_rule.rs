@@ -17,7 +17,7 @@ use crate::common::{assert_close, download, gpu, poisoned, random, rng, upload, 
 const BF16: f64 = 4e-3;
 /// Of states in f32.
 const F32: f64 = 1e-4;
-/// Of states in f32 that learnt keys in bf16: a key between two of its values may become the other one.
+/// Of states in f32 that learnt keys and values in bf16: one between two numbers of bf16 may become the other one.
 const BF16_KEYS: f64 = 5e-4;
 const EPS: f32 = 1e-6;
 /// Elements behind an output that must stay poisoned.
@@ -61,7 +61,7 @@ trait Layer {
     /// How far states may be off.
     const STATES: f64;
 
-    /// How q and k are rounded.
+    /// How q, k, v and outputs before the norm are rounded.
     fn rounded(x: f64) -> f64;
 
     /// Outputs of all rows of runs and of what their requests had before.
@@ -181,9 +181,9 @@ impl Case {
                         let of_column = |key: usize| key * value_dim + column;
                         (0..key_dim).for_each(|key| state[of_column(key)] *= decay);
                         let known: f64 = (0..key_dim).map(|key| state[of_column(key)] * k[key]).sum();
-                        let delta = beta * (mixed(2 * layout.keys() + first + column) - known);
+                        let delta = beta * (rounded(mixed(2 * layout.keys() + first + column)) - known);
                         (0..key_dim).for_each(|key| state[of_column(key)] += k[key] * delta);
-                        (0..key_dim).map(|key| state[of_column(key)] * q[key]).sum()
+                        rounded((0..key_dim).map(|key| state[of_column(key)] * q[key]).sum())
                     })
                     .collect();
                 let mean = values.iter().map(|x| x * x).sum::<f64>() / value_dim as f64;
