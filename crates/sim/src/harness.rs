@@ -11,7 +11,7 @@ use crate::{
     model::{oracle, pooled_oracle, score_oracle},
     router::Router,
     turns::Turns,
-    workload::{Cancel, Reset, Workload, whole_spans},
+    workload::{Cancel, Reset, Workload, ends_of_chunks, whole_spans},
 };
 
 /// What a workload led to.
@@ -232,7 +232,8 @@ impl<'a> Life<'a> {
             let before = self.scheduler.stats();
             let plan = whole_spans(self.scheduler.plan(), |id| Some(self.clients.get(&id)?.request))?;
             self.check_turns(&plan, &before)?;
-            self.check_cuts(&plan)?;
+            let chunk = self.workload.scheduler.state_chunk;
+            ends_of_chunks(&plan, chunk, |id| Some(self.clients.get(&id)?.request))?;
             self.audit()?;
             if plan.is_empty() {
                 break;
@@ -490,23 +491,6 @@ impl<'a> Life<'a> {
             .map(|(id, client)| (id, client.text))
             .collect();
         Ok(Report { texts, stats })
-    }
-
-    /// Where layers have states, a prompt that goes on ends a run at the end of a chunk, if one lies within it.
-    fn check_cuts(&mut self, plan: &StepPlan) -> Result<(), String> {
-        let chunk = self.workload.scheduler.state_chunk;
-        let goes_on = |run: &&Run| run.state.is_some() && run.sample.is_none() && run.pool.is_none();
-        for run in plan.runs.iter().filter(goes_on) {
-            let (end, whole) = (run.end(), run.end() / chunk * chunk);
-            let is_all = end == self.client(run.request)?.request.prompt().len();
-            if whole != end && whole > run.start && !is_all {
-                return Err(format!(
-                    "a run of {} ends at {end}, not at a multiple of {chunk}",
-                    run.request
-                ));
-            }
-        }
-        Ok(())
     }
 
     fn client(&mut self, id: RequestId) -> Result<&mut Client<'a>, String> {

@@ -4,7 +4,7 @@ use std::time::Duration;
 use plimsoll_core::{
     Bans, BlockSize, CacheGroups, CacheKind, CacheLayout, Constraint, EncodeCost, EncoderLimits, Image,
     ImageGrid, ImageInput, ImageSpan, KvConfig, Limits, PatchShape, Pooling, Request, RequestId,
-    RequestOptions, SamplingOptions, StepCost, StepCosts, StepLimits, StepPlan, TenantId, TokenId,
+    RequestOptions, Run, SamplingOptions, StepCost, StepCosts, StepLimits, StepPlan, TenantId, TokenId,
 };
 use plimsoll_scheduler::{PromptBudget, SchedulerConfig};
 use rand::{
@@ -370,6 +370,26 @@ pub(crate) fn whole_spans<'a>(
         }
     }
     Ok(plan)
+}
+
+/// Where layers have states, a prompt that goes on ends a run at a multiple of `chunk` tokens, if one lies within the run.
+pub(crate) fn ends_of_chunks<'a>(
+    plan: &StepPlan,
+    chunk: usize,
+    request: impl Fn(RequestId) -> Option<&'a Request>,
+) -> Result<(), String> {
+    let goes_on = |run: &&Run| run.state.is_some() && run.sample.is_none() && run.pool.is_none();
+    for run in plan.runs.iter().filter(goes_on) {
+        let (id, end) = (run.request, run.end());
+        let is_all = request(id).is_some_and(|request| end == request.prompt().len());
+        let whole = end / chunk * chunk;
+        if whole != end && whole > run.start && !is_all {
+            return Err(format!(
+                "a run of {id} ends at {end}, not at a multiple of {chunk}"
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// A few pictures, which some requests show at the same places of equal prompts.

@@ -1,8 +1,9 @@
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
-use super::delta_rule::{GpuStateRun, GpuStateTile, at_least, int};
+use super::fused::int;
 use super::load;
+use super::state_runs::{GpuStateRun, GpuStateTile};
 use crate::DeltaLayout;
 
 /// Constants of `kernels/delta_chunks.cu` and `delta_chunk.cuh`.
@@ -13,24 +14,6 @@ const TRIANGLE_THREADS: usize = 128;
 const CHUNK_THREADS: usize = 256;
 /// Largest heads of q and k.
 const KEY_DIMS: [usize; 2] = [64, 128];
-
-/// How many runs of a step have several tokens, and how many tiles these have. They come before all others.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GpuPromptRuns {
-    /// Runs.
-    pub runs: usize,
-    /// Their tiles.
-    pub tiles: usize,
-}
-
-impl GpuPromptRuns {
-    /// Of runs, the longest first, and all of their tiles.
-    pub fn of(runs: &[GpuStateRun], tiles: &[GpuStateTile]) -> Self {
-        let runs = runs.partition_point(|run| run.len > 1);
-        let tiles = tiles.partition_point(|tile| (tile.run as usize) < runs);
-        Self { runs, tiles }
-    }
-}
 
 /// What both kernels work on: see `Chunked` in `kernels/include/delta_chunk.cuh`.
 #[derive(Clone, Copy, Debug)]
@@ -104,7 +87,7 @@ impl ChunkKernels {
             int(layout.value_dim),
             int(layout.adjacent),
         ];
-        let (size, heads) = (at_least(KEY_DIMS, layout.key_dim), layout.value_heads);
+        let (size, heads) = (usize::from(layout.key_dim > KEY_DIMS[0]), layout.value_heads);
         let launch = |kernel: &Function, grid: usize, threads: usize, shared: usize, args: &[Arg]| {
             let launch = Launch::new([grid as u32, 1, 1], threads as u32);
             // SAFETY: both take these arguments, whose lengths the caller checked; indices are its caller's promise.

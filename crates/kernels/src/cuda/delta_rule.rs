@@ -1,15 +1,15 @@
-use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
-use super::delta_chunks::{CHUNK, ChunkKernels, Chunked, GpuPromptRuns};
+use super::delta_chunks::{CHUNK, ChunkKernels, Chunked};
+use super::fused::int;
 use super::load;
-use crate::{DeltaLayout, StateRun};
+use super::state_runs::{GpuPromptRuns, GpuStateRun, GpuStateTile};
+use crate::DeltaLayout;
 
 /// Constants of `kernels/delta_rule.cu` and `delta_conv.cuh`.
 const WARP: usize = 32;
 const VEC: usize = 8;
-const TILE_ROWS: usize = 32;
 const MOST_TAPS: usize = 4;
 const CONV_WARPS: usize = 4;
 const RULE_THREADS: usize = 128;
@@ -20,77 +20,6 @@ const NORM_WARPS: usize = 8;
 /// Largest heads of the kernels for the convolution, and for the rule.
 const CONV_DIMS: [usize; 2] = [128, 256];
 const KEY_DIMS: [usize; 3] = [64, 128, 256];
-
-/// A [`StateRun`] in device memory, or padding: `after` below 0, for which no state is read or written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
-#[repr(C, align(16))]
-pub struct GpuStateRun {
-    /// First row of the step's matrices.
-    pub first_row: i32,
-    /// Rows.
-    pub len: i32,
-    /// The slot of the state before the first row; -1 where that is zero.
-    pub before: i32,
-    /// The slot of the state after the last row; -1 is padding.
-    pub after: i32,
-    /// Tokens of the request before the first row.
-    pub start: i32,
-    _unused: [i32; 3],
-}
-
-impl GpuStateRun {
-    /// No rows of nobody.
-    pub const PADDING: Self = Self {
-        first_row: 0,
-        len: 0,
-        before: -1,
-        after: -1,
-        start: 0,
-        _unused: [0; 3],
-    };
-
-    /// A run behind `start` tokens of its request.
-    pub fn new(run: StateRun, start: usize) -> Self {
-        Self {
-            first_row: run.first_row as i32,
-            len: run.len as i32,
-            before: run.before.map_or(-1, |slot| slot as i32),
-            after: run.after as i32,
-            start: start as i32,
-            _unused: [0; 3],
-        }
-    }
-}
-
-/// Rows of a run that a block goes through, up to the next multiple of 32 tokens of the request: which run, and its first row
-/// within the run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
-#[repr(C, align(8))]
-pub struct GpuStateTile {
-    /// Index of the run.
-    pub run: i32,
-    /// Rows of the run before it.
-    pub first: i32,
-}
-
-impl GpuStateTile {
-    /// Those of a step's runs; padding has one each.
-    pub fn all(runs: &[GpuStateRun]) -> impl Iterator<Item = Self> {
-        (0..).zip(runs).flat_map(|(run, of)| {
-            let into = of.start % TILE_ROWS as i32;
-            let firsts = (-into..of.len.max(1)).step_by(TILE_ROWS);
-            firsts.map(move |first| Self {
-                run,
-                first: first.max(0),
-            })
-        })
-    }
-
-    /// Most of them of any step of so many rows and runs.
-    pub fn most(rows: usize, runs: usize) -> usize {
-        rows / TILE_ROWS + 2 * runs
-    }
-}
 
 /// What decides how fast a layer forgets and learns, and the norm of its output; see [`crate::DeltaGates`].
 #[derive(Clone, Copy, Debug)]
@@ -411,7 +340,7 @@ fn shared_bytes(key_dim: usize) -> usize {
 }
 
 /// The first that is as large.
-pub(super) fn at_least<const N: usize>(sizes: [usize; N], size: usize) -> usize {
+fn at_least<const N: usize>(sizes: [usize; N], size: usize) -> usize {
     let at = sizes.iter().position(|&large| large >= size);
     at.expect("the layout was checked")
 }
@@ -421,42 +350,9 @@ fn split<'a>(all: GpuSlice<'a, f32>, len: usize) -> (GpuSlice<'a, f32>, GpuSlice
     (all.range(0..len), all.range(len..all.len()))
 }
 
-pub(super) fn int(value: usize) -> Arg {
-    i32::try_from(value)
-        .expect("sizes of a step are below 2^31")
-        .into()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tiles_cover_every_run() {
-        let run = |first_row, len, start| {
-            let run = StateRun {
-                first_row,
-                len,
-                before: None,
-                after: 0,
-            };
-            GpuStateRun::new(run, start)
-        };
-        let runs = [
-            run(0, 70, 0),
-            run(70, 32, 64),
-            run(102, 33, 40),
-            run(135, 1, 95),
-            GpuStateRun::PADDING,
-        ];
-        let tiles: Vec<_> = GpuStateTile::all(&runs).collect();
-        let firsts: Vec<_> = tiles.iter().map(|tile| (tile.run, tile.first)).collect();
-        let expected = [(0, 0), (0, 32), (0, 64), (1, 0), (2, 0), (2, 24), (3, 0), (4, 0)];
-        assert_eq!(firsts, expected);
-        let prompts = GpuPromptRuns::of(&runs, &tiles);
-        assert_eq!((prompts.runs, prompts.tiles), (3, 6));
-        assert!(tiles.len() <= GpuStateTile::most(136, runs.len()));
-    }
 
     #[test]
     fn sizes_without_kernels_are_named() {

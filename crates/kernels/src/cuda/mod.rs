@@ -18,6 +18,7 @@ mod linear;
 mod meta;
 mod moe;
 mod sample;
+mod state_runs;
 
 pub use all_reduce::{
     AllReduce, AllReducePath, GpuAdded, SentHalf, SentRoom, communication_bytes, sent_bytes,
@@ -27,10 +28,7 @@ pub use attention_options::GpuAttentionOptions;
 pub use attention_prefill::{
     HOPPER_HEAD_DIMS, PrefillArgs, PrefillItem, PrefillKernels, PrefillPlan, PrefillPlanner,
 };
-pub use delta_chunks::GpuPromptRuns;
-pub use delta_rule::{
-    DeltaArgs, DeltaBound, DeltaKernels, DeltaSize, GpuDeltaGates, GpuStateRun, GpuStateTile,
-};
+pub use delta_rule::{DeltaArgs, DeltaBound, DeltaKernels, DeltaSize, GpuDeltaGates};
 pub use encoder::{EncoderKernels, GpuLayerNorm, KeptRows, PatchAttention, PatchGrid, PatchSegments};
 pub use fused::{
     FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, PairAxes, rope_turns,
@@ -48,3 +46,4 @@ pub use moe::{EXPERT_TILES, GpuExperts, GpuRouter, GpuRoutes, MOST_EXPERTS, MOST
 pub use sample::{
     RankArgs, RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias, TokenRank,
 };
+pub use state_runs::{GpuPromptRuns, GpuStateRun, GpuStateTile};

@@ -1,4 +1,4 @@
-//! Gated DeltaNet and the gate of attention. One body for the CPU twins and the GPU.
+//! Gated DeltaNet. One body for the CPU twins and the GPU.
 
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuSlab, GpuSlice};
@@ -558,62 +558,4 @@ fn slots_are_used_again() {
 fn fork(rng: &mut StdRng) -> StdRng {
     use rand::SeedableRng;
     StdRng::seed_from_u64(rng.random())
-}
-
-/// Calls `run` with rows to be gated, their length, gates, their stride, and where they begin.
-fn check_gates(run: impl Fn(&[bf16], usize, &[bf16], usize, usize) -> Vec<f32>, tolerance: f64) {
-    let mut rng = rng("sigmoid_gate");
-    for (rows, n, width, first) in [
-        (1, 8, 8, 0),
-        (3, 128, 512, 256),
-        (40, 4096, 10_240, 4096),
-        (7, 72, 240, 80),
-    ] {
-        let x = random(&mut rng, rows * n);
-        let gates: Vec<bf16> = random(&mut rng, rows * width)
-            .into_iter()
-            .map(|x| bf16::from_f32(10.0 * x.to_f32()))
-            .collect();
-        let want: Vec<f64> = (0..rows * n)
-            .map(|i| {
-                let gate = gates[i / n * width + first + i % n].to_f64();
-                x[i].to_f64() / (1.0 + (-gate).exp())
-            })
-            .collect();
-        let what = format!("gates of [{rows}, {n}]");
-        assert_close(&what, &run(&x, n, &gates, width, first), &want, tolerance);
-    }
-}
-
-#[test]
-fn gates_of_attention_on_the_cpu() {
-    check_gates(
-        |x, n, gates, width, first| {
-            let mut out = widen(x);
-            cpu::sigmoid_gate(&mut out, n, &widen(gates), width, first);
-            out
-        },
-        1e-5,
-    );
-}
-
-#[test]
-#[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn gates_of_attention() {
-    let gpu = gpu();
-    let kernels = DeltaKernels::load(&gpu).unwrap();
-    check_gates(
-        |x, n, gates, width, first| {
-            let mut all = x.to_vec();
-            all.extend([bf16::from_bits(u16::MAX); GUARD]);
-            let (out, gates_on_gpu) = (upload(&gpu, &all), upload(&gpu, gates));
-            let gates = gates_on_gpu.slice().range(0..gates.len());
-            let to = out.slice().range(0..x.len());
-            kernels.sigmoid_gate(to, n, gates, width, first).unwrap();
-            let mut all: Vec<bf16> = download(&gpu, &out, all.len());
-            assert!(all.split_off(x.len()).iter().all(|x| x.to_bits() == u16::MAX));
-            widen(&all)
-        },
-        BF16,
-    );
 }

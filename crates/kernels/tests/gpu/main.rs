@@ -17,4 +17,5 @@ mod linear;
 mod moe;
 mod pool;
 mod sample;
+mod sigmoid_gate;
 mod soft_cap;

@@ -29,7 +29,7 @@ use crate::batch::Bounds;
 use crate::images;
 use crate::state::LayerPlace;
 use crate::tables::LayerPage;
-use batch::{Batch, LaunchedRun};
+use batch::{Batch, InFlight, LaunchedRun};
 
 /// One engine state on a GPU: everything that serves a model besides its weights. Dropped whole.
 #[derive(Debug)]
@@ -58,13 +58,6 @@ struct Unsampled {
     /// Rows that are sampled from, padding left out.
     samples: usize,
     logprobs: bool,
-}
-
-/// A step that was launched.
-#[derive(Debug)]
-struct InFlight {
-    step: usize,
-    runs: Vec<LaunchedRun>,
 }
 
 impl GpuRunner {

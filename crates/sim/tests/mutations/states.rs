@@ -9,7 +9,15 @@ const SLOTS: &str = "kv/slots.rs";
 const SNAPSHOTS: &str = "kv/prefix/snapshots.rs";
 const STATES: &str = "kv/manager/states.rs";
 
-pub(crate) const STATE_MUTATIONS: [Mutation; 17] = [
+pub(crate) const STATE_MUTATIONS: [Mutation; 18] = [
+    bug(
+        "prompts are cut without regard to chunks of the recurrence",
+        &[edit(
+            STATES,
+            "self.config.block_size.tokens().max(«self.state_chunk»)",
+            "1",
+        )],
+    ),
     bug(
         "a state slot is not given back",
         &[edit(

@@ -6,6 +6,13 @@ use crate::cuda::graphs::Graphs;
 use crate::cuda::shape::BatchShape;
 use crate::images;
 
+/// A step that was launched.
+#[derive(Debug)]
+pub(super) struct InFlight {
+    pub(super) step: usize,
+    pub(super) runs: Vec<LaunchedRun>,
+}
+
 /// A run of a step that was launched.
 #[derive(Clone, Debug)]
 pub(super) struct LaunchedRun {
