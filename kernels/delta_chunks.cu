@@ -1,9 +1,9 @@
 // Gated DeltaNet's rule for runs of several tokens, in chunks on tensor cores (sm_90a): see `delta_chunk.cuh`.
 //
-// A block goes through all chunks of a run, for 64 value columns of a head, with two warp groups. The first has the state in
-// registers. Everything is transposed, columns by keys and columns by tokens, so that results of one product are the left operand of
-// the next without leaving them. The second follows with the outputs, for which it takes the state and U from shared memory, and
-// meanwhile copies the next chunk.
+// A block goes through all chunks of a run, for 64 value columns of a head, with three warp groups. The first copies chunks ahead. The
+// second has the state in registers. Everything is transposed, columns by keys and columns by tokens, so that results of one product
+// are the left operand of the next without leaving them. The third follows with the outputs, for which it takes the state and U from
+// shared memory.
 
 #include "delta_chunk.cuh"
 
@@ -15,6 +15,10 @@ constexpr int kColumns = 64;                 // of v, a panel
 constexpr int kGroupWarps = kWarpGroup / kWarp;
 constexpr int kPanel = kChunk * 64;          // elements: 64 of each token
 constexpr int kRowPieces = 64 / kVec;        // of a row of a panel
+constexpr int kStages = 2;
+constexpr int kThreads = 3 * kWarpGroup;
+// Registers of a thread of each group, where equal shares of the 65536 do not do.
+constexpr int kCopyRegisters = 56, kStateRegisters = 232, kOutputRegisters = 216;
 
 // Tokens in shared memory, with the block's columns of v. Panels are swizzled.
 template <int kKey>
@@ -26,7 +30,7 @@ struct __align__(1024) Stage {
     float2 gates[kChunk];
 };
 
-// What a warp of the first group hands to the one with the same 16 columns of the second.
+// What a warp of the second group hands to the one with the same 16 columns of the third.
 template <int kKey>
 struct Handover {
     uint4 state[kKey / 16][2][kWarp];
@@ -35,38 +39,39 @@ struct Handover {
 
 template <int kKey>
 struct Room {
-    Stage<kKey> stages[2];
+    Stage<kKey> stages[kStages];
     Handover<kKey> handover[kGroupWarps];
-};
+    uint64_t full[kStages];
+    uint64_t empty[kStages];
 
-// A left operand in two parts.
-struct LeftParts {
-    uint32_t high[4];
-    uint32_t low[4];
-
-    // From two neighbouring results.
-    __device__ __forceinline__ void take(const float (&left)[4], const float (&right)[4]) {
-        const float* const from[4] = {&left[0], &left[2], &right[0], &right[2]};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const Parts parts = in_parts(from[i][0], from[i][1]);
-            high[i] = parts.high;
-            low[i] = parts.low;
+    // Before any other access, by the whole block.
+    __device__ __forceinline__ void init() {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < kStages; ++i) {
+                barrier_init(full + i, kWarpGroup);
+                barrier_init(empty + i, 2 * kGroupWarps);
+            }
         }
+        for (int i = threadIdx.x; i < kStages * 4 * kChunk * kRowPieces; i += kThreads) {
+            const int row = i / kRowPieces % kChunk, piece = i % kRowPieces;
+            if (piece / 2 <= row / 16) continue;
+            bf16* const panel = stages[i / (4 * kChunk * kRowPieces)].triangles[i / (kChunk * kRowPieces) % 4];
+            *reinterpret_cast<uint4*>(swizzled(panel, row, piece)) = make_uint4(0, 0, 0, 0);
+        }
+        __syncthreads();
     }
 
-    // Those of one lane; `at` is of a warp.
-    __device__ __forceinline__ void store(uint4 (&at)[2][kWarp]) const {
-        const int lane = threadIdx.x % kWarp;
-        at[0][lane] = make_uint4(high[0], high[1], high[2], high[3]);
-        at[1][lane] = make_uint4(low[0], low[1], low[2], low[3]);
+    // The stage of the `n`th chunk, once it is there.
+    __device__ __forceinline__ Stage<kKey>& arrived(int n) {
+        barrier_wait(full + n % kStages, n / kStages & 1);
+        fence_for_products();
+        return stages[n % kStages];
     }
 
-    __device__ __forceinline__ void load(const uint4 (&at)[2][kWarp]) {
-        const int lane = threadIdx.x % kWarp;
-        const uint4 h = at[0][lane], l = at[1][lane];
-        high[0] = h.x, high[1] = h.y, high[2] = h.z, high[3] = h.w;
-        low[0] = l.x, low[1] = l.y, low[2] = l.z, low[3] = l.w;
+    // This warp is done with it.
+    __device__ __forceinline__ void release(int n) {
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) barrier_arrive(empty + n % kStages);
     }
 };
 
@@ -82,13 +87,6 @@ __device__ __forceinline__ bf16* corner(bf16* panel, int tile) {
     return swizzled(panel, tile * 8 + lane % 8 + lane / 16 * 8, warp * 2 + lane / 8 % 2);
 }
 
-// Four 8x8 matrices, as `load_matrices_transposed` loads them.
-__device__ __forceinline__ void store_matrices_transposed(bf16* to, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)), "r"(r[0]),
-                 "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
-}
-
 // sums (+)= a k', where k are 16 elements of keys of a panel.
 __device__ __forceinline__ void add_keys(OfTokens& sums, const LeftParts& a, const bf16* k, int add) {
     Wgmma<kChunk>::rows(sums, a.high, rows_operand(k), add);
@@ -102,7 +100,14 @@ __device__ __forceinline__ void add_triangle(OfTokens& sums, const LeftParts& a,
     Wgmma<kChunk>::rows(sums, a.high, rows_operand(low), 1);
 }
 
-// Copies of the second group.
+// Begins to copy 8 bytes to shared memory, or zeroes them.
+__device__ __forceinline__ void copy_async_8(void* to, const void* from, bool wanted) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from), "r"(wanted ? 8 : 0) : "memory");
+}
+
+__device__ __forceinline__ void wait_all_async() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Copies of the first group.
 template <int kKey>
 struct Copies {
     static constexpr int kKeyPieces = kKey / kVec, kKeyRows = kWarpGroup / kKeyPieces;  // of a row, and rows at a time
@@ -117,7 +122,7 @@ struct Copies {
     // Begins to copy the chunk that begins with a token.
     __device__ __forceinline__ void begin(Stage<kKey>& stage, int token) const {
         const Layout& layout = of.layout;
-        const int thread = threadIdx.x - kWarpGroup;
+        const int thread = threadIdx.x;
         const int len = chunk_len(run, token), first = run.first_row + token;
         {
             const int piece = thread % kKeyPieces, row = thread / kKeyPieces;
@@ -159,9 +164,21 @@ struct Copies {
                 if (next + kPanelRows + row < len) from += kPanelRows * static_cast<int64_t>(layout.channels());
             }
         }
-        if (thread < len) copy_async_of<8>(&stage.gates[thread], of.gates + of.at(first + thread, head));
-        if (thread >= len && thread < kChunk) stage.gates[thread] = make_float2(0.0f, 0.0f);
-        commit_async();
+        if (thread < kChunk) {
+            const bool there = thread < len;
+            copy_async_8(&stage.gates[thread], of.gates + of.at(first + (there ? thread : 0), head), there);
+        }
+    }
+
+    __device__ __forceinline__ void all(Room<kKey>& room) const {
+        for (int token = 0, n = 0; token < run.len; token += chunk_len(run, token), ++n) {
+            const int at = n % kStages;
+            if (n >= kStages) barrier_wait(room.empty + at, (n / kStages - 1) & 1);
+            __syncwarp();
+            begin(room.stages[at], token);
+            barrier_arrive_after_copies(room.full + at);
+        }
+        wait_all_async();
     }
 };
 
@@ -172,49 +189,140 @@ __device__ __forceinline__ void arrive(int id) {
 
 __device__ __forceinline__ void wait_for(int id) { asm volatile("bar.sync %0, 64;" ::"r"(id) : "memory"); }
 
+// One lane's part in the work of the second and of the third group.
 template <int kKey>
-__device__ __forceinline__ void go_through_chunks(const Chunked& of, const StateRun* runs) {
-    constexpr int kKeyTiles = kKey / 16;
-    extern __shared__ __align__(1024) unsigned char shared[];
-    auto& room = *reinterpret_cast<Room<kKey>*>(shared);
-    const Layout& layout = of.layout;
-    const int slices = (layout.value_dim + kColumns - 1) / kColumns, parts = layout.value_heads * slices;
-    const int at_run = blockIdx.x / parts, part = blockIdx.x - at_run * parts;
-    const int head = part / slices, first_column = (part - head * slices) * kColumns;
-    const StateRun run = runs[at_run];
-    if (run.after < 0) {
-        pdl_wait();
-        return;
-    }
-    const int warp = threadIdx.x % kWarpGroup / kWarp, lane = threadIdx.x % kWarp;
-    // Of the two columns of this lane.
-    const int columns[2] = {warp * 16 + lane / 4, warp * 16 + lane / 4 + 8};
-    const bool has_column[2] = {first_column + columns[0] < layout.value_dim, first_column + columns[1] < layout.value_dim};
-    const int state_known = 1 + warp, u_known = 1 + kGroupWarps + warp;
-    Handover<kKey>& handover = room.handover[warp];
+struct Columns {
+    static constexpr int kKeyTiles = kKey / 16;
 
-    // The same in all lanes, which the compiler must know.
-    if (__shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0) > 0) {
-        const Copies<kKey> copies{of, run, head, first_column};
-        for (int i = threadIdx.x - kWarpGroup; i < 2 * 4 * kChunk * kRowPieces; i += kWarpGroup) {
-            const int row = i / kRowPieces % kChunk, piece = i % kRowPieces;
-            if (piece / 2 <= row / 16) continue;
-            bf16* const panel = room.stages[i / (4 * kChunk * kRowPieces)].triangles[i / (kChunk * kRowPieces) % 4];
-            *reinterpret_cast<uint4*>(swizzled(panel, row, piece)) = make_uint4(0, 0, 0, 0);
+    const Chunked& of;
+    const StateRun& run;
+    Room<kKey>& room;
+    int head;
+    int first_column;
+    int warp;
+    int lane;
+
+    // Of this lane's two columns, whether there is one.
+    __device__ __forceinline__ bool has(int below) const { return first_column + column(below) < of.layout.value_dim; }
+
+    __device__ __forceinline__ int column(int below) const { return warp * 16 + lane / 4 + below * 8; }
+
+    __device__ __forceinline__ float* state_at(int slot, int key, int below) const {
+        const int64_t row = (static_cast<int64_t>(slot) * of.layout.value_heads + head) * of.layout.key_dim + key;
+        return of.states + row * of.layout.value_dim + first_column + column(below);
+    }
+
+    // Barriers of a warp of the second group and its counterpart of the third.
+    __device__ __forceinline__ int state_known() const { return 1 + warp; }
+    __device__ __forceinline__ int u_known() const { return 1 + kGroupWarps + warp; }
+    __device__ __forceinline__ int handed_over() const { return 1 + 2 * kGroupWarps + warp; }
+
+    __device__ __forceinline__ void learn() const {
+        float state[2 * kKeyTiles][4];
+#pragma unroll
+        for (int tile = 0; tile < 2 * kKeyTiles; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int key = token_of(tile, i);
+                const bool wanted = run.before >= 0 && key < of.layout.key_dim && has(i / 2);
+                state[tile][i] = wanted ? *state_at(run.before, key, i / 2) : 0.0f;
+            }
         }
-        pdl_wait();
-        copies.begin(room.stages[0], 0);
-        for (int token = 0, at = 0; token < run.len; at ^= 1) {
-            Stage<kKey>& stage = room.stages[at];
-            const int len = chunk_len(run, token), next = token + len;
-            wait_async<0>();
-            fence_for_products();
-            // The chunk has arrived, and everyone is done with the one before.
-            __syncthreads();
-            if (next < run.len) copies.begin(room.stages[at ^ 1], next);
+        Handover<kKey>& handover = room.handover[warp];
+        for (int token = 0, n = 0; token < run.len; ++n) {
+            const int len = chunk_len(run, token);
+            Stage<kKey>& stage = room.arrived(n);
+            if (n > 0) wait_for(handed_over());
+            // What is new of v: first S'K'.
+            OfTokens sums;
+            {
+                LeftParts left[kKeyTiles];
+#pragma unroll
+                for (int tile = 0; tile < kKeyTiles; ++tile) {
+                    left[tile].take(state[2 * tile], state[2 * tile + 1]);
+                    left[tile].store(handover.state[tile]);
+                    wgmma_fence();
+                    add_keys(sums, left[tile], stage.k + tile / 4 * kPanel + tile % 4 * 16, tile > 0);
+                    wgmma_commit();
+                }
+                arrive(state_known());
+                wgmma_wait<0>();
+                touch(sums);
+            }
+            OfTokens u;
+            {
+                LeftParts left[kChunkTiles];
+#pragma unroll
+                for (int tile = 0; tile < kChunkTiles; ++tile) {
+                    uint32_t v[4];
+                    load_matrices_transposed(v, corner(stage.v, 2 * tile));
+#pragma unroll
+                    for (int pair = 0; pair < 4; ++pair) {
+                        const float2 two = __bfloat1622float2(*reinterpret_cast<const bf162*>(&v[pair]));
+                        float* const sum = &sums[2 * tile + pair / 2][pair % 2 * 2];
+                        sum[0] = fmaf(-stage.gates[token_of(2 * tile + pair / 2, 0)].x, sum[0], two.x);
+                        sum[1] = fmaf(-stage.gates[token_of(2 * tile + pair / 2, 1)].x, sum[1], two.y);
+                    }
+                    left[tile].take(sums[2 * tile], sums[2 * tile + 1]);
+                    wgmma_fence();
+                    add_triangle(u, left[tile], stage.triangles[0] + tile * 16, stage.triangles[1] + tile * 16, tile > 0);
+                    wgmma_commit();
+                }
+                const float kept = stage.gates[len - 1].x;
+#pragma unroll
+                for (int tile = 0; tile < 2 * kKeyTiles; ++tile) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) state[tile][i] *= kept;
+                }
+                wgmma_wait<0>();
+                touch(u);
+            }
+#pragma unroll
+            for (int tile = 0; tile < kChunkTiles; ++tile) {
+                LeftParts left;
+                left.take(u[2 * tile], u[2 * tile + 1]);
+                left.store(handover.u[tile]);
+            }
+            arrive(u_known());
+            LeftParts left[kChunkTiles];
+            touch(state);
+#pragma unroll
+            for (int tile = 0; tile < kChunk / 8; ++tile) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) u[tile][i] *= stage.gates[token_of(tile, i)].y;
+                if (tile % 2 == 0) continue;
+                left[tile / 2].take(u[tile - 1], u[tile]);
+                wgmma_fence();
+                const uint64_t k = columns_operand(stage.k + tile / 2 * 16 * 64, kPanel * int(sizeof(bf16)));
+                Wgmma<kKey>::columns(state, left[tile / 2].high, k);
+                Wgmma<kKey>::columns(state, left[tile / 2].low, k);
+                wgmma_commit();
+            }
+            wgmma_wait<0>();
+            touch(state);
+            room.release(n);
+            token += len;
+        }
+#pragma unroll
+        for (int tile = 0; tile < 2 * kKeyTiles; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int key = token_of(tile, i);
+                if (key < of.layout.key_dim && has(i / 2)) *state_at(run.after, key, i / 2) = state[tile][i];
+            }
+        }
+    }
+
+    __device__ __forceinline__ void give() const {
+        const Handover<kKey>& handover = room.handover[warp];
+        const int piece = warp * 2 + lane % 2;  // of a row, in global memory
+        const bool has_piece = first_column + piece * kVec < of.layout.value_dim;
+        for (int token = 0, n = 0; token < run.len; ++n) {
+            const int len = chunk_len(run, token);
+            Stage<kKey>& stage = room.arrived(n);
             OfTokens sums;
             LeftParts left[kKeyTiles];
-            wait_for(state_known);
+            wait_for(state_known());
 #pragma unroll
             for (int tile = 0; tile < kKeyTiles; ++tile) left[tile].load(handover.state[tile]);
             wgmma_fence();
@@ -230,9 +338,10 @@ __device__ __forceinline__ void go_through_chunks(const Chunked& of, const State
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sums[tile][i] *= stage.gates[token_of(tile, i)].x;
             }
-            wait_for(u_known);
+            wait_for(u_known());
 #pragma unroll
             for (int tile = 0; tile < kChunkTiles; ++tile) left[tile].load(handover.u[tile]);
+            if (token + len < run.len) arrive(handed_over());
             touch(sums);
             wgmma_fence();
 #pragma unroll
@@ -250,135 +359,69 @@ __device__ __forceinline__ void go_through_chunks(const Chunked& of, const State
                 store_matrices_transposed(corner(stage.v, tile), packed);
             }
             __syncwarp();
-            const int piece = warp * 2 + lane % 2;
-            if (first_column + piece * kVec < layout.value_dim) {
+            if (has_piece) {
+                const int64_t stride = of.layout.channels();
                 bf16* const out = of.values(run.first_row + token, head) + first_column + piece * kVec;
 #pragma unroll
                 for (int row = lane / 2; row < kChunk; row += kWarp / 2) {
-                    if (row < len) store8(out + static_cast<int64_t>(row) * layout.channels(), load8(swizzled(stage.v, row, piece)));
+                    if (row < len) store8(out + row * stride, load8(swizzled(stage.v, row, piece)));
                 }
             }
-            token = next;
+            room.release(n);
+            token += len;
         }
-        return;
     }
+};
 
-    const auto state_at = [&](int slot, int key, int below) {
-        const int64_t row = (static_cast<int64_t>(slot) * layout.value_heads + head) * layout.key_dim + key;
-        return of.states + row * layout.value_dim + first_column + columns[below];
-    };
-    const auto has = [&](int key, int below) { return key < layout.key_dim && has_column[below]; };
-    float state[2 * kKeyTiles][4];
-#pragma unroll
-    for (int tile = 0; tile < 2 * kKeyTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int key = token_of(tile, i);
-            state[tile][i] = run.before >= 0 && has(key, i / 2) ? *state_at(run.before, key, i / 2) : 0.0f;
-        }
-    }
+template <int kKey>
+__device__ __forceinline__ void go_through_chunks(const Chunked& of, const StateRun* runs) {
+    constexpr bool kUnequal = kKey > 64;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    auto& room = *reinterpret_cast<Room<kKey>*>(shared);
+    const Layout& layout = of.layout;
+    const int slices = (layout.value_dim + kColumns - 1) / kColumns, parts = layout.value_heads * slices;
+    const int at_run = blockIdx.x / parts, part = blockIdx.x - at_run * parts;
+    const int head = part / slices, first_column = (part - head * slices) * kColumns;
+    const StateRun run = runs[at_run];
+    room.init();
+    const int warp = threadIdx.x % kWarpGroup / kWarp, lane = threadIdx.x % kWarp;
+    const Columns<kKey> columns{of, run, room, head, first_column, warp, lane};
+    // The compiler must see that it is the same for all lanes.
+    const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0);
     pdl_wait();
-    for (int token = 0, at = 0; token < run.len; at ^= 1) {
-        Stage<kKey>& stage = room.stages[at];
-        const int len = chunk_len(run, token);
-        __syncthreads();
-        // What is new of v: first S'K'.
-        OfTokens sums;
-        {
-            LeftParts left[kKeyTiles];
-#pragma unroll
-            for (int tile = 0; tile < kKeyTiles; ++tile) {
-                left[tile].take(state[2 * tile], state[2 * tile + 1]);
-                left[tile].store(handover.state[tile]);
-                wgmma_fence();
-                add_keys(sums, left[tile], stage.k + tile / 4 * kPanel + tile % 4 * 16, tile > 0);
-                wgmma_commit();
-            }
-            arrive(state_known);
-            wgmma_wait<0>();
-            touch(sums);
-        }
-        OfTokens u;
-        {
-            LeftParts left[kChunkTiles];
-#pragma unroll
-            for (int tile = 0; tile < kChunkTiles; ++tile) {
-                uint32_t v[4];
-                load_matrices_transposed(v, corner(stage.v, 2 * tile));
-#pragma unroll
-                for (int pair = 0; pair < 4; ++pair) {
-                    const float2 two = __bfloat1622float2(*reinterpret_cast<const bf162*>(&v[pair]));
-                    float* const sum = &sums[2 * tile + pair / 2][pair % 2 * 2];
-                    sum[0] = fmaf(-stage.gates[token_of(2 * tile + pair / 2, 0)].x, sum[0], two.x);
-                    sum[1] = fmaf(-stage.gates[token_of(2 * tile + pair / 2, 1)].x, sum[1], two.y);
-                }
-                left[tile].take(sums[2 * tile], sums[2 * tile + 1]);
-                wgmma_fence();
-                add_triangle(u, left[tile], stage.triangles[0] + tile * 16, stage.triangles[1] + tile * 16, tile > 0);
-                wgmma_commit();
-            }
-            const float kept = stage.gates[len - 1].x;
-#pragma unroll
-            for (int tile = 0; tile < 2 * kKeyTiles; ++tile) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) state[tile][i] *= kept;
-            }
-            wgmma_wait<0>();
-            touch(u);
-        }
-#pragma unroll
-        for (int tile = 0; tile < kChunkTiles; ++tile) {
-            LeftParts left;
-            left.take(u[2 * tile], u[2 * tile + 1]);
-            left.store(handover.u[tile]);
-        }
-        arrive(u_known);
-        LeftParts left[kChunkTiles];
-        touch(state);
-#pragma unroll
-        for (int tile = 0; tile < kChunk / 8; ++tile) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) u[tile][i] *= stage.gates[token_of(tile, i)].y;
-            if (tile % 2 == 0) continue;
-            left[tile / 2].take(u[tile - 1], u[tile]);
-            wgmma_fence();
-            const uint64_t k = columns_operand(stage.k + tile / 2 * 16 * 64, kPanel * int(sizeof(bf16)));
-            Wgmma<kKey>::columns(state, left[tile / 2].high, k);
-            Wgmma<kKey>::columns(state, left[tile / 2].low, k);
-            wgmma_commit();
-        }
-        wgmma_wait<0>();
-        touch(state);
-        token += len;
-    }
-#pragma unroll
-    for (int tile = 0; tile < 2 * kKeyTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int key = token_of(tile, i);
-            if (has(key, i / 2)) *state_at(run.after, key, i / 2) = state[tile][i];
-        }
+    if (group == 0) {
+        if constexpr (kUnequal) give_registers<kCopyRegisters>();
+        Copies<kKey>{of, run, head, first_column}.all(room);
+    } else if (group == 1) {
+        if constexpr (kUnequal) take_registers<kStateRegisters>();
+        columns.learn();
+    } else {
+        if constexpr (kUnequal) take_registers<kOutputRegisters>();
+        columns.give();
     }
 }
 
 }  // namespace
 
-// For key heads of up to so many elements. Tiles and runs are those of several tokens.
+static_assert(sizeof(StateRun) == 32, "as in state_runs.rs");
+static_assert(sizeof(TriangleRoom<64>) == 54912 && sizeof(TriangleRoom<128>) == 54912, "as in delta_chunks.rs");
+static_assert(sizeof(Room<64>) == 150528 && sizeof(Room<128>) == 199680, "as in delta_chunks.rs");
+
+// For key heads of up to so many elements. Runs are those of several tokens.
 //
-// `delta_triangles`: gridDim.x is tiles times value_heads, blockDim.x 128; dynamic shared memory: a `TriangleRoom`.
-// `delta_chunks`: gridDim.x is runs times value_heads times ceil(value_dim / 64), blockDim.x 256; dynamic shared memory: a `Room`.
+// `delta_triangles`: gridDim.x is chunks times value_heads, blockDim.x 128; dynamic shared memory: a `TriangleRoom`.
+// `delta_chunks`: gridDim.x is runs times value_heads times ceil(value_dim / 64), blockDim.x 384; dynamic shared memory: a `Room`.
 #define CHUNK_KERNELS(KEY)                                                                                              \
     extern "C" __global__ void __launch_bounds__(kTriangleThreads)                                                      \
-        delta_triangles_##KEY(bf16* mixed, float2* gates, bf16* triangles, float* states,                               \
-                              const StateRun* runs, const StateTile* tiles, int key_heads, int value_heads, int key_dim, \
-                              int value_dim, int adjacent) {                                                            \
+        delta_triangles_##KEY(bf16* mixed, float2* gates, bf16* triangles, const StateRun* runs,                        \
+                              const StateTile* chunks, int key_heads, int value_heads, int key_dim, int value_dim,      \
+                              int adjacent) {                                                                           \
         const Layout layout{key_heads, value_heads, key_dim, value_dim, 0, adjacent};                                   \
-        make_triangles<KEY>({mixed, gates, triangles, states, layout}, runs, tiles);                                    \
+        make_triangles<KEY>({mixed, gates, triangles, nullptr, layout}, runs, chunks);                                  \
     }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(2 * kWarpGroup)                                                        \
-        delta_chunks_##KEY(bf16* mixed, float2* gates, bf16* triangles, float* states,                                  \
-                           const StateRun* runs, const StateTile* tiles, int key_heads, int value_heads, int key_dim,    \
-                           int value_dim, int adjacent) {                                                               \
+    extern "C" __global__ void __launch_bounds__(kThreads)                                                              \
+        delta_chunks_##KEY(bf16* mixed, float2* gates, bf16* triangles, float* states, const StateRun* runs,            \
+                           int key_heads, int value_heads, int key_dim, int value_dim, int adjacent) {                  \
         const Layout layout{key_heads, value_heads, key_dim, value_dim, 0, adjacent};                                   \
         go_through_chunks<KEY>({mixed, gates, triangles, states, layout}, runs);                                        \
     }

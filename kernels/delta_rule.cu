@@ -7,7 +7,7 @@
 // tokens can go through `delta_chunks.cu` instead. `delta_norm` makes the outputs the rows of the next product.
 //
 // States are f32, indexed by slot, and found in one slot and left in the same or another. Work lists, weights, and states of the
-// rule are read before `pdl_wait`: no other kernel of a step writes them, and a copy separates steps.
+// rule are read before `pdl_wait`: no other kernel of a step writes them or the slots of these runs, and a copy separates steps.
 //
 // Head dimensions are multiples of 8, up to 256, so every access of four channels is aligned.
 

@@ -9,8 +9,8 @@
 //   O = diag(g) Q S + tril(Q K' * g_i / g_j) U
 //   S = g_last S + K' diag(g_last / g) U
 //
-// `delta_triangles`, here, computes T and the triangle of Q K' of all chunks side by side; `delta_chunks` goes through the chunks of a
-// run with the state in registers. K, Q and V are bf16; whatever else is multiplied is f32, in two parts of bf16 each: products are as
+// `delta_triangles` (`make_triangles` below) computes T and the triangle of Q K' of all chunks side by side; `delta_chunks` goes through
+// the chunks of a run with the state in registers. K, Q and V are bf16; whatever else is multiplied is f32, in two parts of bf16 each: products are as
 // exact as 16 bits of mantissa allow, and sums are f32.
 #pragma once
 
@@ -24,7 +24,7 @@ constexpr int kChunk = 64;                   // tokens
 constexpr int kChunkTiles = kChunk / 16;     // of 16 tokens
 constexpr int kTriangle = 2 * kChunk;        // elements of a row of a triangle: high parts, then low parts
 constexpr int kTriangles = 2 * kTriangle;    // of a token and head: T, then the triangle of Q K'
-constexpr float kLeastLog = -24.0f;          // of a decay: what is left then is less than f32 rounds away
+constexpr float kLeastLog = -24.0f;          // the least logarithm of a decay: what it leaves is less than f32 rounds away
 
 // What both kernels work on. Rows of `triangles` are written for the tokens of chunks, up to the last column of their tile.
 struct Chunked {
@@ -86,6 +86,44 @@ __device__ __forceinline__ Parts in_parts(float x, float y) {
     return {high, pack(x - rounded.x, y - rounded.y)};
 }
 
+// A left operand in two parts.
+struct LeftParts {
+    uint32_t high[4];
+    uint32_t low[4];
+
+    // From two neighbouring results.
+    __device__ __forceinline__ void take(const float (&left)[4], const float (&right)[4]) {
+        const float* const from[4] = {&left[0], &left[2], &right[0], &right[2]};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const Parts parts = in_parts(from[i][0], from[i][1]);
+            high[i] = parts.high;
+            low[i] = parts.low;
+        }
+    }
+
+    // Those of one lane; `at` is of a warp.
+    __device__ __forceinline__ void store(uint4 (&at)[2][kWarp]) const {
+        const int lane = threadIdx.x % kWarp;
+        at[0][lane] = make_uint4(high[0], high[1], high[2], high[3]);
+        at[1][lane] = make_uint4(low[0], low[1], low[2], low[3]);
+    }
+
+    __device__ __forceinline__ void load(const uint4 (&at)[2][kWarp]) {
+        const int lane = threadIdx.x % kWarp;
+        const uint4 h = at[0][lane], l = at[1][lane];
+        high[0] = h.x, high[1] = h.y, high[2] = h.z, high[3] = h.w;
+        low[0] = l.x, low[1] = l.y, low[2] = l.z, low[3] = l.w;
+    }
+};
+
+// Four 8x8 matrices, as `load_matrices_transposed` loads them.
+__device__ __forceinline__ void store_matrices_transposed(bf16* to, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 constexpr int kTriangleThreads = 2 * kChunk;
 constexpr int kRowOfA = kChunk + 4;  // elements
 
@@ -104,44 +142,102 @@ struct __align__(128) TriangleRoom {
     float sum_of_first;  // half of the logarithms
 };
 
-// Column `column` of (1 + A)^-1 from row kFirst on, above which it is zero: each row follows from those before.
-template <int kFirst>
-__device__ __forceinline__ void invert_column(const float (&a)[kChunk][kRowOfA], int column, float rate,
-                                              bf16 (&high)[kChunk][kChunk + 8], bf16 (&low)[kChunk][kChunk + 8]) {
-    float t[kChunk];
+// A right operand of two products in two parts: their columns are 16 rows of A or of an inverse, 16 columns of which are summed.
+struct RightParts {
+    uint32_t high[4];
+    uint32_t low[4];
+
+    __device__ __forceinline__ RightParts(const float (&a)[kChunk][kRowOfA], int row, int column) {
+        const int lane = threadIdx.x % kWarp;
 #pragma unroll
-    for (int row = kFirst; row < kChunk; ++row) {
-        float sums[4] = {};
-#pragma unroll
-        for (int from = kFirst; from < row; from += 4) {
-            const float4 of_row = *reinterpret_cast<const float4*>(&a[row][from]);
-            sums[0] = fmaf(of_row.x, t[from], sums[0]);
-            if (from + 1 < row) sums[1] = fmaf(of_row.y, t[from + 1], sums[1]);
-            if (from + 2 < row) sums[2] = fmaf(of_row.z, t[from + 2], sums[2]);
-            if (from + 3 < row) sums[3] = fmaf(of_row.w, t[from + 3], sums[3]);
+        for (int i = 0; i < 4; ++i) {
+            const float* const from = &a[row + i / 2 * 8 + lane / 4][column + i % 2 * 8 + lane % 4 * 2];
+            const float2 two = *reinterpret_cast<const float2*>(from);
+            const Parts parts = in_parts(two.x, two.y);
+            high[i] = parts.high;
+            low[i] = parts.low;
         }
-        t[row] = (row == column ? 1.0f : 0.0f) - ((sums[0] + sums[1]) + (sums[2] + sums[3]));
-        const float scaled = t[row] * rate;
-        high[row][column] = __float2bfloat16_rn(scaled);
-        low[row][column] = __float2bfloat16_rn(scaled - __bfloat162float(high[row][column]));
+    }
+};
+
+// c += a b, but for the product of the low parts.
+__device__ __forceinline__ void add_product(float (&c)[2][4], const LeftParts& a, const RightParts& b) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        mma(c[half], a.high, b.high[2 * half], b.high[2 * half + 1]);
+        mma(c[half], a.low, b.high[2 * half], b.high[2 * half + 1]);
+        mma(c[half], a.high, b.low[2 * half], b.low[2 * half + 1]);
     }
 }
 
-// A block has the chunk that begins with a tile, for one head of v; nothing where none begins.
+// The inverse of 1 + A of 16 tokens takes the place of A, by one warp: a lane has a column, in which each row follows from those before.
+__device__ __forceinline__ void invert_tile(float (&a)[kChunk][kRowOfA], int first) {
+    const int lane = threadIdx.x % kWarp, column = lane % 16;
+    float t[16];
+#pragma unroll
+    for (int row = 0; row < 16; ++row) {
+        float sums[2] = {};
+#pragma unroll
+        for (int from = 0; from < row; ++from) sums[from % 2] = fmaf(a[first + row][first + from], t[from], sums[from % 2]);
+        t[row] = (row == column ? 1.0f : 0.0f) - (sums[0] + sums[1]);
+    }
+    __syncwarp();
+    if (lane >= 16) return;
+#pragma unroll
+    for (int row = 0; row < 16; ++row) a[first + row][first + column] = t[row];
+}
+
+// 16 columns of T, from the inverses of all tiles on the diagonal and A below them, by one warp: with tiles of 16 x 16,
+// T_ij = -T_ii (A_ij T_jj + .. + A_i,i-1 T_i-1,j). Everything is transposed, so that results are left operands.
+template <typename Room>
+__device__ __forceinline__ void make_columns(Room& room, int column) {
+    const int lane = threadIdx.x % kWarp, tile = column / 16;
+    const auto store = [&](int row, const LeftParts& x) {
+        const int at = row + lane % 8 + lane / 16 * 8, piece = column + lane / 8 % 2 * 8;
+        store_matrices_transposed(&room.out[0][0][at][piece], {x.high[0], x.high[1], x.high[2], x.high[3]});
+        store_matrices_transposed(&room.out[0][1][at][piece], {x.low[0], x.low[1], x.low[2], x.low[3]});
+    };
+    LeftParts columns[kChunkTiles];
+#pragma unroll
+    for (int row = 0; row < kChunkTiles; ++row) {
+        if (row < tile) continue;
+        float t[2][4]{};
+        if (row == tile) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int of_column = column + lane / 4 + i % 4 / 2 * 8, of_row = column + i / 4 * 8 + lane % 4 * 2 + i % 2;
+                t[i / 4][i % 4] = room.a[of_row][of_column] * room.rate[of_column];
+            }
+        } else {
+            float sum[2][4]{};
+#pragma unroll
+            for (int from = 0; from < row; ++from) {
+                if (from >= tile) add_product(sum, columns[from], RightParts(room.a, row * 16, from * 16));
+            }
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = -sum[i / 4][i % 4];
+            LeftParts left;
+            left.take(sum[0], sum[1]);
+            add_product(t, left, RightParts(room.a, row * 16, row * 16));
+        }
+        columns[row].take(t[0], t[1]);
+        store(row * 16, columns[row]);
+    }
+}
+
+// A block has a chunk, for one head of v.
 template <int kKey>
-__device__ __forceinline__ void make_triangles(const Chunked& of, const StateRun* runs, const StateTile* tiles) {
+__device__ __forceinline__ void make_triangles(const Chunked& of, const StateRun* runs, const StateTile* chunks) {
     constexpr int kPieces = kKey / kVec;
     extern __shared__ __align__(128) unsigned char shared[];
     TriangleRoom<kKey>& room = *reinterpret_cast<TriangleRoom<kKey>*>(shared);
     const Layout& layout = of.layout;
     const int index = blockIdx.x / layout.value_heads, head = blockIdx.x - index * layout.value_heads;
-    const StateTile tile = tiles[index];
-    const StateRun run = runs[tile.run];
-    const bool begins = tile.first == 0 || (run.start + tile.first) % kChunk == 0;
+    const StateTile chunk = chunks[index];
+    const StateRun run = runs[chunk.run];
     pdl_wait();
-    if (run.after < 0 || !begins) return;
     const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
-    const int len = chunk_len(run, tile.first), first = run.first_row + tile.first;
+    const int len = chunk_len(run, chunk.first), first = run.first_row + chunk.first;
 
     const bf16* const keys = of.keys(first, head);
     const int64_t stride = layout.channels();
@@ -160,7 +256,8 @@ __device__ __forceinline__ void make_triangles(const Chunked& of, const StateRun
     if (thread < kChunk) {
         if (thread < len) {
             const float2 gate = *gates;
-            log_g = fmaxf(logf(gate.x), kLeastLog);
+            log_g = logf(gate.x);
+            if (log_g < kLeastLog) log_g = kLeastLog;  // not fmaxf, which loses a NaN
             rate = gate.y;
         }
 #pragma unroll
@@ -212,9 +309,9 @@ __device__ __forceinline__ void make_triangles(const Chunked& of, const StateRun
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const int earlier = column + i;
-                    const float left = earlier <= row ? __expf(room.log_g[row] - room.log_g[earlier]) : 0.0f;
-                    a[i] = earlier < row ? kk[tokens][half][below * 2 + i] * left * room.rate[row] : 0.0f;
-                    p[i] = qk[tokens][half][below * 2 + i] * left;
+                    const float decay = earlier <= row ? __expf(room.log_g[row] - room.log_g[earlier]) : 0.0f;
+                    a[i] = earlier < row ? kk[tokens][half][below * 2 + i] * decay * room.rate[row] : 0.0f;
+                    p[i] = qk[tokens][half][below * 2 + i] * decay;
                 }
                 *reinterpret_cast<float2*>(&room.a[row][column]) = make_float2(a[0], a[1]);
                 const Parts parts = in_parts(p[0], p[1]);
@@ -224,9 +321,9 @@ __device__ __forceinline__ void make_triangles(const Chunked& of, const StateRun
         }
     }
     __syncthreads();
-    // What is above in later columns is not read.
-    if (warp == 0) invert_column<0>(room.a, thread, rate, room.out[0][0], room.out[0][1]);
-    if (warp == 1) invert_column<kWarp>(room.a, thread, rate, room.out[0][0], room.out[0][1]);
+    invert_tile(room.a, warp * 16);
+    __syncthreads();
+    make_columns(room, warp * 16);
     __syncthreads();
     constexpr int kRowPieces = kTriangles / kVec;
     for (int i = thread; i < len * kRowPieces; i += kTriangleThreads) {

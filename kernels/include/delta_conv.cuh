@@ -3,16 +3,17 @@
 
 #include "common.cuh"
 
-// Rows of one request. `after` below 0 is padding: nothing is read or written for it. `GpuStateRun` of crates/kernels/src/cuda/delta_rule.rs.
+// Rows of one request. `after` below 0 is padding: nothing is read or written for it. `GpuStateRun` of crates/kernels/src/cuda/state_runs.rs.
 struct __align__(16) StateRun {
     int first_row;
     int len;
     int before;  // slot of the state before the first row; below 0 that is zero
     int after;   // slot of the state after the last one
     int start;   // tokens of the request before the first row
+    int unused[3];
 };
 
-// The rows of a run from its row `first` on up to the next multiple of kTileRows tokens of the request.
+// Rows of a run from its row `first` on: up to kTileRows, or a chunk.
 struct __align__(8) StateTile {
     int run;
     int first;
@@ -234,8 +235,8 @@ __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1
 
 // A warp has a tile of a head of q and of k, or of a head of v.
 //
-// Prompts do not let the next kernel start early: the few blocks of the rule would go to the multiprocessors that are done first, as
-// many as fit into each, and stay there for the whole prompt while others have none.
+// Prompts do not let the next kernel start early: where that is the rule token by token, its few blocks would go to the multiprocessors
+// that are done first, as many as fit into each, and stay there for the whole prompt while others have none.
 template <int kParts>
 __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, const StateRun* runs, const StateTile* tiles) {
     const Layout& layout = conv.layout;
@@ -246,7 +247,7 @@ __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, cons
     const StateTile tile = tiles[index];
     const StateRun run = runs[tile.run];
     if (run.len <= kTileRows) pdl_launch();
-    const int count = min(kTileRows - (run.start + tile.first) % kTileRows, run.len - tile.first);
+    const int count = min(kTileRows, run.len - tile.first);
     if (task >= tasks || run.after < 0) {
         pdl_wait();
         return;

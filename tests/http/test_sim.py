@@ -422,6 +422,8 @@ def test_unbounded_chat_uses_the_room_there_is(sim):
 def test_huge_body_is_413(sim):
     response = sim.http.post(COMPLETIONS, content=b'{"prompt": "' + b"x" * (40 << 20) + b'"}')
     assert error(response, 413)["code"] == "request_too_large"
+    # The rest of the body is not read, so the connection takes no other request.
+    assert response.headers["connection"] == "close"
 
 
 def test_paths_methods_media_types(sim):

@@ -45,10 +45,12 @@ impl TableState {
         left.chain(std::iter::once(self.own))
     }
 
-    /// What the state behind the next run's first token would be worth as a snapshot; `None` if none is wanted there.
-    pub(crate) fn worth(&self, block_size: usize, chunk: usize) -> Option<Worth> {
+    /// What the state behind the next run's first token would be worth as a snapshot; `None` if none is wanted there. They lie at
+    /// multiples of so many tokens in the output, and in the prompt.
+    pub(crate) fn worth(&self, (in_output, in_prompt): (usize, usize), chunk: usize) -> Option<Worth> {
         let start = self.planned;
-        if start == 0 || !start.is_multiple_of(block_size) {
+        let unit = if start < self.known { in_prompt } else { in_output };
+        if start == 0 || !start.is_multiple_of(unit) {
             return None;
         }
         if self.places.contains(&Some(start)) {

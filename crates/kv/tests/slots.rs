@@ -323,6 +323,27 @@ fn a_cache_that_is_emptied_has_no_snapshots() {
     tables.into_iter().for_each(|table| manager.release(table));
 }
 
+/// Where a recurrence goes through chunks of 32 tokens, prompts are cut between them, and their snapshots lie there.
+#[test]
+fn prompts_are_cut_between_chunks_of_the_recurrence() {
+    let mut manager = manager(100, 4).with_state_chunk(32);
+    let tokens = text(0, 120);
+    let table = open(&mut manager, &tokens).unwrap();
+    // Also where a turn may go on, at least eight tokens before the end; at the end of a block where there is room for no chunk.
+    let cuts = [(0, 50), (64, 120), (96, 120), (0, 30)].map(|(start, end)| manager.cut(&table, start, end));
+    assert_eq!(cuts, [32, 96, 120, 24]);
+    manager.release(table);
+    // What is left of a prompt that was not computed to its end.
+    for (computed, found) in [(80, 0), (64, 64), (104, 96)] {
+        let mut table = open(&mut manager, &tokens).unwrap();
+        compute(&mut manager, &mut table, &tokens, computed);
+        manager.release(table);
+        let table = open(&mut manager, &tokens).unwrap();
+        assert_eq!(table.computed(), found, "after {computed}");
+        manager.release(table);
+    }
+}
+
 #[test]
 fn without_a_prefix_cache_nothing_stays() {
     let mut manager = KvManager::new(config(100, 8), 1000, false);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use axum::body::{Body, HttpBody};
 use axum::extract::{Request, State};
-use axum::http::{HeaderName, HeaderValue, Method, Version, header};
+use axum::http::{HeaderName, HeaderValue, Method, StatusCode, Version, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use tracing::Instrument;
@@ -57,8 +57,10 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
     if let Some(fields) = context.ignored() {
         response.headers_mut().insert(IGNORED_FIELDS, fields);
     }
-    // Tells clients to reconnect elsewhere. HTTP/2 does so with GOAWAY.
-    if state.is_draining() && version < Version::HTTP_2 {
+    // Tells clients to reconnect elsewhere, or that the connection ends with a body of which the rest is not read. HTTP/2 needs
+    // neither.
+    let ends = state.is_draining() || response.status() == StatusCode::PAYLOAD_TOO_LARGE;
+    if ends && version < Version::HTTP_2 {
         response
             .headers_mut()
             .insert(header::CONNECTION, HeaderValue::from_static("close"));

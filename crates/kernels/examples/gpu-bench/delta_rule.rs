@@ -5,7 +5,7 @@ use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::{
-    DeltaArgs, DeltaKernels, FusedKernels, GpuDeltaGates, GpuPromptRuns, GpuStateRun, GpuStateTile,
+    DeltaArgs, DeltaKernels, FusedKernels, GpuDeltaGates, GpuStateRun, GpuStateTile,
 };
 use plimsoll_kernels::{DeltaLayout, StateRun};
 
@@ -76,6 +76,7 @@ impl<'a> Bench<'a> {
         );
         let out = random(rows * LAYOUT.values());
         let scratch = random(2 * rows * DeltaKernels::scratch_floats(&LAYOUT));
+        let several = lens.iter().filter(|&&len| len > 1).count();
         // Calls take other slots in turn, so that states are not in the cache.
         let sets: Vec<_> = (0..(SLOTS / runs).min(64))
             .map(|set| {
@@ -90,14 +91,18 @@ impl<'a> Bench<'a> {
                 };
                 let list: Vec<_> = (0..runs).map(run).collect();
                 let tiles: Vec<_> = GpuStateTile::all(&list).collect();
-                let prompts = GpuPromptRuns::of(&list, &tiles);
-                let counts = (tiles.len(), prompts);
-                ([upload(self.gpu, &list), upload(self.gpu, &tiles)], counts)
+                let chunks: Vec<_> = GpuStateTile::chunks(&list).collect();
+                let counts = [tiles.len(), chunks.len()];
+                // Memory for at least one.
+                let chunks = [&chunks[..], &tiles[..1]].concat();
+                let lists = [upload(self.gpu, &tiles), upload(self.gpu, &chunks)];
+                (upload(self.gpu, &list), lists, counts)
             })
             .collect();
         let [conv, a_log, dt_bias, norm] = &self.weights;
         let us = time_us(self.gpu, 16, |call| {
-            let ([list, tiled], (tiles, prompts)) = &sets[call % sets.len()];
+            let (list, lists, counts) = &sets[call % sets.len()];
+            let [tiles, chunks] = [0, 1].map(|i| lists[i].slice().range(0..counts[i]));
             self.kernels.forward(&DeltaArgs {
                 layout: LAYOUT,
                 conv: conv.slice(),
@@ -108,8 +113,9 @@ impl<'a> Bench<'a> {
                     eps: 1e-6,
                 },
                 runs: list.slice().range(0..runs),
-                tiles: tiled.slice().range(0..*tiles),
-                prompts: *prompts,
+                tiles,
+                chunks,
+                several,
                 x: x.slice(),
                 ba: ba.slice(),
                 conv_states: self.states[0].slice(),

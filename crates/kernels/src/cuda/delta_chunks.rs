@@ -3,15 +3,14 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Modu
 
 use super::fused::int;
 use super::load;
-use super::state_runs::{GpuStateRun, GpuStateTile};
+use super::state_runs::{CHUNK, GpuStateRun, GpuStateTile};
 use crate::DeltaLayout;
 
 /// Constants of `kernels/delta_chunks.cu` and `delta_chunk.cuh`.
-pub(super) const CHUNK: usize = 64;
 const COLUMNS: usize = 64;
 const TRIANGLES: usize = 4 * CHUNK;
 const TRIANGLE_THREADS: usize = 128;
-const CHUNK_THREADS: usize = 256;
+const CHUNK_THREADS: usize = 384;
 /// Largest heads of q and k.
 const KEY_DIMS: [usize; 2] = [64, 128];
 
@@ -24,20 +23,20 @@ pub(super) struct Chunked<'a> {
     pub(super) triangles: GpuSlice<'a, bf16>,
     pub(super) states: GpuSlice<'a, f32>,
     pub(super) runs: GpuSlice<'a, GpuStateRun>,
-    pub(super) tiles: GpuSlice<'a, GpuStateTile>,
+    pub(super) chunks: GpuSlice<'a, GpuStateTile>,
 }
 
 /// The rule for runs of several tokens, in chunks: `kernels/delta_chunks.cu`.
 #[derive(Debug)]
 pub(super) struct ChunkKernels {
-    /// For each of [`KEY_DIMS`], as the others.
+    /// For each of [`KEY_DIMS`], as `chunks`.
     triangles: [Function; 2],
     chunks: [Function; 2],
     _module: Module,
 }
 
 impl ChunkKernels {
-    /// `None` on GPUs without products of warp groups.
+    /// `None` unless the GPU is of Hopper, whose matrix instructions the kernels use.
     pub(super) fn load(gpu: &Gpu) -> Result<Option<Self>, GpuError> {
         if gpu.info().compute_capability != (9, 0) {
             return Ok(None);
@@ -59,53 +58,51 @@ impl ChunkKernels {
     }
 
     /// Whether there are kernels for heads of this size.
-    pub(super) fn knows(layout: &DeltaLayout) -> bool {
+    pub(super) fn supports(layout: &DeltaLayout) -> bool {
         layout.key_dim <= KEY_DIMS[KEY_DIMS.len() - 1]
     }
 
     /// Elements of [`Chunked::triangles`] for each row.
     pub(super) fn triangles(layout: &DeltaLayout) -> usize {
-        match Self::knows(layout) {
+        match Self::supports(layout) {
             true => layout.value_heads * TRIANGLES,
             false => 0,
         }
     }
 
-    /// The rule for all runs of `of`, which have several tokens each: outputs take the place of values, and gates become anything.
+    /// The rule for all runs of `of`, which have several tokens each: outputs take the place of v, and gates are overwritten.
     pub(super) fn forward(&self, gpu: &Gpu, of: &Chunked<'_>) -> Result<(), GpuError> {
         let layout = &of.layout;
-        let args = [
-            of.mixed.into(),
-            of.gates.into(),
-            of.triangles.into(),
-            of.states.into(),
-            of.runs.into(),
-            of.tiles.into(),
-            int(layout.key_heads),
-            int(layout.value_heads),
-            int(layout.key_dim),
-            int(layout.value_dim),
-            int(layout.adjacent),
+        let shape = [
+            layout.key_heads,
+            layout.value_heads,
+            layout.key_dim,
+            layout.value_dim,
+            layout.adjacent,
         ];
+        let args = |more: [Arg; 2]| {
+            let shared = [of.mixed.into(), of.gates.into(), of.triangles.into()];
+            [&shared[..], &more, &shape.map(int)].concat()
+        };
         let (size, heads) = (usize::from(layout.key_dim > KEY_DIMS[0]), layout.value_heads);
         let launch = |kernel: &Function, grid: usize, threads: usize, shared: usize, args: &[Arg]| {
             let launch = Launch::new([grid as u32, 1, 1], threads as u32);
-            // SAFETY: both take these arguments, whose lengths the caller checked; indices are its caller's promise.
+            // SAFETY: the kernels take these arguments, whose lengths the caller checked; indices are its caller's promise.
             unsafe { gpu.launch(kernel, launch.shared(shared).pdl(true), args) }
         };
         launch(
             &self.triangles[size],
-            of.tiles.len() * heads,
+            of.chunks.len() * heads,
             TRIANGLE_THREADS,
             triangle_bytes(KEY_DIMS[size]),
-            &args,
+            &args([of.runs.into(), of.chunks.into()]),
         )?;
         launch(
             &self.chunks[size],
             of.runs.len() * heads * layout.value_dim.div_ceil(COLUMNS),
             CHUNK_THREADS,
             chunk_bytes(KEY_DIMS[size]),
-            &args,
+            &args([of.states.into(), of.runs.into()]),
         )
     }
 }
@@ -119,7 +116,7 @@ fn triangle_bytes(key_dim: usize) -> usize {
     (keys.max(out) + a + numbers).next_multiple_of(128)
 }
 
-/// `Room` of the kernels: two stages, and what warps hand over.
+/// `Room` of the kernels: two stages, what warps hand over, and barriers.
 fn chunk_bytes(key_dim: usize) -> usize {
     let keys = 2 * CHUNK * key_dim * size_of::<bf16>();
     let triangles = CHUNK * TRIANGLES * size_of::<bf16>();
@@ -127,5 +124,6 @@ fn chunk_bytes(key_dim: usize) -> usize {
     let gates = 2 * CHUNK * size_of::<f32>();
     let stage = (keys + triangles + values + gates).next_multiple_of(1024);
     let operand = 2 * 32 * 16;
-    2 * stage + COLUMNS / 16 * (key_dim / 16 + CHUNK / 16) * operand
+    let handover = COLUMNS / 16 * (key_dim / 16 + CHUNK / 16) * operand;
+    (2 * stage + handover + 4 * size_of::<u64>()).next_multiple_of(1024)
 }

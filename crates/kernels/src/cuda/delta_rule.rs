@@ -1,10 +1,10 @@
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
-use super::delta_chunks::{CHUNK, ChunkKernels, Chunked};
+use super::delta_chunks::{ChunkKernels, Chunked};
 use super::fused::int;
 use super::load;
-use super::state_runs::{GpuPromptRuns, GpuStateRun, GpuStateTile};
+use super::state_runs::{CHUNK, GpuStateRun, GpuStateTile};
 use crate::DeltaLayout;
 
 /// Constants of `kernels/delta_rule.cu` and `delta_conv.cuh`.
@@ -47,12 +47,15 @@ pub struct DeltaArgs<'a> {
     pub conv: GpuSlice<'a, f32>,
     /// Of the recurrence and the output.
     pub gates: GpuDeltaGates<'a>,
-    /// The step's runs, longest first. No two share rows, and none reads or writes a slot that another writes.
+    /// The step's runs, those of several tokens first, and the longest first for speed. No two share rows, and none reads or writes
+    /// a slot that another writes.
     pub runs: GpuSlice<'a, GpuStateRun>,
     /// [`GpuStateTile::all`] of them.
     pub tiles: GpuSlice<'a, GpuStateTile>,
-    /// Those of several tokens.
-    pub prompts: GpuPromptRuns,
+    /// [`GpuStateTile::chunks`] of them.
+    pub chunks: GpuSlice<'a, GpuStateTile>,
+    /// How many of the runs have several tokens.
+    pub several: usize,
     /// `[rows, layout.width()]`: q, k, v, z. Stays as it is.
     pub x: GpuSlice<'a, bf16>,
     /// `[rows, 2 value_heads]`: b, then a.
@@ -131,17 +134,17 @@ impl DeltaKernels {
         }
     }
 
-    /// Tokens at whose multiples a prompt can be cut so that states are the same to the bit: prompts are computed in chunks of as
-    /// many. Cut elsewhere, they are rounded otherwise.
+    /// Tokens at whose multiples a prompt can be cut so that states are the same to the bit, unless that leaves a run of one token:
+    /// longer ones are computed in chunks of as many. Cut elsewhere, prompts are rounded differently.
     pub fn chunk(&self, layout: &DeltaLayout) -> usize {
         self.chunks_for(layout).map_or(1, |_| CHUNK)
     }
 
     fn chunks_for(&self, layout: &DeltaLayout) -> Option<&ChunkKernels> {
-        self.chunks.as_ref().filter(|_| ChunkKernels::knows(layout))
+        self.chunks.as_ref().filter(|_| ChunkKernels::supports(layout))
     }
 
-    /// Floats of scratch for each row: q, k and v as the rule takes them, what the chunks of prompts take, and gates.
+    /// Floats of scratch for each row: q, k and v as the rule takes them, what chunks take (on all GPUs alike), and gates.
     pub fn scratch_floats(layout: &DeltaLayout) -> usize {
         let halves = layout.channels() + ChunkKernels::triangles(layout);
         halves / 2 + 2 * layout.value_heads
@@ -212,27 +215,24 @@ impl DeltaKernels {
             &[&sources[..], &shape, &[int(layout.taps)]].concat(),
         )?;
 
-        let prompts = match self.chunks_for(layout) {
-            None => GpuPromptRuns::default(),
-            Some(chunks) => {
-                let prompts = args.prompts;
-                if prompts.runs > 0 {
-                    let chunked = Chunked {
-                        layout: *layout,
-                        mixed,
-                        gates,
-                        triangles: triangles.cast(),
-                        states: args.head_states,
-                        runs: args.runs.range(0..prompts.runs),
-                        tiles: args.tiles.range(0..prompts.tiles),
-                    };
-                    chunks.forward(&self.gpu, &chunked)?;
-                }
-                prompts
+        let chunked = match self.chunks_for(layout) {
+            Some(chunks) if args.several > 0 => {
+                let chunked = Chunked {
+                    layout: *layout,
+                    mixed,
+                    gates,
+                    triangles: triangles.cast(),
+                    states: args.head_states,
+                    runs: args.runs.range(0..args.several),
+                    chunks: args.chunks,
+                };
+                chunks.forward(&self.gpu, &chunked)?;
+                args.several
             }
+            _ => 0,
         };
         let rule = at_least(KEY_DIMS, layout.key_dim);
-        let single = args.runs.range(prompts.runs..args.runs.len());
+        let single = args.runs.range(chunked..args.runs.len());
         let grid = single.len() * heads * layout.value_dim.div_ceil(SLICE);
         let sources = [mixed.into(), gates.into(), args.head_states.into(), single.into()];
         self.launch(

@@ -46,4 +46,4 @@ pub use moe::{EXPERT_TILES, GpuExperts, GpuRouter, GpuRoutes, MOST_EXPERTS, MOST
 pub use sample::{
     RankArgs, RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias, TokenRank,
 };
-pub use state_runs::{GpuPromptRuns, GpuStateRun, GpuStateTile};
+pub use state_runs::{GpuStateRun, GpuStateTile};

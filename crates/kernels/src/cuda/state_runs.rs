@@ -2,8 +2,9 @@ use bytemuck::{Pod, Zeroable};
 
 use crate::StateRun;
 
-/// A constant of `kernels/include/delta_conv.cuh`.
+/// Constants of `kernels/include/delta_conv.cuh` and `delta_chunk.cuh`.
 const TILE_ROWS: usize = 32;
+pub(super) const CHUNK: usize = 64;
 
 /// A [`StateRun`] in device memory, or padding: `after` below 0, for which no state is read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
@@ -46,8 +47,7 @@ impl GpuStateRun {
     }
 }
 
-/// Rows of a run that a block goes through, up to the next multiple of 32 tokens of the request: which run, and its first row
-/// within the run.
+/// Rows of a run that a block goes through: which run, and its first row within the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C, align(8))]
 pub struct GpuStateTile {
@@ -58,11 +58,25 @@ pub struct GpuStateTile {
 }
 
 impl GpuStateTile {
-    /// Those of a step's runs; padding has one each.
+    /// Tiles of 32 rows of a step's runs; padding has one each.
     pub fn all(runs: &[GpuStateRun]) -> impl Iterator<Item = Self> {
         (0..).zip(runs).flat_map(|(run, of)| {
-            let into = of.start % TILE_ROWS as i32;
-            let firsts = (-into..of.len.max(1)).step_by(TILE_ROWS);
+            let firsts = (0..of.len.max(1)).step_by(TILE_ROWS);
+            firsts.map(move |first| Self { run, first })
+        })
+    }
+
+    /// Most of them of any step of so many rows and runs.
+    pub fn most(rows: usize, runs: usize) -> usize {
+        rows / TILE_ROWS + runs
+    }
+
+    /// Chunks of the runs of several rows: each ends at a multiple of 64 tokens of its request, or with the run.
+    pub fn chunks(runs: &[GpuStateRun]) -> impl Iterator<Item = Self> {
+        let several = (0..).zip(runs).filter(|(_, run)| run.len > 1);
+        several.flat_map(|(run, of)| {
+            let behind = of.start % CHUNK as i32;
+            let firsts = (-behind..of.len).step_by(CHUNK);
             firsts.map(move |first| Self {
                 run,
                 first: first.max(0),
@@ -70,27 +84,9 @@ impl GpuStateTile {
         })
     }
 
-    /// Most of them of any step of so many rows and runs.
-    pub fn most(rows: usize, runs: usize) -> usize {
-        rows / TILE_ROWS + 2 * runs
-    }
-}
-
-/// How many runs of a step have several tokens, and how many tiles these have. They come before all others.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GpuPromptRuns {
-    /// Runs.
-    pub runs: usize,
-    /// Their tiles.
-    pub tiles: usize,
-}
-
-impl GpuPromptRuns {
-    /// Of runs, the longest first, and all of their tiles.
-    pub fn of(runs: &[GpuStateRun], tiles: &[GpuStateTile]) -> Self {
-        let runs = runs.partition_point(|run| run.len > 1);
-        let tiles = tiles.partition_point(|tile| (tile.run as usize) < runs);
-        Self { runs, tiles }
+    /// Most of those of any step of so many rows and runs.
+    pub fn most_chunks(rows: usize, runs: usize) -> usize {
+        rows / CHUNK + 2 * runs
     }
 }
 
@@ -99,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_cover_every_run() {
+    fn tiles_and_chunks_cover_every_run() {
         let run = |first_row, len, start| {
             let run = StateRun {
                 first_row,
@@ -116,12 +112,16 @@ mod tests {
             run(135, 1, 95),
             GpuStateRun::PADDING,
         ];
-        let tiles: Vec<_> = GpuStateTile::all(&runs).collect();
-        let firsts: Vec<_> = tiles.iter().map(|tile| (tile.run, tile.first)).collect();
-        let expected = [(0, 0), (0, 32), (0, 64), (1, 0), (2, 0), (2, 24), (3, 0), (4, 0)];
-        assert_eq!(firsts, expected);
-        let prompts = GpuPromptRuns::of(&runs, &tiles);
-        assert_eq!((prompts.runs, prompts.tiles), (3, 6));
+        let firsts = |tiles: &mut dyn Iterator<Item = GpuStateTile>| {
+            let firsts = tiles.map(|tile| (tile.run, tile.first));
+            firsts.collect::<Vec<_>>()
+        };
+        let tiles = firsts(&mut GpuStateTile::all(&runs));
+        let expected = [(0, 0), (0, 32), (0, 64), (1, 0), (2, 0), (2, 32), (3, 0), (4, 0)];
+        assert_eq!(tiles, expected);
         assert!(tiles.len() <= GpuStateTile::most(136, runs.len()));
+        let chunks = firsts(&mut GpuStateTile::chunks(&runs));
+        assert_eq!(chunks, [(0, 0), (0, 64), (1, 0), (2, 0), (2, 24)]);
+        assert!(chunks.len() <= GpuStateTile::most_chunks(136, runs.len()));
     }
 }

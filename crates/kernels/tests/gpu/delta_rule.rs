@@ -3,9 +3,7 @@
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuSlab, GpuSlice};
 use plimsoll_kernels as cpu;
-use plimsoll_kernels::cuda::{
-    DeltaArgs, DeltaKernels, GpuDeltaGates, GpuPromptRuns, GpuStateRun, GpuStateTile,
-};
+use plimsoll_kernels::cuda::{DeltaArgs, DeltaKernels, GpuDeltaGates, GpuStateRun, GpuStateTile};
 use plimsoll_kernels::{DeltaGates, DeltaLayout, StateRun};
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -17,8 +15,10 @@ use crate::common::{assert_close, download, gpu, poisoned, random, rng, upload, 
 const BF16: f64 = 4e-3;
 /// Of states in f32.
 const F32: f64 = 1e-4;
-/// Of states in f32 that learnt keys and values in bf16: one between two numbers of bf16 may become the other one.
+/// Of states in f32 from keys and values in bf16: those near the middle between two bf16 numbers may be rounded to either.
 const BF16_KEYS: f64 = 5e-4;
+/// Of states from chunks, whose operands have 16 bits of mantissa.
+const CHUNKS: f64 = 3e-5;
 const EPS: f32 = 1e-6;
 /// Elements behind an output that must stay poisoned.
 const GUARD: usize = 64;
@@ -393,7 +393,11 @@ impl Layer for OnGpu<'_> {
         list.sort_by_key(|run| run.len <= 1);
         let tiles: Vec<GpuStateTile> = GpuStateTile::all(&list).collect();
         assert!(tiles.len() <= GpuStateTile::most(rows, list.len()));
+        let chunks: Vec<GpuStateTile> = GpuStateTile::chunks(&list).collect();
+        assert!(chunks.len() <= GpuStateTile::most_chunks(rows, list.len()));
         let (on_gpu, tiles_on_gpu) = (upload(gpu, &list), upload(gpu, &tiles));
+        // Memory for at least one.
+        let chunks_on_gpu = upload(gpu, &[&chunks[..], &tiles[..1]].concat());
         let (x_on_gpu, ba_on_gpu) = (upload(gpu, x), upload(gpu, ba));
         let room = rows * DeltaKernels::scratch_floats(&layout);
         let scratch = poisoned::<f32>(gpu, room + GUARD);
@@ -411,7 +415,8 @@ impl Layer for OnGpu<'_> {
             },
             runs: on_gpu.slice().range(0..list.len()),
             tiles: tiles_on_gpu.slice().range(0..tiles.len()),
-            prompts: GpuPromptRuns::of(&list, &tiles),
+            chunks: chunks_on_gpu.slice().range(0..chunks.len()),
+            several: list.iter().filter(|run| run.len > 1).count(),
             x: x_on_gpu.slice().range(0..x.len()),
             ba: ba_on_gpu.slice().range(0..ba.len()),
             conv_states: floats(&self.states[0], self.case.num_slots * layout.conv_state()),
@@ -525,6 +530,13 @@ fn the_delta_rule() {
             multiple,
         });
         case.check::<OnGpu<'_>>("GPU", &whole);
+        // Of the same q, k and v, chunks make the same states as single tokens do.
+        let single = serve(Cuts::anywhere(1));
+        for (whole, single) in whole.iter().zip(&single) {
+            let single: Vec<f64> = single.head_states.iter().copied().map(f64::from).collect();
+            let what = format!("chunks beside single tokens, {layout:?}");
+            assert_close(&what, &whole.head_states, &single, CHUNKS);
+        }
         for most in [1, 7, 40, usize::MAX] {
             // Cut at these multiples, beside anyone: every bit is the same.
             assert!(

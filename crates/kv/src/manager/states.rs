@@ -4,8 +4,8 @@
 //! with stays as it is: the table holds it until that run is computed, and from the time at which what came before is computed it
 //! belongs to the prefix cache too. A request that hits it begins with that slot in the same way.
 //!
-//! They are wanted at the ends of blocks, and in prompts at the ends of chunks of the recurrence, so that a prompt is rounded alike
-//! whatever is cached:
+//! They are wanted at the ends of blocks, and in prompts at the ends of chunks of the recurrence, so that what follows them is
+//! computed in the same chunks as without them:
 //!
 //! - before the end of a prompt, where the next turn of a chat goes on, whether or not it repeats all of the answer;
 //! - where a prompt leaves a prefix whose KV is cached, without a state there: what two requests have in common, others will have
@@ -58,7 +58,8 @@ impl KvManager {
     /// Plans the table's next run, up to `end` tokens: where its state is. `None` in a model without states.
     pub fn next_state(&mut self, table: &mut BlockTable, end: usize) -> Option<RunState> {
         let mut state = table.state.take()?;
-        if let Some(worth) = state.worth(self.config.block_size.tokens(), self.chunk)
+        let units = (self.config.block_size.tokens(), self.snapshot_unit());
+        if let Some(worth) = state.worth(units, self.chunk)
             && state.before == Some(state.own)
             && self.prefix_caching
         {
@@ -155,7 +156,11 @@ impl KvManager {
     /// Gives back the slots of a table. The state behind its last token stays as a snapshot where a block ends there.
     pub(super) fn release_state(&mut self, table: &BlockTable, mut state: TableState) {
         let is_settled = state.before == Some(state.own) && state.planned == table.computed;
-        let is_aligned = table.computed.is_multiple_of(self.config.block_size.tokens());
+        let unit = match table.computed < state.known {
+            true => self.snapshot_unit(),
+            false => self.config.block_size.tokens(),
+        };
+        let is_aligned = table.computed.is_multiple_of(unit);
         if let Some(prefix) = table
             .prefix
             .filter(|_| self.prefix_caching && is_settled && is_aligned)

@@ -6,7 +6,7 @@ use std::ops::Range;
 use plimsoll_core::{CacheGroups, Component, StateSlot, StepPlan};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuSlab, GpuSlice};
 use plimsoll_kernels::StateRun;
-use plimsoll_kernels::cuda::{GpuPromptRuns, GpuStateRun, GpuStateTile};
+use plimsoll_kernels::cuda::{GpuStateRun, GpuStateTile};
 
 use super::staging::{Layout, Section, Staging};
 use crate::DecoderSpec;
@@ -69,12 +69,14 @@ impl States {
     }
 }
 
-/// All runs of a step, and how they are cut into tiles.
+/// All runs of a step, and how they are cut into tiles and chunks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StateInput {
     pub(super) runs: Section<GpuStateRun>,
     pub(super) tiles: Section<GpuStateTile>,
-    pub(super) prompts: GpuPromptRuns,
+    pub(super) chunks: Section<GpuStateTile>,
+    /// Runs of several tokens, which come first.
+    pub(super) several: usize,
 }
 
 /// Elements of the sections of a [`StateInput`]; zero where no layer has a state.
@@ -82,7 +84,8 @@ pub(super) struct StateInput {
 pub(super) struct StateCounts {
     runs: usize,
     tiles: usize,
-    prompts: GpuPromptRuns,
+    chunks: usize,
+    several: usize,
 }
 
 impl StateCounts {
@@ -93,7 +96,8 @@ impl StateCounts {
             _ => Self {
                 runs,
                 tiles: GpuStateTile::most(rows, runs),
-                prompts: GpuPromptRuns::default(),
+                chunks: GpuStateTile::most_chunks(rows, runs),
+                several: runs,
             },
         }
     }
@@ -102,7 +106,8 @@ impl StateCounts {
         (self.runs > 0).then(|| StateInput {
             runs: layout.section(self.runs),
             tiles: layout.section(self.tiles),
-            prompts: self.prompts,
+            chunks: layout.section(self.chunks),
+            several: self.several,
         })
     }
 }
@@ -112,6 +117,7 @@ impl StateCounts {
 pub(super) struct StateLists {
     runs: Vec<GpuStateRun>,
     tiles: Vec<GpuStateTile>,
+    chunks: Vec<GpuStateTile>,
 }
 
 impl StateLists {
@@ -137,13 +143,16 @@ impl StateLists {
         self.runs.resize(len, GpuStateRun::PADDING);
         self.tiles.clear();
         self.tiles.extend(GpuStateTile::all(&self.runs));
+        self.chunks.clear();
+        self.chunks.extend(GpuStateTile::chunks(&self.runs));
     }
 
     pub(super) fn counts(&self) -> StateCounts {
         StateCounts {
             runs: self.runs.len(),
             tiles: self.tiles.len(),
-            prompts: GpuPromptRuns::of(&self.runs, &self.tiles),
+            chunks: self.chunks.len(),
+            several: self.runs.partition_point(|run| run.len > 1),
         }
     }
 
@@ -151,5 +160,6 @@ impl StateLists {
     pub(super) fn write(&self, staging: &mut Staging, slot: usize, input: StateInput) {
         staging.host(slot, input.runs).copy_from_slice(&self.runs);
         staging.host(slot, input.tiles).copy_from_slice(&self.tiles);
+        staging.host(slot, input.chunks).copy_from_slice(&self.chunks);
     }
 }

@@ -411,10 +411,15 @@ fn held_is_predicted(gpus: &[Gpu]) {
     }
 }
 
-/// What both ranks come to with a golden model and images.
-fn on_ranks_with_images<T: Send>(gpus: &[Gpu], name: &str, work: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
+/// What both ranks come to with a golden model and images; `None` where it is not divided.
+fn on_ranks_with_images<T: Send>(
+    gpus: &[Gpu],
+    name: &str,
+    work: impl Fn(&Rank) -> T + Sync,
+) -> Option<Vec<T>> {
     let options = images::options(KvCacheDtype::Auto, IMAGE_LIMITS);
-    on_ranks_of(gpus, name, &options, Exchange::group(RANKS), work).unwrap()
+    let found = on_ranks_of(gpus, name, &options, Exchange::group(RANKS), work);
+    found.inspect_err(|error| is_refused(name, error)).ok()
 }
 
 /// Both ranks encode an image, and have the same rows of it: as close to transformers' as those of one GPU.
@@ -422,6 +427,7 @@ fn on_ranks_with_images<T: Send>(gpus: &[Gpu], name: &str, work: impl Fn(&Rank) 
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn images_of_ranks_are_close_to_transformers() {
     let Some(gpus) = gpus() else { return };
+    let mut divided = Vec::new();
     for name in IMAGE_MODELS {
         let cases = golden_images(name).cases;
         let known: Vec<_> = cases.iter().flat_map(|case| &case.images).collect();
@@ -438,6 +444,8 @@ fn images_of_ranks_are_close_to_transformers() {
             });
             (rows, logits)
         });
+        let Some(found) = found else { continue };
+        divided.push(name);
         assert!(
             found[0] == found[1],
             "{name}: ranks came to different rows or logits"
@@ -463,6 +471,10 @@ fn images_of_ranks_are_close_to_transformers() {
             );
         }
     }
+    assert_eq!(
+        divided,
+        ["gemma3-vision", "mistral3-vision", "qwen2_5-vl", "qwen3-vl"]
+    );
 }
 
 /// A step with a new image that one rank cannot begin costs neither rank the images that it has: who encodes again waits for a rank
@@ -472,7 +484,7 @@ fn images_of_ranks_are_close_to_transformers() {
 fn ranks_keep_the_same_images_behind_a_step_that_fails() {
     let Some(gpus) = gpus() else { return };
     let case = &golden_images("qwen3-vl").cases[0];
-    on_ranks_with_images(&gpus, "qwen3-vl", |rank| {
+    let found = on_ranks_with_images(&gpus, "qwen3-vl", |rank| {
         let mut runner = SETUP.build(&rank.model);
         // As many as there is room for.
         let kept = [101, 102].map(|seed| {
@@ -499,4 +511,5 @@ fn ranks_keep_the_same_images_behind_a_step_that_fails() {
             assert_eq!(&runner.encode(image).unwrap(), rows, "rank {}", rank.rank);
         }
     });
+    assert_eq!(found.map(|found| found.len()), Some(RANKS));
 }
