@@ -75,7 +75,7 @@ struct Room {
     }
 };
 
-// Results of 64 tokens: of two tokens of each eight, in two columns.
+// Accumulators of 64 tokens by 16 columns in a warp: a thread has two tokens of each eight, in two columns.
 using OfTokens = float[kChunk / 8][4];
 
 // The token of a result, and which of the two columns.
@@ -217,7 +217,7 @@ struct Columns {
     __device__ __forceinline__ int u_known() const { return 1 + kGroupWarps + warp; }
     __device__ __forceinline__ int handed_over() const { return 1 + 2 * kGroupWarps + warp; }
 
-    __device__ __forceinline__ void learn() const {
+    __device__ __forceinline__ void update_state() const {
         float state[2 * kKeyTiles][4];
 #pragma unroll
         for (int tile = 0; tile < 2 * kKeyTiles; ++tile) {
@@ -313,7 +313,7 @@ struct Columns {
         }
     }
 
-    __device__ __forceinline__ void give() const {
+    __device__ __forceinline__ void write_outputs() const {
         const Handover<kKey>& handover = room.handover[warp];
         const int piece = warp * 2 + lane % 2;  // of a row, in global memory
         const bool has_piece = first_column + piece * kVec < of.layout.value_dim;
@@ -394,10 +394,10 @@ __device__ __forceinline__ void go_through_chunks(const Chunked& of, const State
         Copies<kKey>{of, run, head, first_column}.all(room);
     } else if (group == 1) {
         if constexpr (kUnequal) take_registers<kStateRegisters>();
-        columns.learn();
+        columns.update_state();
     } else {
         if constexpr (kUnequal) take_registers<kOutputRegisters>();
-        columns.give();
+        columns.write_outputs();
     }
 }
 
