@@ -1,9 +1,9 @@
 // Gated DeltaNet's rule for runs of several tokens, in chunks on tensor cores (sm_90a): see `delta_chunk.cuh`.
 //
 // A block goes through all chunks of a run, for 64 value columns of a head, with three warp groups. The first copies chunks ahead. The
-// second has the state in registers. Everything is transposed, columns by keys and columns by tokens, so that results of one product
-// are the left operand of the next without leaving them. The third follows with the outputs, for which it takes the state and U from
-// shared memory.
+// second keeps the state in registers, transposed (columns by keys), as are its other operands (columns by tokens): so the results of
+// one product are the left operand of the next without leaving registers. The third computes the outputs from the state
+// and U, which the second hands over in shared memory.
 
 #include "delta_chunk.cuh"
 
@@ -17,7 +17,7 @@ constexpr int kPanel = kChunk * 64;          // elements: 64 of each token
 constexpr int kRowPieces = 64 / kVec;        // of a row of a panel
 constexpr int kStages = 2;
 constexpr int kThreads = 3 * kWarpGroup;
-// Registers of a thread of each group, where equal shares of the 65536 do not do.
+// Registers for each thread of a group where an equal share of a multiprocessor's 65536 is too few: set by `setmaxnreg`.
 constexpr int kCopyRegisters = 56, kStateRegisters = 232, kOutputRegisters = 216;
 
 // Tokens in shared memory, with the block's columns of v. Panels are swizzled.

@@ -9,9 +9,9 @@
 //   O = diag(g) Q S + tril(Q K' * g_i / g_j) U
 //   S = g_last S + K' diag(g_last / g) U
 //
-// `delta_triangles` (`make_triangles` below) computes T and the triangle of Q K' of all chunks side by side; `delta_chunks` goes through
-// the chunks of a run with the state in registers. K, Q and V are bf16; whatever else is multiplied is f32, in two parts of bf16 each: products are as
-// exact as 16 bits of mantissa allow, and sums are f32.
+// `delta_triangles` (`make_triangles` below) computes T and the lower triangle of Q K' of all chunks in parallel; `delta_chunks` goes
+// through the chunks of a run with the state in registers. K, Q and V are bf16. Other operands are f32, each split into two bf16
+// parts whose sum has 16 bits of mantissa; sums are f32.
 #pragma once
 
 #include "delta_conv.cuh"
@@ -53,8 +53,7 @@ __device__ __forceinline__ int chunk_len(const StateRun& run, int first) {
     return min(kChunk - (run.start + first) % kChunk, run.len - first);
 }
 
-// The 16-byte piece `piece` of a row of kPieces pieces: permuted within each eight rows, so that eight pieces below each other are in
-// all banks.
+// The 16-byte piece `piece` of a row of kPieces pieces, swizzled so that a column of eight pieces has no bank conflicts.
 template <int kPieces>
 __device__ __forceinline__ bf16* piece_of(bf16* tile, int row, int piece) {
     return tile + (row * kPieces + (piece ^ (row & 7))) * kVec;
@@ -74,7 +73,7 @@ __device__ __forceinline__ void load_right(uint32_t (&b)[4], bf16* tile, int row
     load_matrices(b, piece_of<kPieces>(tile, row + lane % 8 + lane / 16 * 8, piece + lane / 8 % 2));
 }
 
-// Two parts of bf16 whose sum is x but for its last bits.
+// Two floats, each split into two bf16 parts whose sum is the float but for its last bits.
 struct Parts {
     uint32_t high;
     uint32_t low;

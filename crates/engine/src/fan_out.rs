@@ -247,7 +247,7 @@ impl<S: Executor + 'static> Executor for FanOut<S> {
 
     fn state_chunk(&self) -> usize {
         let chunks = self.on(&[0], |state| Ok(state.state_chunk()));
-        // A rank that is lost computes nothing any more.
+        // If the rank is lost, the first step says so, and where prompts are cut does not matter.
         chunks.ok().and_then(|mut chunks| chunks.pop()?.ok()).unwrap_or(1)
     }
 }
