@@ -48,4 +48,4 @@ pub use plan::{
 pub use pooling::{Matryoshka, Pooling};
 pub use request::{Limits, Request, RequestError, RequestOptions};
 pub use sampling::{ParamError, SamplingOptions, SamplingParams};
-pub use step_costs::{EncodeCost, StepCost, StepCosts};
+pub use step_costs::{EncodeCost, OUTPUTS_BESIDE_PROMPTS, StepCost, StepCosts};

@@ -7,6 +7,9 @@ pub struct StepCost {
     pub seconds: f64,
 }
 
+/// Most requests that generate in the steps with prompts that are measured.
+pub const OUTPUTS_BESIDE_PROMPTS: usize = 16;
+
 /// How long steps take, from a few measured ones. Between them time is linear, beyond the last one too, and it never falls with
 /// the number of rows. Beyond the last step with prompts a row costs at least what it costs on average there: a device that computes
 /// all the time slows down, which a few steps do not show.
@@ -18,6 +21,8 @@ pub struct StepCosts {
     mixed: Vec<StepCost>,
     /// Added for each token of context that the outputs look back at.
     context_seconds: f64,
+    /// Added for each row of output beside prompts, but for the first ones.
+    output_seconds: f64,
     encode: Option<EncodeCost>,
 }
 
@@ -45,7 +50,8 @@ impl StepCosts {
     pub fn new(decode: Vec<StepCost>, mixed: Vec<StepCost>, context_seconds: f64) -> Option<Self> {
         let (decode, mixed) = (ladder(decode)?, ladder(mixed)?);
         let known = context_seconds.is_finite() && context_seconds >= 0.0;
-        (known && mixed.len() > 1).then_some(Self {
+        (known && mixed.len() > 1).then(|| Self {
+            output_seconds: Self::output_seconds(&decode, &mixed),
             decode,
             mixed,
             context_seconds,
@@ -83,8 +89,38 @@ impl StepCosts {
         seconds(&self.decode, 0.0, rows)
     }
 
-    /// Seconds of a step of `rows` rows, some of them of prompts, with short contexts.
-    pub fn mixed_seconds(&self, rows: usize) -> f64 {
+    /// Seconds of a step that generates a token for each of `decoding` requests with short contexts, and computes `prompts` tokens
+    /// of prompts.
+    pub fn mixed_seconds(&self, decoding: usize, prompts: usize) -> f64 {
+        self.mixed_by_rows(decoding + prompts) + self.excess(decoding)
+    }
+
+    /// Most prompt tokens of a step that generates for `decoding` requests too and takes at most `seconds`; 0 where none does.
+    pub fn mixed_tokens(&self, decoding: usize, seconds: f64) -> usize {
+        let rows = self.mixed_rows(seconds - self.excess(decoding));
+        rows.saturating_sub(decoding)
+    }
+
+    /// Seconds that so many rows of outputs add to those of a step with prompts, beyond what as many rows of prompts take.
+    fn excess(&self, decoding: usize) -> f64 {
+        let more = decoding.saturating_sub(OUTPUTS_BESIDE_PROMPTS);
+        self.output_seconds * more as f64
+    }
+
+    /// Seconds that a row of output takes longer than one of a prompt: where a model has states, it reads and writes one of its own.
+    fn output_seconds(decode: &[StepCost], mixed: &[StepCost]) -> f64 {
+        let few = mixed.first().map_or(0, |step| step.rows);
+        let last = |steps: &[StepCost]| steps.last().map_or(0, |step| step.rows);
+        let many = last(decode).min(last(mixed));
+        if many <= few {
+            return 0.0;
+        }
+        let added = |steps| seconds(steps, 0.0, many) - seconds(steps, 0.0, few);
+        ((added(decode) - added(mixed)) / (many - few) as f64).max(0.0)
+    }
+
+    /// Seconds of a step of `rows` rows, nearly all of them of prompts.
+    fn mixed_by_rows(&self, rows: usize) -> f64 {
         seconds(&self.mixed, self.mixed_average(), rows)
     }
 
@@ -95,8 +131,8 @@ impl StepCosts {
             .map_or(0.0, |last| last.seconds / last.rows as f64)
     }
 
-    /// Most rows of a step with prompts that takes at most `seconds`; 0 where none does.
-    pub fn mixed_rows(&self, seconds: f64) -> usize {
+    /// Most rows of a step of prompts that takes at most `seconds`; 0 where none does.
+    fn mixed_rows(&self, seconds: f64) -> usize {
         let after = self.mixed.partition_point(|cost| cost.seconds <= seconds);
         let Some(before) = after.checked_sub(1) else {
             return 0;
@@ -174,12 +210,12 @@ mod tests {
             (400, 10.0),
             (500, 13.0),
         ] {
-            assert!((costs.mixed_seconds(rows) - seconds).abs() < 1e-9, "{rows}");
+            assert!((costs.mixed_seconds(0, rows) - seconds).abs() < 1e-9, "{rows}");
         }
         assert!((costs.decode_seconds(51) - 1.5).abs() < 1e-9);
         assert!((costs.decode_seconds(201) - 3.0).abs() < 1e-9);
         for (seconds, rows) in [(1.9, 0), (2.0, 100), (3.0, 150), (10.0, 400), (13.0, 500)] {
-            assert_eq!(costs.mixed_rows(seconds), rows, "{seconds}");
+            assert_eq!(costs.mixed_tokens(0, seconds), rows, "{seconds}");
         }
     }
 
@@ -187,15 +223,15 @@ mod tests {
     #[test]
     fn beyond_the_last_step_a_row_costs_no_less_than_there() {
         let costs = costs(&[(512, 11.34), (1024, 22.75), (2048, 43.07)]).unwrap();
-        let seconds = costs.mixed_seconds(8192);
+        let seconds = costs.mixed_seconds(0, 8192);
         assert!((seconds - 43.07 * 4.0).abs() < 1e-9, "{seconds}");
-        assert_eq!(costs.mixed_rows(43.07 * 2.0), 4096);
+        assert_eq!(costs.mixed_tokens(0, 43.07 * 2.0), 4096);
     }
 
     #[test]
     fn a_step_of_more_rows_takes_no_less_time() {
         let costs = costs(&[(400, 4.0), (100, 3.0), (200, 1.0), (100, 2.0)]).unwrap();
-        let times: Vec<f64> = (1..800).map(|rows| costs.mixed_seconds(rows)).collect();
+        let times: Vec<f64> = (1..800).map(|rows| costs.mixed_seconds(0, rows)).collect();
         assert!(times.is_sorted());
         assert_eq!(
             costs.mixed()[1],
@@ -204,7 +240,44 @@ mod tests {
                 seconds: 2.0
             }
         );
-        assert_eq!(costs.mixed_rows(2.0), 200);
+        assert_eq!(costs.mixed_tokens(0, 2.0), 200);
+    }
+
+    /// As of Qwen3.5-9B on an H200: 256 requests that generate take longer alone than 288 rows nearly all of which are of prompts.
+    #[test]
+    fn outputs_that_take_longer_than_prompts_count_as_what_they_are() {
+        let cost = |&(rows, seconds): &(usize, f64)| StepCost { rows, seconds };
+        let decode = [(1, 5.05), (64, 7.14), (128, 9.48), (256, 14.77), (512, 28.44)];
+        let mixed = [(32, 6.56), (128, 7.18), (256, 8.8), (512, 13.62), (1024, 23.48)];
+        let [decode, mixed] = [&decode, &mixed].map(|steps| steps.iter().map(cost).collect());
+        let costs = StepCosts::new(decode, mixed, 0.0).unwrap();
+        for decoding in [64, 128, 256, 512] {
+            let alone = costs.decode_seconds(decoding);
+            for prompts in [1, 32, 512] {
+                let seconds = costs.mixed_seconds(decoding, prompts);
+                assert!(seconds > alone, "{decoding} beside {prompts}: {seconds}");
+                let tokens = costs.mixed_tokens(decoding, seconds + 1e-9);
+                assert_eq!(
+                    costs.mixed_seconds(decoding, tokens),
+                    seconds,
+                    "{tokens} of {prompts}"
+                );
+            }
+        }
+        let dense = costs_of_rows();
+        let more = dense.mixed_seconds(256, 256) - dense.mixed_seconds(0, 512);
+        assert!(more.abs() < 1e-9, "{more}");
+    }
+
+    /// Of a model whose rows all take the same.
+    fn costs_of_rows() -> StepCosts {
+        let cost = |rows: usize, more: f64| StepCost {
+            rows,
+            seconds: 4.0 + 0.02 * rows as f64 + more,
+        };
+        let decode = [1, 128, 512].map(|rows| cost(rows, 0.0)).into();
+        let mixed = [32, 256, 1024].map(|rows| cost(rows, 0.3)).into();
+        StepCosts::new(decode, mixed, 0.0).unwrap()
     }
 
     #[test]

@@ -4,16 +4,13 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use plimsoll_core::{Executor, KvConfig, StepPlan};
+use plimsoll_core::{Executor, KvConfig, OUTPUTS_BESIDE_PROMPTS, StepPlan};
 
 use crate::profiler::Profiler;
 use crate::scenario::{ScenarioKind, timed_step};
 use crate::stress::Stop;
 use crate::timed_shape::TimedShape;
 use crate::{Phase, StepTimes, Target, TimedStep};
-
-/// Most requests that generate in a step with prompts.
-const MOST_BESIDE_PROMPTS: usize = 16;
 
 /// Steps without prompts, and with the most that may run at once, if that is less than the last.
 const DECODE_ROWS: [usize; 6] = [1, 64, 128, 256, 512, 1024];
@@ -108,7 +105,7 @@ impl<T: Target> Profiler<'_, T> {
             limits.max_num_seqs.min(limits.max_num_batched_tokens),
         );
         let decode = decode.into_iter().map(|rows| TimedShape::decode(rows, context));
-        let beside = MOST_BESIDE_PROMPTS.min(limits.max_num_seqs / 2);
+        let beside = OUTPUTS_BESIDE_PROMPTS.min(limits.max_num_seqs / 2);
         let mixed = upto(&MIXED_ROWS, limits.max_num_batched_tokens);
         let mixed = mixed.into_iter().map(|rows| TimedShape {
             rows,

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use plimsoll_core::{EncodeCost, StepCost, StepCosts};
+use plimsoll_core::{EncodeCost, StepCosts};
 
 /// A choice of prompt tokens that costs at most this part more per token than the best one is as good.
 const TOLERANCE: f64 = 0.01;
@@ -26,7 +26,7 @@ const MOST_CHUNKS: usize = 256;
 /// The rule by which [`crate::Scheduler`] decides how many tokens of prompts go into a step in which requests generate.
 ///
 /// Throughput: such a step is computed anyway, so `P` prompt tokens beside `D` rows that generate cost what they add,
-/// `mixed(D + P) - decode(D)` (Sarathi-Serve, arXiv:2403.02310, calls that piggybacking). Per token that falls with `P` as long as
+/// `mixed(D, P) - decode(D)` (Sarathi-Serve, arXiv:2403.02310, calls that piggybacking). Per token that falls with `P` as long as
 /// the device is bound by reading weights, and rises after. But while `w` requests wait for their prompts, they do not
 /// generate, and each step that passes meanwhile reads the weights for fewer rows than it could. So the part
 /// `1 - (D / (D + w))^2.5` of a step's fixed time, `decode(1)`, is the prompts' too: the longer the backlog, the larger the best `P`.
@@ -38,8 +38,8 @@ const MOST_CHUNKS: usize = 256;
 #[derive(Clone, Debug)]
 pub struct PromptBudget {
     costs: StepCosts,
-    /// Steps of the measured sizes, and of doubled ones up to the largest step.
-    steps: Vec<StepCost>,
+    /// Rows of the steps that are compared: the measured sizes, and doubled ones up to the largest step.
+    sizes: Vec<usize>,
     /// Longest step in which requests generate, in seconds.
     target: Option<f64>,
     /// Rows of the largest step.
@@ -83,15 +83,13 @@ impl PromptBudget {
     /// For steps of at most `most` rows that take the time of `costs`. Steps in which requests generate shall take at most
     /// `target`, but no prompt takes more than 256 of them for that.
     pub fn new(costs: StepCosts, most: usize, target: Option<Duration>) -> Self {
-        let mut steps = costs.mixed().to_vec();
-        while let Some(last) = steps.last().filter(|last| last.rows < most) {
-            let rows = most.min(2 * last.rows);
-            let seconds = costs.mixed_seconds(rows);
-            steps.push(StepCost { rows, seconds });
+        let mut sizes: Vec<usize> = costs.mixed().iter().map(|step| step.rows).collect();
+        while let Some(&last) = sizes.last().filter(|&&last| last < most) {
+            sizes.push(most.min(2 * last));
         }
         Self {
             costs,
-            steps,
+            sizes,
             target: target.map(|target| target.as_secs_f64()),
             most,
         }
@@ -121,7 +119,7 @@ impl PromptBudget {
         }
         let read = self.costs.context_seconds() * context as f64;
         let alone = self.costs.decode_seconds(decoding) + read;
-        let within = |seconds: f64| self.costs.mixed_rows(seconds - read).saturating_sub(decoding);
+        let within = |seconds: f64| self.costs.mixed_tokens(decoding, seconds - read);
         let stretch = STRETCH + STRETCH_BY_BACKLOG * (prompts as f64 / decoding as f64).sqrt();
         let tokens = within(stretch * alone).clamp(fewest, most);
         let tokens = self.target.map_or(tokens, |target| {
@@ -165,10 +163,11 @@ impl PromptBudget {
             rows => self.costs.decode_seconds(rows),
         };
         let shared = fixed * (1.0 - generating.powf(SHARE_EXPONENT));
-        let choices = self.steps.iter().filter(|step| step.rows > decoding);
-        let choices = choices.map(|step| {
-            let tokens = step.rows - decoding;
-            (tokens, (step.seconds - alone + shared) / tokens as f64)
+        let choices = self.sizes.iter().filter(|&&rows| rows > decoding);
+        let choices = choices.map(|rows| {
+            let tokens = rows - decoding;
+            let seconds = self.costs.mixed_seconds(decoding, tokens);
+            (tokens, (seconds - alone + shared) / tokens as f64)
         });
         let cheapest = choices
             .clone()
@@ -184,6 +183,8 @@ impl PromptBudget {
 
 #[cfg(test)]
 mod tests {
+    use plimsoll_core::StepCost;
+
     use super::*;
 
     const MOST: usize = 8192;
@@ -266,7 +267,7 @@ mod tests {
             ..waiting
         };
         let [all, rest] = [waiting, beside].map(|load| bounded.prompt_tokens(&load));
-        let seconds = |tokens: usize| bounded.costs.mixed_seconds(64 + tokens);
+        let seconds = |tokens: usize| bounded.costs.mixed_seconds(64, tokens);
         assert!(seconds(all) <= 8e-3 && rest < all, "{rest} of {all} tokens");
         assert!(
             seconds(rest) + time.share(4000, true) * cost.seconds(4000) <= 8e-3 + 1e-6,

@@ -1,6 +1,6 @@
 //! How long a real device takes for steps, for simulations of load.
 
-use plimsoll_core::{StepCost, StepCosts};
+use plimsoll_core::{OUTPUTS_BESIDE_PROMPTS, StepCost, StepCosts};
 
 /// What a step computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -36,6 +36,8 @@ pub struct StepModel {
     pub prompt_row: f64,
     /// More for a step with prompts: it is no CUDA graph, and has a second attention.
     pub mixed: f64,
+    /// Reading and writing the states of a request that generates.
+    pub state: f64,
     /// Reading the KV of one token of context.
     pub context: f64,
     /// Attention of one token of a prompt to another.
@@ -60,8 +62,29 @@ impl StepModel {
         row: 0.9,
         prompt_row: 0.45,
         mixed: 1000.0,
+        state: 0.0,
         context: 0.0324,
         pair: 0.000_525,
+    };
+
+    /// Qwen3.5-9B in bfloat16 on one H200: products and the rest as `--profile-report` and `scripts/kernel-times` show them.
+    pub const H200_HYBRID_9B: Self = Self {
+        products: &[
+            (1.0, 4500.0),
+            (64.0, 4750.0),
+            (128.0, 5150.0),
+            (256.0, 6750.0),
+            (512.0, 10_800.0),
+            (1024.0, 19_500.0),
+            (8192.0, 149_000.0),
+        ],
+        step: 500.0,
+        row: 1.1,
+        prompt_row: 1.7,
+        mixed: 700.0,
+        state: 28.0,
+        context: 0.0081,
+        pair: 0.000_26,
     };
 
     /// Seconds of a step.
@@ -72,7 +95,8 @@ impl StepModel {
             tokens => self.mixed + self.prompt_row * tokens as f64 + self.pair * size.pairs,
         };
         let micros = self.products(rows) + self.step + self.row * rows + prompts;
-        (micros + self.context * size.context as f64) * 1e-6
+        let outputs = self.state * size.decoding as f64 + self.context * size.context as f64;
+        (micros + outputs) * 1e-6
     }
 
     fn products(&self, rows: f64) -> f64 {
@@ -109,7 +133,7 @@ impl StepModel {
         let decode = [1, 64, 128, 256, 512, 1024].map(|rows| timed(rows, 0));
         let mixed = [32, 128, 256, 512, 1024, 2048].into_iter();
         let mixed = mixed.filter(|&rows| rows <= max_num_batched_tokens);
-        let mixed = mixed.map(|rows| timed(16, rows - 16));
+        let mixed = mixed.map(|rows| timed(OUTPUTS_BESIDE_PROMPTS, rows - OUTPUTS_BESIDE_PROMPTS));
         let costs = StepCosts::new(decode.into(), mixed.collect(), self.context * 1e-6);
         costs.expect("these are times")
     }

@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use plimsoll_scheduler::PromptBudget;
 use plimsoll_sim::StepModel;
-use rand::SeedableRng;
 use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 
 use server::{Outcome, Policy, serve};
 use traffic::{Kind, Traffic, spread};
@@ -27,14 +27,21 @@ fn adaptive(device: &StepModel) -> PromptBudget {
     PromptBudget::new(device.costs(MOST), MOST, None)
 }
 
-/// A device like an H200, whose launches, attention and small kernels may be faster or slower.
+/// A device like an H200, whose launches, attention and small kernels may be faster or slower, with a model that may have states.
 fn random_device(seed: u64) -> StepModel {
     let mut rng = StdRng::seed_from_u64(seed ^ 0x6465_7669_6365);
-    StepModel {
+    let device = StepModel {
         mixed: spread(&mut rng, 200.0, 2000.0),
         context: spread(&mut rng, 0.005, 0.06),
         step: 240.0 + spread(&mut rng, 100.0, 500.0),
         ..StepModel::H200_8B
+    };
+    match rng.random_bool(0.3) {
+        true => StepModel {
+            state: spread(&mut rng, 4.0, 80.0),
+            ..device
+        },
+        false => device,
     }
 }
 
@@ -66,20 +73,22 @@ fn compare(traffic: &Traffic, device: &StepModel) -> (Outcome, [Outcome; 5]) {
     (ours, fixed)
 }
 
+/// The same of a load for which the rule must be nearly as fast as the best fixed budget.
+fn compare_known(traffic: &Traffic, device: &StepModel) -> (Outcome, [Outcome; 5]) {
+    println!("{traffic}");
+    let (ours, fixed) = compare(traffic, device);
+    show("adaptive", &ours);
+    for (rows, outcome) in FIXED.iter().zip(&fixed) {
+        show(&rows.to_string(), outcome);
+    }
+    let best = fixed.iter().map(Outcome::rate).fold(0.0, f64::max);
+    assert!(ours.rate() > 0.97 * best, "{:.2} of {best:.2} req/s", ours.rate());
+    (ours, fixed)
+}
+
 #[test]
 fn known_loads_are_as_fast_as_the_best_fixed_budget_and_stall_nobody() {
-    let device = StepModel::H200_8B;
-    let run = |traffic: Traffic| {
-        println!("{traffic}");
-        let (ours, fixed) = compare(&traffic, &device);
-        show("adaptive", &ours);
-        for (rows, outcome) in FIXED.iter().zip(&fixed) {
-            show(&rows.to_string(), outcome);
-        }
-        let best = fixed.iter().map(Outcome::rate).fold(0.0, f64::max);
-        assert!(ours.rate() > 0.97 * best, "{:.2} of {best:.2} req/s", ours.rate());
-        (ours, fixed)
-    };
+    let run = |traffic| compare_known(&traffic, &StepModel::H200_8B);
     let (few, fixed) = run(Traffic::equal(Kind::Closed(64), 1280, 512, 128));
     assert!(few.itl_p99 < 15.0 && few.ttft < 150.0 && few.rate() > 1.08 * fixed[4].rate());
     let (many, _) = run(Traffic::equal(Kind::Closed(256), 5120, 512, 128));
@@ -90,6 +99,18 @@ fn known_loads_are_as_fast_as_the_best_fixed_budget_and_stall_nobody() {
     flood.max_num_seqs = 1024;
     let (flood, fixed) = run(flood);
     assert!(flood.ttft_p99 < 1.02 * fixed[4].ttft_p99);
+}
+
+/// Requests that generate take longer there than as many rows of prompts, and no prompt waits for them to end.
+#[test]
+fn states_of_requests_that_generate_hold_up_no_prompt() {
+    let device = StepModel::H200_HYBRID_9B;
+    let flood = Traffic::equal(Kind::Flood, 500, 512, 128);
+    let (flood, fixed) = compare_known(&flood, &device);
+    assert!(flood.ttft_p99 < 1.1 * fixed[4].ttft_p99);
+    let (short, fixed) = compare_known(&Traffic::equal(Kind::Flood, 256, 32, 128), &device);
+    assert!(short.ttft_p99 < 1.1 * fixed[4].ttft_p99);
+    compare_known(&Traffic::equal(Kind::Closed(256), 2560, 512, 128), &device);
 }
 
 /// Throughput of thousands of loads, each beside the fixed budget that happens to suit it best.
