@@ -37,8 +37,8 @@ pub trait Executor: Send {
         None
     }
 
-    /// Tokens at whose multiples a prompt is best cut: states of fixed size are the same to the bit then. A power of two; 1 if it
-    /// makes no difference.
+    /// Tokens at whose multiples prompts are cut, so that states of fixed size are the same to the bit however a prompt is divided
+    /// among steps. A power of two; 1 if it makes no difference.
     fn state_chunk(&self) -> usize {
         1
     }

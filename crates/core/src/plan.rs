@@ -107,6 +107,9 @@ pub struct RunState {
     pub before: Option<StateSlot>,
     /// Where the state behind the last token goes. No other run of the step reads or writes this slot.
     pub after: StateSlot,
+    /// Whether the tokens are of the prompt: their states may be computed in chunks of [`crate::Executor::state_chunk`]. Tokens of an
+    /// answer are computed one after the other, also where that is done again after a preemption: rounded as before.
+    pub in_chunks: bool,
 }
 
 /// Where the tokens of a request are in one group of the KV cache.

@@ -57,6 +57,8 @@ pub struct Sharing<'a> {
     pub images: Option<&'a Arc<[ImageSpan]>>,
     /// Share at most this many tokens: later ones must be computed, even if they are cached.
     pub most: usize,
+    /// Tokens of the prompt; those behind it are of an answer that is computed again.
+    pub prompt: usize,
 }
 
 impl Default for Sharing<'_> {
@@ -66,6 +68,7 @@ impl Default for Sharing<'_> {
             salt: None,
             images: None,
             most: usize::MAX,
+            prompt: usize::MAX,
         }
     }
 }
@@ -217,7 +220,8 @@ impl KvManager {
         }
         if groups.state_layers() > 0 {
             let Hit { state, cached } = hit;
-            table.state = Some(self.open_state(state, table.computed, cached, tokens.len())?);
+            let prompt = tokens.len().min(sharing.prompt);
+            table.state = Some(self.open_state(state, table.computed, cached, prompt)?);
         }
         // All hits first: what is referenced cannot be evicted for the rest.
         for ((held, group), used) in table.groups.iter().zip(&groups).zip(&mut self.used) {

@@ -18,8 +18,8 @@ pub(crate) struct TableState {
     pub(crate) planned: usize,
     /// The snapshot that the request began with, and the name of its prefix.
     pub(crate) began: Option<(StateSlot, u64)>,
-    /// Tokens known when the table was opened.
-    pub(crate) known: usize,
+    /// Tokens of the prompt.
+    pub(crate) prompt: usize,
     /// Numbers of tokens of the prompt behind which a snapshot is wanted.
     pub(crate) places: [Option<usize>; 2],
     /// Tokens of the last snapshot.
@@ -49,14 +49,14 @@ impl TableState {
     /// multiples of so many tokens in the output, and in the prompt.
     pub(crate) fn worth(&self, (in_output, in_prompt): (usize, usize), chunk: usize) -> Option<Worth> {
         let start = self.planned;
-        let unit = if start < self.known { in_prompt } else { in_output };
+        let unit = if start < self.prompt { in_prompt } else { in_output };
         if start == 0 || !start.is_multiple_of(unit) {
             return None;
         }
         if self.places.contains(&Some(start)) {
             return Some(Worth::Prompt);
         }
-        if start >= self.known {
+        if start >= self.prompt {
             return Some(Worth::Output);
         }
         (start >= self.last + CHUNK_INTERVAL.min(chunk)).then_some(Worth::Chunk)

@@ -445,7 +445,7 @@ proptest! {
                     let salt = salted.then_some("pepper");
                     let slots = manager.stats().slots;
                     let has_slot = slots.used < slots.total || !naive.has_states();
-                    let opened = manager.open(&tokens, Sharing { salt, most, images: None }, headroom);
+                    let opened = manager.open(&tokens, Sharing { salt, most, ..Sharing::default() }, headroom);
                     let shareable = &tokens[..most.min(tokens.len() - 1)];
                     let snapshot = naive.has_states().then(|| router.longest(salt, shareable, &[], &kv));
                     let opens = has_slot && naive.open(&tokens, salted, most, headroom, snapshot);

@@ -65,6 +65,7 @@ fn state(before: Option<u32>, after: u32) -> RunState {
     RunState {
         before: before.map(StateSlot),
         after: StateSlot(after),
+        in_chunks: true,
     }
 }
 
@@ -329,17 +330,29 @@ fn prompts_are_cut_between_chunks_of_the_recurrence() {
     let mut manager = manager(100, 4).with_state_chunk(32);
     let tokens = text(0, 120);
     let table = open(&mut manager, &tokens).unwrap();
-    // Also where a turn may go on, at least eight tokens before the end; at the end of a block where there is room for no chunk.
-    let cuts = [(0, 50), (64, 120), (96, 120), (0, 30)].map(|(start, end)| manager.cut(&table, start, end));
-    assert_eq!(cuts, [32, 96, 120, 24]);
+    // Also where a turn may go on, at least eight tokens before the end; nothing where there is room for no chunk.
+    let cuts = [(0, 50), (64, 120), (96, 120), (0, 30), (40, 60)];
+    let cuts = cuts.map(|(start, end)| manager.cut(&table, start, end));
+    assert_eq!(cuts, [32, 96, 120, 0, 40]);
+    manager.release(table);
+    // An answer that is computed again is not, and no run of the prompt goes on into it.
+    let prompt = Sharing {
+        prompt: 110,
+        ..Sharing::default()
+    };
+    let mut table = manager.open(&tokens, prompt, 0).unwrap();
+    let cuts = [(96, 120), (110, 119)].map(|(start, end)| manager.cut(&table, start, end));
+    assert_eq!(cuts, [110, 119]);
+    let in_chunks = [110, 120].map(|end| manager.next_state(&mut table, end).unwrap().in_chunks);
+    assert_eq!(in_chunks, [true, false]);
     manager.release(table);
     // What is left of a prompt that was not computed to its end.
-    for (computed, found) in [(80, 0), (64, 64), (104, 96)] {
+    for computed in [32, 64, 96] {
         let mut table = open(&mut manager, &tokens).unwrap();
         compute(&mut manager, &mut table, &tokens, computed);
         manager.release(table);
         let table = open(&mut manager, &tokens).unwrap();
-        assert_eq!(table.computed(), found, "after {computed}");
+        assert_eq!(table.computed(), computed);
         manager.release(table);
     }
 }

@@ -58,7 +58,7 @@ fn check(path: &Path, options: LoadOptions, rng: &mut StdRng, context: &str) {
             let len = if index + 1 == samples as u32 { longest } else { 1 };
             let blocks = blocks(3 * index..3 * index + 4);
             let mut run = run(u64::from(index), 0, &vec![index % 7; len], &blocks);
-            run.state = Some(in_place(index, 0));
+            run.state = Some(in_place(index, 0, len));
             match model.config().pooling() {
                 None => {
                     run.sample = Some(greedy_spec(0));

@@ -172,6 +172,7 @@ fn plans_without_slots_of_their_own_are_refused() {
             state: state.map(|(before, after)| RunState {
                 before: before.map(StateSlot),
                 after: StateSlot(after),
+                in_chunks: true,
             }),
             ..run(request, 0, &[5, 6], &blocks(request as u32..request as u32 + 1))
         };
@@ -242,6 +243,7 @@ fn a_prefix_with_a_snapshot_is_as_good_as_computed() {
                     state: Some(RunState {
                         before: before.then_some(StateSlot(5)),
                         after: StateSlot(after),
+                        in_chunks: true,
                     }),
                     ..run(request, start, &prompt[start..end], &table)
                 }

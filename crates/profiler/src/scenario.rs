@@ -443,6 +443,7 @@ impl Shapes {
         (self.kv.state_slots > 0).then(|| RunState {
             before: (row.start > 0).then_some(slot(snapshot.unwrap_or(index))),
             after: slot(index),
+            in_chunks: row.len() > 1,
         })
     }
 

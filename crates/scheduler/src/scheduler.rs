@@ -85,6 +85,7 @@ pub struct Scheduler {
     /// A request was preempted and no blocks came back since: a request admitted now would soon be preempted too.
     short_of_blocks: bool,
     prompt_budget: Option<PromptBudget>,
+    state_chunk: usize,
     images: KnownImages,
     counters: SchedulerStats,
 }
@@ -105,6 +106,12 @@ impl Scheduler {
             "{:?} allow no step",
             config.limits
         );
+        assert!(
+            config.state_chunk == 1 || max_num_batched_tokens + 1 >= max_num_seqs + config.state_chunk,
+            "{:?} leave no room for a chunk of {} tokens beside requests that generate",
+            config.limits,
+            config.state_chunk
+        );
         Self {
             limits: config.limits,
             kv: KvManager::new(config.kv, max_num_batched_tokens, config.enable_prefix_caching)
@@ -117,6 +124,7 @@ impl Scheduler {
             in_flight: Vec::with_capacity(MAX_IN_FLIGHT),
             short_of_blocks: false,
             prompt_budget: None,
+            state_chunk: config.state_chunk,
             images: KnownImages::default(),
             counters: SchedulerStats::default(),
         }
@@ -449,7 +457,8 @@ impl Scheduler {
             let Ok(table) = self.kv.open(&sequence.tokens, sequence.sharing(), headroom) else {
                 return;
             };
-            if room.lacks_image(&sequence.request, table.computed(), sequence.tokens.len()) {
+            let (start, tokens) = (table.computed(), sequence.tokens.len());
+            if room.of_prompt(&sequence.request, &table, start, tokens - start, &self.kv) == 0 {
                 return self.kv.release(table);
             }
             let (rank, mut sequence) = self.waiting.take(next, self.counters.admissions);

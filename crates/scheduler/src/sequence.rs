@@ -69,6 +69,7 @@ impl Sequence {
                 true => 0,
                 false => self.unscored().map_or(usize::MAX, |rows| rows.start),
             },
+            prompt: self.request.prompt().len(),
         }
     }
 

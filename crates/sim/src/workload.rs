@@ -4,7 +4,7 @@ use std::time::Duration;
 use plimsoll_core::{
     Bans, BlockSize, CacheGroups, CacheKind, CacheLayout, Constraint, EncodeCost, EncoderLimits, Image,
     ImageGrid, ImageInput, ImageSpan, KvConfig, Limits, PatchShape, Pooling, Request, RequestId,
-    RequestOptions, Run, SamplingOptions, StepCost, StepCosts, StepLimits, StepPlan, TenantId, TokenId,
+    RequestOptions, SamplingOptions, StepCost, StepCosts, StepLimits, StepPlan, TenantId, TokenId,
 };
 use plimsoll_scheduler::{PromptBudget, SchedulerConfig};
 use rand::{
@@ -72,12 +72,16 @@ impl Workload {
         };
         let groups = random_groups(rng);
         let num_pages = num_blocks * groups.pages_per_block();
-        let limits = StepLimits {
+        let mut limits = StepLimits {
             max_num_batched_tokens: *[1, 3, 8, 17, 64, 500].choose(rng).expect("there are limits"),
             max_num_seqs: rng.random_range(1..=10),
             max_model_len: rng.random_range(16..=256),
         };
         let (groups, state_slots, state_chunk) = with_states(seed, groups, limits.max_num_seqs);
+        if state_chunk > 1 {
+            let fewest = limits.max_num_seqs - 1 + state_chunk;
+            limits.max_num_batched_tokens = limits.max_num_batched_tokens.max(fewest);
+        }
         let kv = KvConfig {
             block_size,
             num_pages,
@@ -372,18 +376,29 @@ pub(crate) fn whole_spans<'a>(
     Ok(plan)
 }
 
-/// Where layers have states, a prompt that goes on ends a run at a multiple of `chunk` tokens, if one lies within the run.
+/// Where layers have states, a run of a prompt that goes on ends at a multiple of `chunk` tokens, or before another image in the
+/// chunk that has rows of one. No run goes on into an answer that is computed again.
 pub(crate) fn ends_of_chunks<'a>(
     plan: &StepPlan,
     chunk: usize,
     request: impl Fn(RequestId) -> Option<&'a Request>,
 ) -> Result<(), String> {
-    let goes_on = |run: &&Run| run.state.is_some() && run.sample.is_none() && run.pool.is_none();
-    for run in plan.runs.iter().filter(goes_on) {
+    for run in &plan.runs {
         let (id, end) = (run.request, run.end());
-        let is_all = request(id).is_some_and(|request| end == request.prompt().len());
-        let whole = end / chunk * chunk;
-        if whole != end && whole > run.start && !is_all {
+        let Some((state, request)) = run.state.zip(request(id)) else {
+            continue;
+        };
+        let prompt = request.prompt().len();
+        if state.in_chunks != (run.start < prompt) || (state.in_chunks && end > prompt) {
+            return Err(format!(
+                "tokens {}..{end} of {id}, whose prompt has {prompt}: {state:?}",
+                run.start
+            ));
+        }
+        let mut images = request.images().into_iter().flat_map(|images| images.iter());
+        let before_image = images.any(|span| span.start == end) && run.image_rows().next().is_some();
+        let is_cut = state.in_chunks && end < prompt && !end.is_multiple_of(chunk);
+        if is_cut && !(before_image && end / chunk * chunk <= run.start) {
             return Err(format!(
                 "a run of {id} ends at {end}, not at a multiple of {chunk}"
             ));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use plimsoll_core::{BuildError, Component, KvConfig, Meters, Oom, StateConfig, StepLimits};
 use plimsoll_device::{Budget, Charge};
 use plimsoll_kernels::{Exchange, WeightType, instruction_set};
-use plimsoll_model::{Cancel, LoadOptions, Model, ModelConfig, Progress, Runner, Shard};
+use plimsoll_model::{Cancel, LoadOptions, Model, Progress, Runner, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioShape};
 
 use super::predicted::{arena_use, holding, step_size};
@@ -95,8 +95,7 @@ impl Device for CpuBackend {
     }
 
     fn tokens_at_once(&self) -> Result<usize, Error> {
-        let config = ModelConfig::read(&self.model, &self.settings.serve_as)?;
-        Ok(config.image_input().map_or(1, |input| input.tokens_at_once()))
+        self.rows_at_once()
     }
 
     fn vocab_size(&self) -> Result<usize, Error> {

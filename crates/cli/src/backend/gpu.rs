@@ -9,7 +9,7 @@ use plimsoll_core::{BuildError, Component, KvConfig, Meters, StateConfig, StepLi
 use plimsoll_device::Budget;
 use plimsoll_device::cuda::{self, Gpu, GpuError, Holder};
 use plimsoll_kernels::WeightType;
-use plimsoll_kernels::cuda::{FP8_CAPABILITY, HOPPER_HEAD_DIMS};
+use plimsoll_kernels::cuda::{DeltaKernels, FP8_CAPABILITY, HOPPER_HEAD_DIMS};
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape, RankLink};
 use plimsoll_model::{Cancel, LoadOptions, ModelConfig, Progress, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKind, ScenarioShape};
@@ -128,6 +128,14 @@ impl Device for GpuBackend {
 
     fn state_layers(&self) -> Result<usize, Error> {
         self.layers_with_states()
+    }
+
+    fn tokens_at_once(&self) -> Result<usize, Error> {
+        self.rows_at_once()
+    }
+
+    fn state_chunk(&self) -> usize {
+        DeltaKernels::CHUNK
     }
 
     fn vocab_size(&self) -> Result<usize, Error> {
@@ -384,6 +392,14 @@ impl Device for AssumedGpu {
 
     fn state_layers(&self) -> Result<usize, Error> {
         self.layers_with_states()
+    }
+
+    fn tokens_at_once(&self) -> Result<usize, Error> {
+        self.rows_at_once()
+    }
+
+    fn state_chunk(&self) -> usize {
+        DeltaKernels::CHUNK
     }
 
     fn vocab_size(&self) -> Result<usize, Error> {

@@ -81,6 +81,11 @@ pub trait Device: fmt::Debug + Send + Sync {
         Ok(1)
     }
 
+    /// Tokens of a prompt for which states are computed together, as [`plimsoll_core::Executor::state_chunk`] at most.
+    fn state_chunk(&self) -> usize {
+        1
+    }
+
     /// Size of the model's vocabulary, from its configuration alone: weights may be loading at the same time.
     ///
     /// # Errors
@@ -191,6 +196,12 @@ impl<D> ModelOn<D> {
         }
         let config = ModelConfig::read(&self.model, &self.settings.serve_as.without_images())?;
         Ok(self.config.get_or_init(|| config))
+    }
+
+    /// Rows of an image that see each other.
+    fn rows_at_once(&self) -> Result<usize, Error> {
+        let config = ModelConfig::read(&self.model, &self.settings.serve_as)?;
+        Ok(config.image_input().map_or(1, |input| input.tokens_at_once()))
     }
 
     fn layers_with_states(&self) -> Result<usize, Error> {

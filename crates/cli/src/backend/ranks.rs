@@ -83,6 +83,10 @@ impl Device for RanksBackend {
         self.first().tokens_at_once()
     }
 
+    fn state_chunk(&self) -> usize {
+        self.first().state_chunk()
+    }
+
     fn vocab_size(&self) -> Result<usize, Error> {
         self.first().vocab_size()
     }

@@ -14,11 +14,20 @@ use crate::settings::EngineSettings;
 /// Where the model's configuration cannot be read, or limits do not go together.
 pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Result<StepLimits, Error> {
     let (defaults, trained_for) = (device.defaults(), device.max_model_len()?);
-    let max_num_seqs = settings.max_num_seqs.unwrap_or(defaults.max_num_seqs);
-    let max_num_seqs = max_num_seqs.max(settings.least_num_seqs);
     let max_num_batched_tokens = settings
         .max_num_batched_tokens
         .unwrap_or(defaults.max_num_batched_tokens);
+    let rows_at_once = device.tokens_at_once()?;
+    let state_chunk = match device.state_layers()? {
+        0 => 1,
+        _ => device.state_chunk(),
+    };
+    let beside_prompts = max_num_batched_tokens
+        .saturating_add(1)
+        .saturating_sub(rows_at_once.max(state_chunk));
+    let fitting = defaults.max_num_seqs.min(beside_prompts.max(1));
+    let max_num_seqs = settings.max_num_seqs.unwrap_or(fitting);
+    let max_num_seqs = max_num_seqs.max(settings.least_num_seqs);
     let max_model_len = settings.max_model_len.unwrap_or(trained_for);
     for (flag, value, most) in [
         ("--max-model-len", max_model_len, MAX_TOKENS),
@@ -43,13 +52,18 @@ pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Res
         );
         return Err(Error::configuration("--max-num-batched-tokens", message));
     }
-    let at_once = device.tokens_at_once()?;
-    if max_num_batched_tokens < max_num_seqs + at_once - 1 {
-        let message = format!(
-            "{max_num_batched_tokens} tokens per step cannot hold the {at_once} of an image, which see each other, beside one of each \
-             of {} other requests; raise it, lower --max-num-seqs, or serve text alone: --limit-mm-per-prompt '{{\"image\": 0}}'",
-            max_num_seqs - 1
-        );
+    if max_num_seqs > beside_prompts {
+        let (others, text_alone) = (max_num_seqs - 1, "--limit-mm-per-prompt '{\"image\": 0}'");
+        let message = match rows_at_once > state_chunk {
+            true => format!(
+                "{max_num_batched_tokens} tokens per step cannot hold the {rows_at_once} of an image, which see each other, beside one of \
+                 each of {others} other requests; raise it, lower --max-num-seqs, or serve text alone: {text_alone}"
+            ),
+            false => format!(
+                "{max_num_batched_tokens} tokens per step cannot hold {state_chunk} of a prompt, whose states are computed together, \
+                 beside one of each of {others} other requests; raise it or lower --max-num-seqs"
+            ),
+        };
         return Err(Error::configuration("--max-num-batched-tokens", message));
     }
     let limits = StepLimits {
@@ -108,7 +122,13 @@ pub(super) fn profile_spec(
     spec.pooling = facts.pooling();
     spec.quantization.clone_from(&facts.quantization);
     spec.num_parameters = facts.num_parameters_of_rank;
-    spec.tokens_at_once = facts.images.map_or(1, |input| input.tokens_at_once());
+    let state_chunk = match facts.groups.state_layers() {
+        0 => 1,
+        _ => device.state_chunk(),
+    };
+    spec.tokens_at_once = facts
+        .images
+        .map_or(state_chunk, |input| input.tokens_at_once().max(state_chunk));
     spec.margins = Margins::scaled_to(total);
     spec.mem_fraction = settings.mem_fraction;
     spec.size = settings.kv_size;

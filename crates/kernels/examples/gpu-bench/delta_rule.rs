@@ -76,7 +76,7 @@ impl<'a> Bench<'a> {
         );
         let out = random(rows * LAYOUT.values());
         let scratch = random(2 * rows * DeltaKernels::scratch_floats(&LAYOUT));
-        let several = lens.iter().filter(|&&len| len > 1).count();
+        let in_chunks = lens.iter().filter(|&&len| len > 1).count();
         // Calls take other slots in turn, so that states are not in the cache.
         let sets: Vec<_> = (0..(SLOTS / runs).min(64))
             .map(|set| {
@@ -87,7 +87,7 @@ impl<'a> Bench<'a> {
                         before: Some(set * runs + index),
                         after: set * runs + index,
                     };
-                    GpuStateRun::new(run, START)
+                    GpuStateRun::new(run, START, index < in_chunks)
                 };
                 let list: Vec<_> = (0..runs).map(run).collect();
                 let tiles: Vec<_> = GpuStateTile::all(&list).collect();
@@ -115,7 +115,7 @@ impl<'a> Bench<'a> {
                 runs: list.slice().range(0..runs),
                 tiles,
                 chunks,
-                several,
+                in_chunks,
                 x: x.slice(),
                 ba: ba.slice(),
                 conv_states: self.states[0].slice(),

@@ -47,15 +47,15 @@ pub struct DeltaArgs<'a> {
     pub conv: GpuSlice<'a, f32>,
     /// Of the recurrence and the output.
     pub gates: GpuDeltaGates<'a>,
-    /// The step's runs, those of several tokens first, and the longest first for speed. No two share rows, and none reads or writes
-    /// a slot that another writes.
+    /// The step's runs, those in chunks first, and then the longest for speed. No two share rows, and none reads or writes a slot that
+    /// another writes.
     pub runs: GpuSlice<'a, GpuStateRun>,
     /// [`GpuStateTile::all`] of them.
     pub tiles: GpuSlice<'a, GpuStateTile>,
     /// [`GpuStateTile::chunks`] of them.
     pub chunks: GpuSlice<'a, GpuStateTile>,
-    /// How many of the runs have several tokens.
-    pub several: usize,
+    /// How many of the runs are in chunks.
+    pub in_chunks: usize,
     /// `[rows, layout.width()]`: q, k, v, z. Stays as it is.
     pub x: GpuSlice<'a, bf16>,
     /// `[rows, 2 value_heads]`: b, then a.
@@ -85,6 +85,9 @@ pub struct DeltaKernels {
 }
 
 impl DeltaKernels {
+    /// Tokens of a chunk, where prompts are computed in chunks.
+    pub const CHUNK: usize = CHUNK;
+
     /// Loads them.
     ///
     /// # Errors
@@ -134,8 +137,8 @@ impl DeltaKernels {
         }
     }
 
-    /// Tokens at whose multiples a prompt can be cut so that states are the same to the bit, unless that leaves a run of one token:
-    /// longer ones are computed in chunks of as many. Cut elsewhere, prompts are rounded differently.
+    /// Tokens at whose multiples a prompt can be cut so that states are the same to the bit: it is computed in chunks of as many. Cut
+    /// elsewhere, prompts are rounded differently.
     pub fn chunk(&self, layout: &DeltaLayout) -> usize {
         self.chunks_for(layout).map_or(1, |_| CHUNK)
     }
@@ -216,18 +219,18 @@ impl DeltaKernels {
         )?;
 
         let chunked = match self.chunks_for(layout) {
-            Some(chunks) if args.several > 0 => {
+            Some(chunks) if args.in_chunks > 0 => {
                 let chunked = Chunked {
                     layout: *layout,
                     mixed,
                     gates,
                     triangles: triangles.cast(),
                     states: args.head_states,
-                    runs: args.runs.range(0..args.several),
+                    runs: args.runs.range(0..args.in_chunks),
                     chunks: args.chunks,
                 };
                 chunks.forward(&self.gpu, &chunked)?;
-                args.several
+                args.in_chunks
             }
             _ => 0,
         };

@@ -20,7 +20,8 @@ pub struct GpuStateRun {
     pub after: i32,
     /// Tokens of the request before the first row.
     pub start: i32,
-    _unused: [i32; 3],
+    in_chunks: i32,
+    _unused: [i32; 2],
 }
 
 impl GpuStateRun {
@@ -31,19 +32,26 @@ impl GpuStateRun {
         before: -1,
         after: -1,
         start: 0,
-        _unused: [0; 3],
+        in_chunks: 0,
+        _unused: [0; 2],
     };
 
-    /// A run behind `start` tokens of its request.
-    pub fn new(run: StateRun, start: usize) -> Self {
+    /// A run behind `start` tokens of its request, computed in chunks or token by token.
+    pub fn new(run: StateRun, start: usize, in_chunks: bool) -> Self {
         Self {
             first_row: run.first_row as i32,
             len: run.len as i32,
             before: run.before.map_or(-1, |slot| slot as i32),
             after: run.after as i32,
             start: start as i32,
-            _unused: [0; 3],
+            in_chunks: in_chunks.into(),
+            _unused: [0; 2],
         }
+    }
+
+    /// Whether it is computed in chunks, where there are kernels for them.
+    pub fn in_chunks(&self) -> bool {
+        self.in_chunks != 0
     }
 }
 
@@ -71,10 +79,10 @@ impl GpuStateTile {
         rows / TILE_ROWS + runs
     }
 
-    /// Chunks of the runs of several rows: each ends at a multiple of 64 tokens of its request, or with the run.
+    /// Chunks of the runs that are computed so: each ends at a multiple of 64 tokens of its request, or with the run.
     pub fn chunks(runs: &[GpuStateRun]) -> impl Iterator<Item = Self> {
-        let several = (0..).zip(runs).filter(|(_, run)| run.len > 1);
-        several.flat_map(|(run, of)| {
+        let in_chunks = (0..).zip(runs).filter(|(_, run)| run.in_chunks());
+        in_chunks.flat_map(|(run, of)| {
             let behind = of.start % CHUNK as i32;
             let firsts = (-behind..of.len).step_by(CHUNK);
             firsts.map(move |first| Self {
@@ -96,20 +104,22 @@ mod tests {
 
     #[test]
     fn tiles_and_chunks_cover_every_run() {
-        let run = |first_row, len, start| {
+        let run = |first_row, len, start, in_chunks| {
             let run = StateRun {
                 first_row,
                 len,
                 before: None,
                 after: 0,
             };
-            GpuStateRun::new(run, start)
+            GpuStateRun::new(run, start, in_chunks)
         };
         let runs = [
-            run(0, 70, 0),
-            run(70, 32, 64),
-            run(102, 33, 40),
-            run(135, 1, 95),
+            run(0, 70, 0, true),
+            run(70, 32, 64, true),
+            run(102, 33, 40, true),
+            run(135, 1, 64, true),
+            run(136, 1, 95, false),
+            run(137, 40, 7, false),
             GpuStateRun::PADDING,
         ];
         let firsts = |tiles: &mut dyn Iterator<Item = GpuStateTile>| {
@@ -117,11 +127,14 @@ mod tests {
             firsts.collect::<Vec<_>>()
         };
         let tiles = firsts(&mut GpuStateTile::all(&runs));
-        let expected = [(0, 0), (0, 32), (0, 64), (1, 0), (2, 0), (2, 32), (3, 0), (4, 0)];
-        assert_eq!(tiles, expected);
-        assert!(tiles.len() <= GpuStateTile::most(136, runs.len()));
+        let long = [(0, 0), (0, 32), (0, 64), (1, 0), (2, 0), (2, 32)];
+        assert_eq!(
+            tiles,
+            [&long[..], &[(3, 0), (4, 0), (5, 0), (5, 32), (6, 0)]].concat()
+        );
+        assert!(tiles.len() <= GpuStateTile::most(177, runs.len()));
         let chunks = firsts(&mut GpuStateTile::chunks(&runs));
-        assert_eq!(chunks, [(0, 0), (0, 64), (1, 0), (2, 0), (2, 24)]);
-        assert!(chunks.len() <= GpuStateTile::most_chunks(136, runs.len()));
+        assert_eq!(chunks, [(0, 0), (0, 64), (1, 0), (2, 0), (2, 24), (3, 0)]);
+        assert!(chunks.len() <= GpuStateTile::most_chunks(177, runs.len()));
     }
 }

@@ -4,8 +4,8 @@
 //! with stays as it is: the table holds it until that run is computed, and from the time at which what came before is computed it
 //! belongs to the prefix cache too. A request that hits it begins with that slot in the same way.
 //!
-//! They are wanted at the ends of blocks, and in prompts at the ends of chunks of the recurrence, so that what follows them is
-//! computed in the same chunks as without them:
+//! They are wanted at the ends of blocks, and in prompts at the ends of chunks of the recurrence, where runs of prompts end in any case:
+//! what follows is computed in the same chunks however a prompt is divided among steps. In particular:
 //!
 //! - before the end of a prompt, where the next turn of a chat goes on, whether or not it repeats all of the answer;
 //! - where a prompt leaves a prefix whose KV is cached, without a state there: what two requests have in common, others will have
@@ -33,21 +33,24 @@ const ANSWER_HEAD: usize = 8;
 const LEAST_BLOCKS: usize = 2;
 
 impl KvManager {
-    /// Where a run of a prompt ends that begins at `start` and has room up to `end`: where a snapshot is wanted, or at the end of
-    /// a block and of a chunk of the recurrence, as far as there is room for one.
+    /// Where a run ends that begins at `start` and has room up to `end`: with the prompt, where a snapshot is wanted, at the end of a
+    /// chunk of the recurrence, and of a block if there is room for one. At `start` where there is not room for a chunk.
     pub fn cut(&self, table: &BlockTable, start: usize, end: usize) -> usize {
-        let Some(state) = table.state.as_ref() else {
+        let Some(state) = table.state.as_ref().filter(|state| start < state.prompt) else {
             return end;
         };
-        let last = |unit: usize| Some(end / unit * unit).filter(|&at| end < state.known && at > start);
+        let end = end.min(state.prompt);
+        let last = |unit: usize| match end < state.prompt {
+            true => (end / unit * unit).max(start),
+            false => end,
+        };
         if !self.keeps_states() {
-            return last(self.state_chunk).unwrap_or(end);
+            return last(self.state_chunk);
         }
         let within = |&place: &usize| start < place && place < end;
         let place = state.places.into_iter().flatten().filter(within).min();
-        let less = self.config.block_size.tokens().min(self.state_chunk);
-        let aligned = || last(self.snapshot_unit()).or_else(|| last(less));
-        place.or_else(aligned).unwrap_or(end)
+        let aligned = || Some(last(self.snapshot_unit())).filter(|&at| at > start);
+        place.or_else(aligned).unwrap_or_else(|| last(self.state_chunk))
     }
 
     /// Tokens at whose multiples prompts are cut for snapshots: the size of blocks or of chunks, both powers of two.
@@ -65,11 +68,14 @@ impl KvManager {
         {
             self.leave(table, &mut state, worth);
         }
-        let before = state.before.replace(state.own);
+        let run = RunState {
+            before: state.before.replace(state.own),
+            after: state.own,
+            in_chunks: state.planned < state.prompt,
+        };
         state.planned = end;
-        let after = state.own;
         table.state = Some(state);
-        Some(RunState { before, after })
+        Some(run)
     }
 
     /// Leaves the slot of the state so far behind, if there is another to go on with.
@@ -147,7 +153,7 @@ impl KvManager {
         let left = state.left.iter().find(|left| left.tokens == table.computed);
         if let (Some(left), Some(prefix)) = (left, table.prefix)
             && self.index.keep_state(prefix, left.slot)
-            && left.tokens >= state.known
+            && left.tokens >= state.prompt
         {
             state.output = Some((left.slot, prefix.name));
         }
@@ -156,7 +162,7 @@ impl KvManager {
     /// Gives back the slots of a table. The state behind its last token stays as a snapshot where a block ends there.
     pub(super) fn release_state(&mut self, table: &BlockTable, mut state: TableState) {
         let is_settled = state.before == Some(state.own) && state.planned == table.computed;
-        let unit = match table.computed < state.known {
+        let unit = match table.computed < state.prompt {
             true => self.snapshot_unit(),
             false => self.config.block_size.tokens(),
         };
@@ -174,14 +180,14 @@ impl KvManager {
         self.put_slot(state.own, Worth::Output);
     }
 
-    /// The state of a table of `known` tokens that begins with the snapshot `hit` behind `computed` tokens, if there is one. The KV
+    /// The state of a table with a prompt of `prompt` tokens that begins with the snapshot `hit` behind `computed` tokens, if there is one. The KV
     /// of `cached` tokens is cached. Nothing is changed where there is no room.
     pub(super) fn open_state(
         &mut self,
         hit: Option<StateSlot>,
         computed: usize,
         cached: usize,
-        known: usize,
+        prompt: usize,
     ) -> Result<TableState, NoRoom> {
         if let Some(slot) = hit {
             self.slots.hold(slot);
@@ -209,7 +215,7 @@ impl KvManager {
             }
         };
         let unit = self.snapshot_unit();
-        let end = known.saturating_sub(ANSWER_HEAD) / unit * unit;
+        let end = prompt.saturating_sub(ANSWER_HEAD) / unit * unit;
         let gain = LEAST_BLOCKS * self.config.block_size.tokens();
         let fork = Some(cached / unit * unit).filter(|&fork| fork >= computed + gain && fork + gain <= end);
         Ok(TableState {
@@ -217,7 +223,7 @@ impl KvManager {
             own,
             planned: computed,
             began: hit.and_then(|slot| Some((slot, self.index.name_of(slot)?))),
-            known,
+            prompt,
             places: [fork, Some(end).filter(|&end| end >= computed + gain)],
             last: computed,
             left,

@@ -75,8 +75,8 @@ pub(super) struct StateInput {
     pub(super) runs: Section<GpuStateRun>,
     pub(super) tiles: Section<GpuStateTile>,
     pub(super) chunks: Section<GpuStateTile>,
-    /// Runs of several tokens, which come first.
-    pub(super) several: usize,
+    /// Runs in chunks, which come first.
+    pub(super) in_chunks: usize,
 }
 
 /// Elements of the sections of a [`StateInput`]; zero where no layer has a state.
@@ -85,7 +85,7 @@ pub(super) struct StateCounts {
     runs: usize,
     tiles: usize,
     chunks: usize,
-    several: usize,
+    in_chunks: usize,
 }
 
 impl StateCounts {
@@ -97,7 +97,7 @@ impl StateCounts {
                 runs,
                 tiles: GpuStateTile::most(rows, runs),
                 chunks: GpuStateTile::most_chunks(rows, runs),
-                several: runs,
+                in_chunks: runs,
             },
         }
     }
@@ -107,7 +107,7 @@ impl StateCounts {
             runs: layout.section(self.runs),
             tiles: layout.section(self.tiles),
             chunks: layout.section(self.chunks),
-            several: self.several,
+            in_chunks: self.in_chunks,
         })
     }
 }
@@ -121,24 +121,24 @@ pub(super) struct StateLists {
 }
 
 impl StateLists {
-    /// Of a checked plan: longest runs first, padded to at least so many.
+    /// Of a checked plan: those in chunks first, then the longest, padded to at least so many.
     pub(super) fn fill(&mut self, plan: &StepPlan, padded: usize) {
         let mut first_row = 0;
         self.runs.clear();
         for run in &plan.runs {
             let len = run.input.len();
             self.runs.extend(run.state.map(|state| {
-                let state = StateRun {
+                let rows = StateRun {
                     first_row,
                     len,
                     before: state.before.map(StateSlot::index),
                     after: state.after.index(),
                 };
-                GpuStateRun::new(state, run.start)
+                GpuStateRun::new(rows, run.start, state.in_chunks)
             }));
             first_row += len;
         }
-        self.runs.sort_by_key(|run| Reverse(run.len));
+        self.runs.sort_by_key(|run| Reverse((run.in_chunks(), run.len)));
         let len = self.runs.len().max(padded);
         self.runs.resize(len, GpuStateRun::PADDING);
         self.tiles.clear();
@@ -152,7 +152,7 @@ impl StateLists {
             runs: self.runs.len(),
             tiles: self.tiles.len(),
             chunks: self.chunks.len(),
-            several: self.runs.partition_point(|run| run.len > 1),
+            in_chunks: self.runs.partition_point(GpuStateRun::in_chunks),
         }
     }
 

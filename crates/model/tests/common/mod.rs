@@ -260,11 +260,12 @@ pub fn greedy_spec(index: usize) -> SampleSpec {
     }
 }
 
-/// The state of a run that begins at `start`, in one slot.
-pub fn in_place(slot: u32, start: usize) -> RunState {
+/// The state of a run of `len` tokens that begins at `start`, in one slot. One token is an answer's.
+pub fn in_place(slot: u32, start: usize, len: usize) -> RunState {
     RunState {
         before: (start > 0).then_some(StateSlot(slot)),
         after: StateSlot(slot),
+        in_chunks: len > 1,
     }
 }
 
@@ -276,7 +277,11 @@ pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[PageId]) ->
         images: None,
         tables: vec![GroupTable::whole(blocks.to_vec())],
         // Read where layers have states.
-        state: Some(in_place((request % LIMITS.max_num_seqs as u64) as u32, start)),
+        state: Some(in_place(
+            (request % LIMITS.max_num_seqs as u64) as u32,
+            start,
+            tokens.len(),
+        )),
         sample: None,
         score: None,
         pool: None,
@@ -297,7 +302,7 @@ pub fn continued(
     let mut token = None;
     for len in [prompt.len() - cut, 1] {
         let prefix = Run {
-            state: Some(in_place(5, 0)),
+            state: Some(in_place(5, 0, cut)),
             ..run(1, 0, &prompt[..cut], &table)
         };
         runner.logits(&plan(vec![prefix]), &[]).unwrap();
@@ -307,6 +312,7 @@ pub fn continued(
             rest.state = Some(RunState {
                 before: Some(StateSlot(5)),
                 after: StateSlot(after),
+                in_chunks: len > 1,
             });
             if len > 1 {
                 logits = runner.logits(&plan(vec![rest]), &[len - 1]).unwrap();

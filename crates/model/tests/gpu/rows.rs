@@ -254,7 +254,7 @@ fn check_sizes(case: &Case) {
         let other = |at: u32| {
             let table = blocks(first_free + at..first_free + at + 1);
             Run {
-                state: Some(in_place(at, 0)),
+                state: Some(in_place(at, 0, 1)),
                 ..run(u64::from(at), 0, &[7], &table)
             }
         };

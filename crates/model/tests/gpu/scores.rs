@@ -42,7 +42,7 @@ fn scored_step(prompts: &[Vec<TokenId>], len: usize) -> StepPlan {
         let table = blocks(15 * index..15 * (index + 1));
         let mut run = scored_run(&prompt[..len], 0, len, 0, &table);
         run.request = RequestId(u64::from(index));
-        run.state = Some(in_place(index, 0));
+        run.state = Some(in_place(index, 0, len));
         run
     });
     let neighbours = (0..4).map(|index| {

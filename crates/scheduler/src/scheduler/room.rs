@@ -1,7 +1,9 @@
 //! How much of what there is to compute goes into the next step.
 
-use plimsoll_core::Request;
-use plimsoll_kv::KvManager;
+use std::ops::Range;
+
+use plimsoll_core::{ImageSpan, Request};
+use plimsoll_kv::{BlockTable, KvManager};
 
 use super::{Scheduler, images::StepImage};
 use crate::{Load, sequence::Running};
@@ -22,26 +24,40 @@ impl Room {
         let (ready, generates) = (running.ready(), running.generates());
         let len = match generates {
             true => ready.min(self.tokens),
-            false => {
-                let start = running.planned;
-                let end = self.end_of(&running.sequence.request, start, start + ready);
-                match end > start {
-                    true => kv.cut(&running.table, start, end) - start,
-                    false => 0,
-                }
-            }
+            false => self.of_prompt(
+                &running.sequence.request,
+                &running.table,
+                running.planned,
+                ready,
+                kv,
+            ),
         };
         self.tokens -= len;
         self.prompts = self.prompts.saturating_sub(if generates { 0 } else { len });
         len
     }
 
+    /// How many of `ready` tokens of a prompt behind `start` are computed; 0 if it must wait for a later step.
+    pub(super) fn of_prompt(
+        &mut self,
+        request: &Request,
+        table: &BlockTable,
+        start: usize,
+        ready: usize,
+        kv: &KvManager,
+    ) -> usize {
+        let room = ready.min(self.for_prompts());
+        let end = self.end_of(request, start, start + ready);
+        match kv.cut(table, start, end) - start {
+            // A chunk has rows of two images, and no step has.
+            0 if end < start + room && spans_in(request, start..end).next().is_some() => end - start,
+            len => len,
+        }
+    }
+
     /// Where a run from `start` on that ends at most at `end` must end for the sake of images.
     fn before_other_images(&mut self, request: &Request, start: usize, end: usize) -> usize {
-        let images = request.images().map_or(&[][..], |images| &images[..]);
-        let mut here = images
-            .iter()
-            .filter(|span| !span.rows_in(&(start..end)).is_empty());
+        let mut here = spans_in(request, start..end);
         let other = here.find(|span| !self.image.may_read(&span.image));
         other.map_or(end, |span| span.start.max(start))
     }
@@ -63,15 +79,18 @@ impl Room {
         }
     }
 
-    /// Whether a request of so many tokens cannot go on behind `start` before a later step, because of its image.
-    pub(super) fn lacks_image(&mut self, request: &Request, start: usize, tokens: usize) -> bool {
-        self.end_of(request, start, tokens) == start
-    }
-
     /// Tokens of prompts that still fit.
     pub(super) fn for_prompts(&self) -> usize {
         self.tokens.min(self.prompts)
     }
+}
+
+/// The images that have rows among these tokens.
+fn spans_in(request: &Request, tokens: Range<usize>) -> impl Iterator<Item = &ImageSpan> {
+    let images = request.images().map_or(&[][..], |images| &images[..]);
+    images
+        .iter()
+        .filter(move |span| !span.rows_in(&tokens).is_empty())
 }
 
 impl Scheduler {
@@ -86,7 +105,8 @@ impl Scheduler {
                 let readers = self.running.values().filter(|running| running.generates());
                 let decoding = load.decoding.max(readers.count());
                 let encode = budget.encode_time(&Load { decoding, ..load });
-                (budget.prompt_tokens(&load), encode)
+                // No prompt waits for want of room for a chunk.
+                (budget.prompt_tokens(&load).max(self.state_chunk), encode)
             }
         };
         Room {

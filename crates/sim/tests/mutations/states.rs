@@ -9,7 +9,23 @@ const SLOTS: &str = "kv/slots.rs";
 const SNAPSHOTS: &str = "kv/prefix/snapshots.rs";
 const STATES: &str = "kv/manager/states.rs";
 
-pub(crate) const STATE_MUTATIONS: [Mutation; 18] = [
+pub(crate) const STATE_MUTATIONS: [Mutation; 21] = [
+    bug(
+        "a run of a prompt ends within a chunk where there is no room for the rest",
+        &[edit(STATES, "true => «(end / unit * unit).max(start)»,", "end")],
+    ),
+    bug(
+        "a run of a prompt goes on into an answer that is computed again",
+        &[edit(STATES, "let end = «end.min(state.prompt)»;", "end")],
+    ),
+    bug(
+        "an answer that is computed again counts as a part of the prompt",
+        &[edit(
+            SEQUENCE,
+            "prompt: «self.request.prompt().len()»,",
+            "usize::MAX",
+        )],
+    ),
     bug(
         "prompts are cut without regard to chunks of the recurrence",
         &[edit(

@@ -410,7 +410,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             runs: state.inputs.device(states.runs),
             tiles: state.inputs.device(states.tiles),
             chunks: state.inputs.device(states.chunks),
-            several: states.several,
+            in_chunks: states.in_chunks,
             x: self.rows(self.act.qkv, layout.width()),
             ba: self.rows(self.act.state_gates, 2 * layout.value_heads),
             conv_states,

@@ -40,6 +40,8 @@ impl Batch {
             .runs
             .iter()
             .all(|run| run.input.len() == 1 && run.sample.is_some() && run.score.is_none())
+            // Graphs know nothing of chunks of a recurrence: the last token of a prompt may be one.
+            && !plan.runs.iter().any(|run| run.state.is_some_and(|state| state.in_chunks))
             // Graphs know nothing of images, whose last row may be that which is sampled from.
             && images::rows_of(plan).is_none();
         let size = graphs.size_for(plan.runs.len()).filter(|_| decodes);
