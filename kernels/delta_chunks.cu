@@ -1,4 +1,4 @@
-// Gated DeltaNet's rule for runs of several tokens, in chunks on tensor cores (sm_90a): see `delta_chunk.cuh`.
+// Gated DeltaNet's rule for runs of prompts, in chunks on tensor cores (sm_90a): see `delta_chunk.cuh`.
 //
 // A block goes through all chunks of a run, for 64 value columns of a head, with three warp groups. The first copies chunks ahead. The
 // second keeps the state in registers, transposed (columns by keys), as are its other operands (columns by tokens): so the results of
@@ -407,7 +407,7 @@ static_assert(sizeof(StateRun) == 32, "as in state_runs.rs");
 static_assert(sizeof(TriangleRoom<64>) == 54912 && sizeof(TriangleRoom<128>) == 54912, "as in delta_chunks.rs");
 static_assert(sizeof(Room<64>) == 150528 && sizeof(Room<128>) == 199680, "as in delta_chunks.rs");
 
-// For key heads of up to so many elements. Runs are those of several tokens.
+// For key heads of up to so many elements. Runs are those in chunks.
 //
 // `delta_triangles`: gridDim.x is chunks times value_heads, blockDim.x 128; dynamic shared memory: a `TriangleRoom`.
 // `delta_chunks`: gridDim.x is runs times value_heads times ceil(value_dim / 64), blockDim.x 384; dynamic shared memory: a `Room`.

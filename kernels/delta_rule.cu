@@ -3,8 +3,8 @@
 // are the same to the bit however a run is cut.
 //
 // Three kernels. `delta_conv` writes what the rule takes: in bf16 q and k of unit length and v, and for each token its gates.
-// `delta_rule` keeps the state of a slice of value columns in the registers of a block and writes the outputs over v; runs of several
-// tokens can go through `delta_chunks.cu` instead. `delta_norm` makes the outputs the rows of the next product.
+// `delta_rule` keeps the state of a slice of value columns in the registers of a block and writes the outputs over v; runs of
+// prompts can go through `delta_chunks.cu` instead. `delta_norm` makes the outputs the rows of the next product.
 //
 // States are f32, indexed by slot, and found in one slot and left in the same or another. Work lists, weights, and states of the
 // rule are read before `pdl_wait`: no other kernel of a step writes them or the slots of these runs, and a copy separates steps.

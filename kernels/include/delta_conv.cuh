@@ -10,7 +10,8 @@ struct __align__(16) StateRun {
     int before;  // slot of the state before the first row; below 0 that is zero
     int after;   // slot of the state after the last one
     int start;   // tokens of the request before the first row
-    int unused[3];
+    int in_chunks;  // for the host, which sorts by it
+    int unused[2];
 };
 
 // Rows of a run from its row `first` on: up to kTileRows, or a chunk.

@@ -193,6 +193,27 @@ fn a_model_with_states_is_planned_for_on_a_gpu() {
     assert!(number(&document, "/kv_tokens") >= requests * 8192.0, "{document}");
 }
 
+/// A step has room for a chunk of a prompt beside one token of each other request, and defaults are chosen so.
+#[test]
+fn a_step_has_room_for_a_chunk_of_a_prompt_on_a_gpu() {
+    let config = include_str!("../../model/tests/configs/Qwen3.5-27B.json");
+    let dir = model(config);
+    let plan = |flags: &str| {
+        let flags = format!("--device cuda --max-model-len 8192 --json --device-memory 139GiB {flags}");
+        plimsoll("plan", dir.path(), &flags)
+    };
+    let most = |flags: &str| number(&json(&plan(flags)), "/max_num_seqs");
+    assert_eq!(most("--max-num-batched-tokens 100"), 37.0);
+    assert_eq!(most("--max-num-batched-tokens 100 --max-num-seqs 37"), 37.0);
+    let output = plan("--max-num-batched-tokens 100 --max-num-seqs 38");
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        error.contains("--max-num-batched-tokens") && error.contains("use at least 101"),
+        "{error}"
+    );
+}
+
 /// 6.98 billion weights of linear layers, and 1.05 billion of embedding and head, which stay in 16 bits.
 #[test]
 fn quantised_models_are_planned_for_in_their_bits() {

@@ -108,7 +108,8 @@ pub struct RunState {
     /// Where the state behind the last token goes. No other run of the step reads or writes this slot.
     pub after: StateSlot,
     /// Whether the tokens are of the prompt: their states may be computed in chunks of [`crate::Executor::state_chunk`]. Tokens of an
-    /// answer are computed one after the other, also where that is done again after a preemption: rounded as before.
+    /// answer are computed one after the other, also where that is done again after a preemption, so that they are rounded as they were
+    /// the first time.
     pub in_chunks: bool,
 }
 

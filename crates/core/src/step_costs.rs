@@ -21,7 +21,7 @@ pub struct StepCosts {
     mixed: Vec<StepCost>,
     /// Added for each token of context that the outputs look back at.
     context_seconds: f64,
-    /// Added for each row of output beside prompts, but for the first ones.
+    /// Added for each row of output beside prompts beyond the first [`OUTPUTS_BESIDE_PROMPTS`].
     output_seconds: f64,
     encode: Option<EncodeCost>,
 }
@@ -107,16 +107,16 @@ impl StepCosts {
         self.output_seconds * more as f64
     }
 
-    /// Seconds that a row of output takes longer than one of a prompt: where a model has states, it reads and writes one of its own.
+    /// Seconds that a row of output takes longer than one of a prompt: it is sampled from, and where a model has states it reads and
+    /// writes one of its own. From the smallest and the largest number of rows that were measured with prompts and without.
     fn output_seconds(decode: &[StepCost], mixed: &[StepCost]) -> f64 {
-        let few = mixed.first().map_or(0, |step| step.rows);
-        let last = |steps: &[StepCost]| steps.last().map_or(0, |step| step.rows);
-        let many = last(decode).min(last(mixed));
-        if many <= few {
-            return 0.0;
+        let prompts_of = |rows| mixed.iter().find(|step| step.rows == rows);
+        let both = |step: &StepCost| Some((step.rows, step.seconds - prompts_of(step.rows)?.seconds));
+        let mut longer = decode.iter().filter_map(both);
+        match (longer.next(), longer.next_back()) {
+            (Some((few, by)), Some((many, by_more))) => ((by_more - by) / (many - few) as f64).max(0.0),
+            _ => 0.0,
         }
-        let added = |steps| seconds(steps, 0.0, many) - seconds(steps, 0.0, few);
-        ((added(decode) - added(mixed)) / (many - few) as f64).max(0.0)
     }
 
     /// Seconds of a step of `rows` rows, nearly all of them of prompts.

@@ -49,7 +49,11 @@ impl TableState {
     /// multiples of so many tokens in the output, and in the prompt.
     pub(crate) fn worth(&self, (in_output, in_prompt): (usize, usize), chunk: usize) -> Option<Worth> {
         let start = self.planned;
-        let unit = if start < self.prompt { in_prompt } else { in_output };
+        let unit = if start <= self.prompt {
+            in_prompt
+        } else {
+            in_output
+        };
         if start == 0 || !start.is_multiple_of(unit) {
             return None;
         }

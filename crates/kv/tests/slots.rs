@@ -346,6 +346,14 @@ fn prompts_are_cut_between_chunks_of_the_recurrence() {
     let in_chunks = [110, 120].map(|end| manager.next_state(&mut table, end).unwrap().in_chunks);
     assert_eq!(in_chunks, [true, false]);
     manager.release(table);
+    // A chunk that the end of a prompt cuts short leaves nothing: that of a longer prompt is another.
+    let longer = text(500, 120);
+    let mut table = open(&mut manager, &longer[..72]).unwrap();
+    compute(&mut manager, &mut table, &longer[..72], 72);
+    manager.release(table);
+    let table = open(&mut manager, &longer).unwrap();
+    assert_eq!(table.computed(), 64);
+    manager.release(table);
     // What is left of a prompt that was not computed to its end.
     for computed in [32, 64, 96] {
         let mut table = open(&mut manager, &tokens).unwrap();

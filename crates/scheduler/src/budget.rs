@@ -44,6 +44,8 @@ pub struct PromptBudget {
     target: Option<f64>,
     /// Rows of the largest step.
     most: usize,
+    /// Prompts are computed in chunks of so many tokens.
+    chunk: usize,
 }
 
 /// How long a step in which requests generate may encode.
@@ -92,6 +94,15 @@ impl PromptBudget {
             sizes,
             target: target.map(|target| target.as_secs_f64()),
             most,
+            chunk: 1,
+        }
+    }
+
+    /// The same for prompts that are computed in chunks of so many tokens: as many chunks, but at least one.
+    pub fn in_chunks_of(self, tokens: usize) -> Self {
+        Self {
+            chunk: tokens,
+            ..self
         }
     }
 
@@ -122,11 +133,16 @@ impl PromptBudget {
         let within = |seconds: f64| self.costs.mixed_tokens(decoding, seconds - read);
         let stretch = STRETCH + STRETCH_BY_BACKLOG * (prompts as f64 / decoding as f64).sqrt();
         let tokens = within(stretch * alone).clamp(fewest, most);
-        let tokens = self.target.map_or(tokens, |target| {
-            let encode = self.encode_time(load).filter(|_| encoding);
-            tokens.min(within(target - encode.map_or(0.0, |time| time.seconds)))
-        });
-        tokens.max(next_prompt.div_ceil(MOST_CHUNKS)).max(1).min(room)
+        let tokens = match self.target {
+            None => tokens.next_multiple_of(self.chunk),
+            Some(target) => {
+                let encode = self.encode_time(load).filter(|_| encoding);
+                let tokens = tokens.min(within(target - encode.map_or(0.0, |time| time.seconds)));
+                tokens / self.chunk * self.chunk
+            }
+        };
+        let least = next_prompt.div_ceil(MOST_CHUNKS).max(1);
+        tokens.max(least.next_multiple_of(self.chunk)).min(room)
     }
 
     /// How long the next step may encode: a fifth of the time that it takes anyway, and more while others wait. `None` where nobody
@@ -166,7 +182,8 @@ impl PromptBudget {
         let choices = self.sizes.iter().filter(|&&rows| rows > decoding);
         let choices = choices.map(|rows| {
             let tokens = rows - decoding;
-            let seconds = self.costs.mixed_seconds(decoding, tokens);
+            // Prompts never make a step shorter, whatever was measured.
+            let seconds = self.costs.mixed_seconds(decoding, tokens).max(alone);
             (tokens, (seconds - alone + shared) / tokens as f64)
         });
         let cheapest = choices
@@ -273,6 +290,37 @@ mod tests {
             seconds(rest) + time.share(4000, true) * cost.seconds(4000) <= 8e-3 + 1e-6,
             "{rest} tokens beside {time:?}"
         );
+    }
+
+    #[test]
+    fn prompts_in_chunks_get_whole_ones() {
+        for (target, expected) in [(None, 192), (Some(5), 128)] {
+            let budget = budget(target);
+            let tokens = budget.prompt_tokens(&load(64, 1));
+            let chunks = budget.in_chunks_of(64).prompt_tokens(&load(64, 1));
+            assert!(
+                chunks.abs_diff(tokens) < 64 && chunks == expected,
+                "{chunks} for {tokens}"
+            );
+        }
+        let tight = budget(Some(1)).in_chunks_of(64);
+        assert_eq!(tight.prompt_tokens(&load(64, 1)), 64, "at least one");
+        let long = Load {
+            next_prompt: 20_000,
+            ..load(64, 1)
+        };
+        assert_eq!(tight.prompt_tokens(&long), 128, "in 256 steps");
+    }
+
+    /// As where decode steps were measured to take longer than any with prompts.
+    #[test]
+    fn no_measurement_makes_prompts_crawl() {
+        let cost = |rows: usize, seconds: f64| StepCost { rows, seconds };
+        let decode = [1, 32].map(|rows| cost(rows, 1e-3 * rows as f64));
+        let mixed = [32, 128, 512].map(|rows| cost(rows, 4e-3 + 20e-6 * rows as f64));
+        let costs = StepCosts::new(decode.into(), mixed.into(), 0.0).unwrap();
+        let tokens = PromptBudget::new(costs, MOST, None).prompt_tokens(&load(32, 1));
+        assert!(tokens >= 480, "{tokens}");
     }
 
     #[test]

@@ -9,6 +9,10 @@ use plimsoll_scheduler::{Scheduler, SchedulerConfig};
 const STEP: usize = 64;
 
 fn scheduler(num_pages: usize, state_slots: usize) -> Scheduler {
+    in_chunks_of(1, num_pages, state_slots)
+}
+
+fn in_chunks_of(state_chunk: usize, num_pages: usize, state_slots: usize) -> Scheduler {
     Scheduler::new(SchedulerConfig {
         limits: StepLimits {
             max_num_batched_tokens: STEP,
@@ -16,7 +20,7 @@ fn scheduler(num_pages: usize, state_slots: usize) -> Scheduler {
             max_model_len: 1000,
         },
         kv: kv(num_pages, state_slots),
-        state_chunk: 1,
+        state_chunk,
         enable_prefix_caching: true,
         patience: 20,
     })
@@ -107,6 +111,23 @@ fn chunks_of_long_prompts_end_with_blocks() {
     scheduler.submit(request(2, 2, 200, 2));
     assert_eq!(step(&mut scheduler), [(1, 5, 1), (2, 0, 56)]);
     assert_eq!(step(&mut scheduler), [(1, 6, 1), (2, 56, 56)]);
+}
+
+/// Where a recurrence goes through chunks, the rest of a step that has no room for one stays empty.
+#[test]
+fn prompts_wait_for_room_for_a_chunk() {
+    let mut scheduler = in_chunks_of(32, 100, 8);
+    scheduler.submit(request(1, 1, 5, 30));
+    assert_eq!(step(&mut scheduler), [(1, 0, 5)]);
+    scheduler.submit(request(2, 2, 100, 2));
+    assert_eq!(step(&mut scheduler), [(1, 5, 1), (2, 0, 32)]);
+    scheduler.submit(request(3, 3, 40, 2));
+    assert_eq!(step(&mut scheduler), [(1, 6, 1), (2, 32, 32)]);
+    assert_eq!(step(&mut scheduler), [(1, 7, 1), (2, 64, 36)]);
+    // The rest of a prompt may be less than a chunk.
+    assert_eq!(step(&mut scheduler), [(1, 8, 1), (2, 100, 1), (3, 0, 32)]);
+    assert_eq!(step(&mut scheduler), [(1, 9, 1), (3, 32, 8)]);
+    run_to_the_end(&mut scheduler);
 }
 
 /// Without a slot to go on with, a cut would be a step for nothing.

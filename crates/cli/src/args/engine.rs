@@ -181,7 +181,8 @@ pub struct LimitArgs {
     #[arg(long, value_name = "TOKENS", value_parser = context, allow_negative_numbers = true)]
     pub max_model_len: Option<usize>,
     /// Maximum number of requests that run at once [default: decided at start: 1024 on a GPU of at
-    /// least 70 GiB where the KV cache has room for them, 512 on other GPUs, 32 on a CPU]
+    /// least 70 GiB where the KV cache has room for them, 512 on other GPUs, 32 on a CPU; fewer where a step
+    /// (--max-num-batched-tokens) has no room for a token of each]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
     /// Of a model whose layers keep a state of fixed size per request (Qwen3.5): tokens that a request has on average. States and

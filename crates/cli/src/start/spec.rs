@@ -18,14 +18,12 @@ pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Res
         .max_num_batched_tokens
         .unwrap_or(defaults.max_num_batched_tokens);
     let rows_at_once = device.tokens_at_once()?;
-    let state_chunk = match device.state_layers()? {
-        0 => 1,
-        _ => device.state_chunk(),
-    };
-    let beside_prompts = max_num_batched_tokens
+    let state_chunk = state_chunk(device, device.state_layers()?);
+    // So that one of each is beside what of a prompt is computed at once.
+    let most_seqs = max_num_batched_tokens
         .saturating_add(1)
         .saturating_sub(rows_at_once.max(state_chunk));
-    let fitting = defaults.max_num_seqs.min(beside_prompts.max(1));
+    let fitting = defaults.max_num_seqs.min(most_seqs.max(1));
     let max_num_seqs = settings.max_num_seqs.unwrap_or(fitting);
     let max_num_seqs = max_num_seqs.max(settings.least_num_seqs);
     let max_model_len = settings.max_model_len.unwrap_or(trained_for);
@@ -52,18 +50,22 @@ pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Res
         );
         return Err(Error::configuration("--max-num-batched-tokens", message));
     }
-    if max_num_seqs > beside_prompts {
-        let (others, text_alone) = (max_num_seqs - 1, "--limit-mm-per-prompt '{\"image\": 0}'");
-        let message = match rows_at_once > state_chunk {
-            true => format!(
-                "{max_num_batched_tokens} tokens per step cannot hold the {rows_at_once} of an image, which see each other, beside one of \
-                 each of {others} other requests; raise it, lower --max-num-seqs, or serve text alone: {text_alone}"
+    if max_num_seqs > most_seqs {
+        let (what, or) = match rows_at_once > state_chunk {
+            true => (
+                format!("the {rows_at_once} of an image, which see each other,"),
+                ", or serve text alone: --limit-mm-per-prompt '{\"image\": 0}'",
             ),
-            false => format!(
-                "{max_num_batched_tokens} tokens per step cannot hold {state_chunk} of a prompt, whose states are computed together, \
-                 beside one of each of {others} other requests; raise it or lower --max-num-seqs"
+            false => (
+                format!("{state_chunk} of a prompt, whose states are computed together,"),
+                "",
             ),
         };
+        let least = max_num_seqs - 1 + rows_at_once.max(state_chunk);
+        let message = format!(
+            "{max_num_batched_tokens} tokens per step cannot hold {what} beside one of each other request that may run \
+             (--max-num-seqs {max_num_seqs}); use at least {least} or lower --max-num-seqs{or}"
+        );
         return Err(Error::configuration("--max-num-batched-tokens", message));
     }
     let limits = StepLimits {
@@ -102,6 +104,14 @@ fn fewer_for_states(
     })
 }
 
+/// Tokens of a prompt for which states are computed together; 1 without any.
+fn state_chunk(device: &dyn Device, state_layers: usize) -> usize {
+    match state_layers {
+        0 => 1,
+        _ => device.state_chunk(),
+    }
+}
+
 /// For a device of `total` bytes.
 pub(super) fn profile_spec(
     settings: &EngineSettings,
@@ -122,10 +132,7 @@ pub(super) fn profile_spec(
     spec.pooling = facts.pooling();
     spec.quantization.clone_from(&facts.quantization);
     spec.num_parameters = facts.num_parameters_of_rank;
-    let state_chunk = match facts.groups.state_layers() {
-        0 => 1,
-        _ => device.state_chunk(),
-    };
+    let state_chunk = state_chunk(device, facts.groups.state_layers());
     spec.tokens_at_once = facts
         .images
         .map_or(state_chunk, |input| input.tokens_at_once().max(state_chunk));

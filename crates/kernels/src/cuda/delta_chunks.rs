@@ -26,7 +26,7 @@ pub(super) struct Chunked<'a> {
     pub(super) chunks: GpuSlice<'a, GpuStateTile>,
 }
 
-/// The rule for runs of several tokens, in chunks: `kernels/delta_chunks.cu`.
+/// The rule for runs of prompts, in chunks: `kernels/delta_chunks.cu`.
 #[derive(Debug)]
 pub(super) struct ChunkKernels {
     /// For each of [`KEY_DIMS`], as `chunks`.
@@ -70,7 +70,7 @@ impl ChunkKernels {
         }
     }
 
-    /// The rule for all runs of `of`, which have several tokens each: outputs take the place of v, and gates are overwritten.
+    /// The rule for all runs of `of`, of one token or more: outputs take the place of v, and gates are overwritten.
     pub(super) fn forward(&self, gpu: &Gpu, of: &Chunked<'_>) -> Result<(), GpuError> {
         let layout = &of.layout;
         let shape = [

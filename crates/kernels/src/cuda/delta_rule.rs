@@ -47,8 +47,8 @@ pub struct DeltaArgs<'a> {
     pub conv: GpuSlice<'a, f32>,
     /// Of the recurrence and the output.
     pub gates: GpuDeltaGates<'a>,
-    /// The step's runs, those in chunks first, and then the longest for speed. No two share rows, and none reads or writes a slot that
-    /// another writes.
+    /// The step's runs, those in chunks first, and of each kind the longest first for speed. No two share rows, and none reads or
+    /// writes a slot that another writes.
     pub runs: GpuSlice<'a, GpuStateRun>,
     /// [`GpuStateTile::all`] of them.
     pub tiles: GpuSlice<'a, GpuStateTile>,

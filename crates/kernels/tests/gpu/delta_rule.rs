@@ -5,9 +5,9 @@ use plimsoll_device::cuda::{Gpu, GpuSlab, GpuSlice};
 use plimsoll_kernels as cpu;
 use plimsoll_kernels::cuda::{DeltaArgs, DeltaKernels, GpuDeltaGates, GpuStateRun, GpuStateTile};
 use plimsoll_kernels::{DeltaGates, DeltaLayout, StateRun};
-use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
+use rand::{Rng, SeedableRng};
 
 use crate::common::{assert_close, download, gpu, poisoned, random, rng, upload, widen};
 
@@ -423,7 +423,7 @@ impl Layer for OnGpu<'_> {
         assert!(tiles.len() <= GpuStateTile::most(rows, list.len()));
         let chunks: Vec<GpuStateTile> = GpuStateTile::chunks(&list).collect();
         assert!(chunks.len() <= GpuStateTile::most_chunks(rows, list.len()));
-        let (on_gpu, tiles_on_gpu) = (upload(gpu, &list), upload(gpu, &tiles));
+        let [on_gpu, tiles_on_gpu] = [upload(gpu, &list), upload(gpu, &tiles)];
         // Memory for at least one.
         let chunks_on_gpu = upload(gpu, &[&chunks[..], &tiles[..1]].concat());
         let (x_on_gpu, ba_on_gpu) = (upload(gpu, x), upload(gpu, ba));
@@ -460,9 +460,12 @@ impl Layer for OnGpu<'_> {
             all.split_off(len).iter().all(|x| x.to_bits() == u16::MAX),
             "outputs"
         );
-        let bits = |values: &[bf16]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         let x_after: Vec<bf16> = download(gpu, &x_on_gpu, x.len());
-        assert_eq!(bits(&x_after), bits(x), "inputs stay as they are");
+        let same = x_after
+            .iter()
+            .zip(x)
+            .all(|(after, x)| after.to_bits() == x.to_bits());
+        assert!(same, "inputs stay as they are");
         widen(&all)
     }
 
@@ -508,13 +511,8 @@ fn orders(shape: [usize; 5]) -> impl Iterator<Item = DeltaLayout> {
         adjacent: 1,
         ..grouped
     };
-    [grouped, in_turn]
-        .into_iter()
-        .take(if grouped.key_heads.min(grouped.adjacent) > 1 {
-            2
-        } else {
-            1
-        })
+    let count = 1 + usize::from(grouped.key_heads.min(grouped.adjacent) > 1);
+    [grouped, in_turn].into_iter().take(count)
 }
 
 /// Tokens of requests: some shorter than the convolution, some around the lengths in which kernels go through them.
@@ -597,6 +595,5 @@ fn slots_are_used_again() {
 }
 
 fn fork(rng: &mut StdRng) -> StdRng {
-    use rand::SeedableRng;
     StdRng::seed_from_u64(rng.random())
 }

@@ -4,8 +4,8 @@
 //! with stays as it is: the table holds it until that run is computed, and from the time at which what came before is computed it
 //! belongs to the prefix cache too. A request that hits it begins with that slot in the same way.
 //!
-//! They are wanted at the ends of blocks, and in prompts at the ends of chunks of the recurrence, where runs of prompts end in any case:
-//! what follows is computed in the same chunks however a prompt is divided among steps. In particular:
+//! They are wanted at the ends of blocks, and up to the end of a prompt at the ends of chunks of the recurrence, where runs of prompts
+//! end in any case: what follows is computed in the same chunks however a prompt is divided among steps. In particular:
 //!
 //! - before the end of a prompt, where the next turn of a chat goes on, whether or not it repeats all of the answer;
 //! - where a prompt leaves a prefix whose KV is cached, without a state there: what two requests have in common, others will have
@@ -34,7 +34,8 @@ const LEAST_BLOCKS: usize = 2;
 
 impl KvManager {
     /// Where a run ends that begins at `start` and has room up to `end`: with the prompt, where a snapshot is wanted, at the end of a
-    /// chunk of the recurrence, and of a block if there is room for one. At `start` where there is not room for a chunk.
+    /// chunk of the recurrence, and of a block if there is room for one. At `start` where there is not room for a chunk. A run behind the
+    /// prompt ends anywhere.
     pub fn cut(&self, table: &BlockTable, start: usize, end: usize) -> usize {
         let Some(state) = table.state.as_ref().filter(|state| start < state.prompt) else {
             return end;
@@ -162,7 +163,7 @@ impl KvManager {
     /// Gives back the slots of a table. The state behind its last token stays as a snapshot where a block ends there.
     pub(super) fn release_state(&mut self, table: &BlockTable, mut state: TableState) {
         let is_settled = state.before == Some(state.own) && state.planned == table.computed;
-        let unit = match table.computed < state.prompt {
+        let unit = match table.computed <= state.prompt {
             true => self.snapshot_unit(),
             false => self.config.block_size.tokens(),
         };

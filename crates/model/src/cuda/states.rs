@@ -121,7 +121,7 @@ pub(super) struct StateLists {
 }
 
 impl StateLists {
-    /// Of a checked plan: those in chunks first, then the longest, padded to at least so many.
+    /// Of a checked plan: those in chunks first, and of each kind the longest first, padded to at least so many.
     pub(super) fn fill(&mut self, plan: &StepPlan, padded: usize) {
         let mut first_row = 0;
         self.runs.clear();

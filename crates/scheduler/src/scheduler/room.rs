@@ -37,7 +37,8 @@ impl Room {
         len
     }
 
-    /// How many of `ready` tokens of a prompt behind `start` are computed; 0 if it must wait for a later step.
+    /// How many of the `ready` tokens behind `start` are computed, of a prompt or of an answer that is computed again; 0 if they must
+    /// wait for a later step.
     pub(super) fn of_prompt(
         &mut self,
         request: &Request,
@@ -49,7 +50,7 @@ impl Room {
         let room = ready.min(self.for_prompts());
         let end = self.end_of(request, start, start + ready);
         match kv.cut(table, start, end) - start {
-            // A chunk has rows of two images, and no step has.
+            // Two images have rows in this chunk, and a step has rows of one: it ends before the second.
             0 if end < start + room && spans_in(request, start..end).next().is_some() => end - start,
             len => len,
         }
@@ -105,8 +106,7 @@ impl Scheduler {
                 let readers = self.running.values().filter(|running| running.generates());
                 let decoding = load.decoding.max(readers.count());
                 let encode = budget.encode_time(&Load { decoding, ..load });
-                // No prompt waits for want of room for a chunk.
-                (budget.prompt_tokens(&load).max(self.state_chunk), encode)
+                (budget.prompt_tokens(&load), encode)
             }
         };
         Room {

@@ -29,6 +29,7 @@ const MANAGER: &str = "kv/manager.rs";
 const PREFIX: &str = "kv/prefix.rs";
 const QUEUE: &str = "scheduler/queue.rs";
 const ROOM: &str = "scheduler/scheduler/room.rs";
+const PLANNING: &str = "scheduler/scheduler/planning.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
@@ -263,7 +264,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     bug(
         "blocks are cached before the step that computes them",
         &[edit(
-            SCHEDULER,
+            PLANNING,
             "«self.running.insert(rank, running);»",
             "let end = running.planned; self.kv.commit(&mut running.table, &running.sequence.tokens[..end]); \
              self.running.insert(rank, running);",
@@ -309,7 +310,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     bug(
         "a request is preempted in flight",
         &[edit(
-            SCHEDULER,
+            PLANNING,
             "|entry| «entry.get().in_flight == 0»",
             "{ let _ = entry; true }",
         )],
@@ -317,7 +318,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     bug(
         "the lowest rank is preempted",
         &[edit(
-            SCHEDULER,
+            PLANNING,
             "= «latest.remove_entry()»;",
             "drop(latest); self.running.pop_first().expect(\"one runs\")",
         )],
@@ -325,7 +326,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     bug(
         "a preempted request goes to the back of the queue",
         &[edit(
-            SCHEDULER,
+            PLANNING,
             "«self.wait_again(latest, sequence);»\n            self.counters.preemptions",
             "let last = Arrival(self.next_arrival); self.next_arrival += 1; let _ = latest; \
              self.places.insert(sequence.request.id(), Place::Waiting(last)); \
@@ -335,7 +336,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     bug(
         "a preempted request loses its blocks",
         &[edit(
-            SCHEDULER,
+            PLANNING,
             "«self.kv.release(table);»\n            self.short_of_blocks = true;",
             "drop(table);",
         )],
@@ -343,7 +344,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     bug(
         "a preempted request returns to be preempted again",
         &[edit(
-            SCHEDULER,
+            PLANNING,
             "room.for_prompts() > 0 && «!self.short_of_blocks»",
             "true",
         )],
@@ -428,7 +429,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     bug(
         "a step has too many runs",
         &[edit(
-            SCHEDULER,
+            PLANNING,
             "«self.running.len() < self.limits.max_num_seqs»",
             "true",
         )],

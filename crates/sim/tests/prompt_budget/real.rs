@@ -9,7 +9,7 @@ use plimsoll_sim::{StepModel, StepSize};
 
 use crate::server::{Policy, serve};
 use crate::traffic::{Kind, Traffic};
-use crate::{MOST, adaptive};
+use crate::{MOST, adaptive, chunk};
 
 fn request(id: usize, traffic: &Traffic, limits: &Limits) -> Request {
     let options = RequestOptions {
@@ -72,7 +72,7 @@ fn serve_really(traffic: &Traffic, clients: usize, device: &StepModel) -> (f64, 
     let mut scheduler = Scheduler::new(SchedulerConfig {
         limits: step,
         kv,
-        state_chunk: 1,
+        state_chunk: chunk(device),
         enable_prefix_caching: true,
         patience: 1000,
     });

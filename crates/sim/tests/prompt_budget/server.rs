@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use plimsoll_scheduler::{Load, PromptBudget};
 use plimsoll_sim::{StepModel, StepSize};
 
+use crate::chunk;
 use crate::traffic::{Kind, Traffic};
 
 /// How many tokens of prompts go into a step.
@@ -45,7 +46,7 @@ struct Reader {
 
 /// Serves `traffic` with steps of at most `most` rows.
 pub(crate) fn serve(traffic: &Traffic, device: &StepModel, policy: &Policy<'_>, most: usize) -> Outcome {
-    let visits = &traffic.visits;
+    let (visits, chunk) = (&traffic.visits, chunk(device));
     let mut order: Vec<usize> = (0..visits.len()).collect();
     order.sort_by(|&a, &b| visits[a].at.total_cmp(&visits[b].at));
     let (mut now, mut ended, mut enough) = (0.0, 0, None);
@@ -104,7 +105,14 @@ pub(crate) fn serve(traffic: &Traffic, device: &StepModel, policy: &Policy<'_>, 
             let Some((visit, computed)) = waiting.front_mut() else {
                 break;
             };
-            let tokens = room.min(visits[*visit].prompt - *computed);
+            let left = visits[*visit].prompt - *computed;
+            let tokens = match left > room {
+                true => room / chunk * chunk,
+                false => left,
+            };
+            if tokens == 0 {
+                break;
+            }
             step.add_prompt(*computed, tokens);
             *computed += tokens;
             room -= tokens;

@@ -34,14 +34,14 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// A step of decoding requests takes the graph of its size.
-    pub(super) fn new(plan: &StepPlan, graphs: &Graphs) -> Self {
+    /// A step of decoding requests takes the graph of its size. Prompts may be computed `in_chunks`.
+    pub(super) fn new(plan: &StepPlan, graphs: &Graphs, in_chunks: bool) -> Self {
         let decodes = plan
             .runs
             .iter()
             .all(|run| run.input.len() == 1 && run.sample.is_some() && run.score.is_none())
             // Graphs know nothing of chunks of a recurrence: the last token of a prompt may be one.
-            && !plan.runs.iter().any(|run| run.state.is_some_and(|state| state.in_chunks))
+            && !(in_chunks && plan.runs.iter().any(|run| run.state.is_some_and(|state| state.in_chunks)))
             // Graphs know nothing of images, whose last row may be that which is sampled from.
             && images::rows_of(plan).is_none();
         let size = graphs.size_for(plan.runs.len()).filter(|_| decodes);
