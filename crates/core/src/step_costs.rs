@@ -108,15 +108,19 @@ impl StepCosts {
     }
 
     /// Seconds that a row of output takes longer than one of a prompt: it is sampled from, and where a model has states it reads and
-    /// writes one of its own. From the smallest and the largest number of rows that were measured with prompts and without.
+    /// writes one of its own. From the fewest and the most outputs that were measured and of which steps with prompts tell as much.
     fn output_seconds(decode: &[StepCost], mixed: &[StepCost]) -> f64 {
-        let prompts_of = |rows| mixed.iter().find(|step| step.rows == rows);
-        let both = |step: &StepCost| Some((step.rows, step.seconds - prompts_of(step.rows)?.seconds));
-        let mut longer = decode.iter().filter_map(both);
-        match (longer.next(), longer.next_back()) {
-            (Some((few, by)), Some((many, by_more))) => ((by_more - by) / (many - few) as f64).max(0.0),
-            _ => 0.0,
-        }
+        let [Some(least), Some(most)] = [mixed.first(), mixed.last()] else {
+            return 0.0;
+        };
+        let known = |step: &&StepCost| (least.rows..=most.rows).contains(&step.rows);
+        let mut outputs = decode.iter().filter(known);
+        let (Some(few), Some(many)) = (outputs.next(), outputs.next_back()) else {
+            return 0.0;
+        };
+        let prompts = seconds(mixed, 0.0, many.rows) - seconds(mixed, 0.0, few.rows);
+        let longer = many.seconds - few.seconds - prompts;
+        (longer / (many.rows - few.rows) as f64).max(0.0)
     }
 
     /// Seconds of a step of `rows` rows, nearly all of them of prompts.

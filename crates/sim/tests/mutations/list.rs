@@ -328,9 +328,9 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
         &[edit(
             PLANNING,
             "«self.wait_again(latest, sequence);»\n            self.counters.preemptions",
-            "let last = Arrival(self.next_arrival); self.next_arrival += 1; let _ = latest; \
+            "let last = crate::sequence::Arrival(self.next_arrival); self.next_arrival += 1; let _ = latest; \
              self.places.insert(sequence.request.id(), Place::Waiting(last)); \
-             self.waiting.push(Sequence { arrival: last, ..sequence });",
+             self.waiting.push(crate::sequence::Sequence { arrival: last, ..sequence });",
         )],
     ),
     bug(
