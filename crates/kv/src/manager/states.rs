@@ -181,8 +181,8 @@ impl KvManager {
         self.put_slot(state.own, Worth::Output);
     }
 
-    /// The state of a table with a prompt of `prompt` tokens that begins with the snapshot `hit` behind `computed` tokens, if there is one. The KV
-    /// of `cached` tokens is cached. Nothing is changed where there is no room.
+    /// The state of a table with a prompt of `prompt` tokens that begins with the snapshot `hit` behind `computed` tokens, if there is
+    /// one. The KV of `cached` tokens is cached. Nothing is changed where there is no room.
     pub(super) fn open_state(
         &mut self,
         hit: Option<StateSlot>,
