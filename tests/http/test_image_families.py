@@ -262,7 +262,7 @@ def test_text_alone_is_served_as_before(start, tmp_path):
 @pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize("flags, named", [
     (["--device", "cpu", "--max-num-batched-tokens", "32", "--max-num-seqs", "32"], "cannot hold the 9 of an image, which see each other, "
-     "beside one of each of 31 other requests"),
+     "beside one of each other request that may run (--max-num-seqs 32); use at least 40"),
 ])
 def test_images_that_were_asked_for_and_cannot_be_served_end_a_start(tmp_path, flags, named, ranks):
     write(tmp_path, Gemma3)
