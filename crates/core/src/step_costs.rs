@@ -108,13 +108,14 @@ impl StepCosts {
     }
 
     /// Seconds that a row of output takes longer than one of a prompt: it is sampled from, and where a model has states it reads and
-    /// writes one of its own. From the fewest and the most outputs that were measured and of which steps with prompts tell as much.
+    /// writes one of its own. From the smallest and the largest step without prompts whose rows are within the range of the measured
+    /// steps with prompts.
     fn output_seconds(decode: &[StepCost], mixed: &[StepCost]) -> f64 {
         let [Some(least), Some(most)] = [mixed.first(), mixed.last()] else {
             return 0.0;
         };
-        let known = |step: &&StepCost| (least.rows..=most.rows).contains(&step.rows);
-        let mut outputs = decode.iter().filter(known);
+        let in_range = |step: &&StepCost| (least.rows..=most.rows).contains(&step.rows);
+        let mut outputs = decode.iter().filter(in_range);
         let (Some(few), Some(many)) = (outputs.next(), outputs.next_back()) else {
             return 0.0;
         };

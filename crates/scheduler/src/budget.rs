@@ -98,7 +98,7 @@ impl PromptBudget {
         }
     }
 
-    /// The same for prompts that are computed in chunks of so many tokens: as many chunks, but at least one.
+    /// The same for prompts that are computed in chunks of so many tokens: a step has whole chunks of them, at least one.
     pub fn in_chunks_of(self, tokens: usize) -> Self {
         Self {
             chunk: tokens,

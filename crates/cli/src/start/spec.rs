@@ -19,7 +19,7 @@ pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Res
         .unwrap_or(defaults.max_num_batched_tokens);
     let rows_at_once = device.tokens_at_once()?;
     let state_chunk = state_chunk(device, device.state_layers()?);
-    // So that one of each is beside what of a prompt is computed at once.
+    // A step has room for a token of each other request beside the tokens of a prompt that must be computed in one step.
     let most_seqs = max_num_batched_tokens
         .saturating_add(1)
         .saturating_sub(rows_at_once.max(state_chunk));

@@ -70,6 +70,7 @@ impl Scheduler {
             // One more block of each group for each that runs, lest the newcomer be preempted as soon as they grow.
             let headroom = self.running.len() * self.kv.config().groups.pages_per_block();
             let sequence = self.waiting.peek(next);
+            // Most likely too little for a chunk, whatever the prefix cache has: not worth taking blocks to find out.
             if room.for_prompts() < self.state_chunk.min(sequence.tokens.len()) {
                 return;
             }
