@@ -122,6 +122,11 @@ impl KvManager {
         }
     }
 
+    /// What [`Self::with_state_chunk`] set; 1 without it.
+    pub fn state_chunk(&self) -> usize {
+        self.state_chunk
+    }
+
     /// Resets to an empty cache of `config`. Open tables become invalid.
     pub fn reset(&mut self, config: KvConfig) {
         self.index.reset(&config);

@@ -85,7 +85,6 @@ pub struct Scheduler {
     /// A request was preempted and no blocks came back since: a request admitted now would soon be preempted too.
     short_of_blocks: bool,
     prompt_budget: Option<PromptBudget>,
-    state_chunk: usize,
     images: KnownImages,
     counters: SchedulerStats,
 }
@@ -124,7 +123,6 @@ impl Scheduler {
             in_flight: Vec::with_capacity(MAX_IN_FLIGHT),
             short_of_blocks: false,
             prompt_budget: None,
-            state_chunk: config.state_chunk,
             images: KnownImages::default(),
             counters: SchedulerStats::default(),
         }
@@ -132,7 +130,7 @@ impl Scheduler {
 
     /// From now on, `budget` limits the prompt tokens of steps in which requests generate. Without one, prompts fill each step.
     pub fn limit_prompts(&mut self, budget: Option<PromptBudget>) {
-        self.prompt_budget = budget.map(|budget| budget.in_chunks_of(self.state_chunk));
+        self.prompt_budget = budget.map(|budget| budget.in_chunks_of(self.kv.state_chunk()));
     }
 
     /// True if the KV cache can hold all of `request`. After a [`reset`](Self::reset) it may be smaller than when the request was

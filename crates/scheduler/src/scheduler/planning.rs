@@ -71,7 +71,7 @@ impl Scheduler {
             let headroom = self.running.len() * self.kv.config().groups.pages_per_block();
             let sequence = self.waiting.peek(next);
             // Most likely too little for a chunk, whatever the prefix cache has: not worth taking blocks to find out.
-            if room.for_prompts() < self.state_chunk.min(sequence.tokens.len()) {
+            if room.for_prompts() < self.kv.state_chunk().min(sequence.tokens.len()) {
                 return;
             }
             let Ok(table) = self.kv.open(&sequence.tokens, sequence.sharing(), headroom) else {
