@@ -329,12 +329,11 @@ constexpr int kNormWarps = 8;
 
 #define CONV_KERNEL(DIM, PARTS)                                                                                         \
     extern "C" __global__ void __launch_bounds__(kConvWarps* kWarp)                                                     \
-        delta_conv_##DIM(const bf16* x, const float* weight, float* states, bf16* mixed, const bf16* ba,                \
-                         const float* a_log, const float* dt_bias, float2* gates, const StateRun* runs,                 \
-                         const StateTile* tiles, int key_heads, int value_heads, int key_dim, int value_dim,            \
-                         int taps) {                                                                                    \
+        delta_conv_##DIM(const bf16* x, const float* weight, float* states, bf16* mixed, const float* a_log,            \
+                         const float* dt_bias, float2* gates, const StateRun* runs, const StateTile* tiles,             \
+                         int key_heads, int value_heads, int key_dim, int value_dim, int taps) {                        \
         mix<PARTS>({x, weight, states, mixed, {key_heads, value_heads, key_dim, value_dim, taps, 1}},                   \
-                   {ba, a_log, dt_bias, gates}, runs, tiles);                                                           \
+                   {a_log, dt_bias, gates}, runs, tiles);                                                               \
     }
 
 // For heads of up to so many elements. gridDim.x is tiles times ceil((key_heads + value_heads) / 4).

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "rows.cuh"
 
 // Rows of one request. `after` below 0 is padding: nothing is read or written for it. `GpuStateRun` of crates/kernels/src/cuda/state_runs.rs.
 struct __align__(16) StateRun {
@@ -31,7 +32,7 @@ struct Layout {
     __device__ __forceinline__ int keys() const { return key_heads * key_dim; }
     __device__ __forceinline__ int values() const { return value_heads * value_dim; }
     __device__ __forceinline__ int channels() const { return 2 * keys() + values(); }
-    __device__ __forceinline__ int width() const { return channels() + values(); }
+    __device__ __forceinline__ int width() const { return (channels() + values() + 2 * value_heads + kVec - 1) / kVec * kVec; }
 };
 
 constexpr int kTileRows = 32;  // at least as many as taps; one for each lane
@@ -68,7 +69,7 @@ __device__ __forceinline__ Four widen_four(uint2 packed) {
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 struct Conv {
-    const bf16* x;        // [rows][width]: q, k, v, z
+    const bf16* x;        // [rows][width]: q, k, v, z, b, a, padding
     const float* weight;  // [channels][taps]
     float* states;        // [slots][taps - 1][channels]
     bf16* mixed;          // [rows][channels]: q, k, v
@@ -225,7 +226,6 @@ __device__ __forceinline__ void walk(const Conv& conv, const StateRun& run, int 
 }
 
 struct GateInputs {
-    const bf16* ba;        // [rows][2][value_heads]: b, then a
     const float* a_log;    // [value_heads]
     const float* dt_bias;  // [value_heads]
     float2* gates;         // [rows][value_heads]: what is left of the state, how much is learnt
@@ -274,7 +274,7 @@ __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, cons
     pdl_wait();
     if (lane < count) {
         const int64_t row = run.first_row + tile.first + lane;
-        const bf16* const ba = in.ba + row * 2 * layout.value_heads + head;
+        const bf16* const ba = conv.x + row * layout.width() + layout.channels() + layout.values() + head;
         const float b = __bfloat162float(ba[0]), a = __bfloat162float(ba[layout.value_heads]) + bias;
         in.gates[row * layout.value_heads + head] = make_float2(expf(rate * softplus(a)), 1.0f / (1.0f + expf(-b)));
     }

@@ -55,9 +55,14 @@ impl DeltaLayout {
         2 * self.keys() + self.values()
     }
 
-    /// Elements of q, k, v and the gate of the output.
+    /// Elements of q, k, v, the gate z of the output, and b and a for each head of v, which make the gates of the state.
+    pub fn projected(&self) -> usize {
+        self.channels() + self.values() + 2 * self.value_heads
+    }
+
+    /// Elements from one row of these to the next: a multiple of 8, so that rows begin at whole vectors.
     pub fn width(&self) -> usize {
-        self.channels() + self.values()
+        self.projected().next_multiple_of(8)
     }
 
     /// Elements of the convolution's state of one request: its last inputs, `[taps - 1][channels]`.
@@ -235,32 +240,25 @@ impl Kernel for Conv<'_> {
 /// out = norm(Sᵀq) silu(z)
 /// ```
 ///
-/// `x` is `[tokens, layout.width()]`: q, k, v, z, of which q and k are scaled in place. `ba` is `[tokens, 2 value_heads]`: b,
-/// then a. `states` is `[slots]` of [`DeltaLayout::head_states`], `out` is `[tokens, layout.values()]`. Every row must belong
-/// to one of `runs`.
+/// `x` is `[tokens, layout.width()]`: q, k, v, z, b, a, padding, of which q and k are scaled in place. `states` is `[slots]` of
+/// [`DeltaLayout::head_states`], `out` is `[tokens, layout.values()]`. Every row must belong to one of `runs`.
 pub fn gated_delta_rule(
     layout: &DeltaLayout,
     gates: DeltaGates<'_>,
     runs: &[StateRun],
     x: &mut [f32],
-    ba: &[f32],
     states: &mut [f32],
     out: &mut [f32],
 ) {
-    gated_delta_rule_at(Level::detect(), layout, gates, runs, x, ba, states, out);
+    gated_delta_rule_at(Level::detect(), layout, gates, runs, x, states, out);
 }
 
-#[allow(
-    clippy::too_many_arguments,
-    reason = "an instruction set beside what the operation takes"
-)]
 fn gated_delta_rule_at(
     level: Level,
     layout: &DeltaLayout,
     gates: DeltaGates<'_>,
     runs: &[StateRun],
     x: &mut [f32],
-    ba: &[f32],
     states: &mut [f32],
     out: &mut [f32],
 ) {
@@ -271,11 +269,7 @@ fn gated_delta_rule_at(
         layout.key_dim.max(layout.value_dim) <= DeltaLayout::MAX_HEAD_DIM,
         "{layout:?}"
     );
-    assert_eq!(
-        (x.len(), ba.len()),
-        (rows * layout.width(), rows * 2 * heads),
-        "as many rows of everything"
-    );
+    assert_eq!(x.len(), rows * layout.width(), "as many rows of everything");
     gates.check(layout);
     check(runs, rows, states.len() / layout.head_states());
     {
@@ -311,7 +305,6 @@ fn gated_delta_rule_at(
             run,
             head,
             x,
-            ba,
             state,
             out: &out,
         };
@@ -326,7 +319,6 @@ struct Recurrence<'a> {
     run: &'a StateRun,
     head: usize,
     x: &'a [f32],
-    ba: &'a [f32],
     /// `[key_dim][value_dim]`.
     state: &'a mut [f32],
     out: &'a Disjoint<'a, f32>,
@@ -343,7 +335,6 @@ impl Kernel for Recurrence<'_> {
             run,
             head,
             x,
-            ba,
             state,
             out,
         } = self;
@@ -357,10 +348,8 @@ impl Kernel for Recurrence<'_> {
             let (q, k) = (of_key(0), of_key(keys));
             let of_value = |start: usize| &x[start + head * dim..][..dim];
             let (v, z) = (of_value(2 * keys), of_value(layout.channels()));
-            let Gates { decay, beta } = gates.of(
-                head,
-                &ba[row * 2 * layout.value_heads..][..2 * layout.value_heads],
-            );
+            let Gates { decay, beta } =
+                gates.of(head, &x[layout.channels() + layout.values()..layout.projected()]);
             delta.fill(0.0);
             for (state, &k) in state.chunks_exact_mut(dim).zip(k) {
                 for (state, sum) in state.iter_mut().zip(&mut *delta) {

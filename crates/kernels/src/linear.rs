@@ -91,7 +91,8 @@ impl Linear {
         (packed + self.bias.as_ref().map_or(0, |bias| size_of_val(&bias[..]))) as u64
     }
 
-    /// `x` is `[m, inputs]`, `out` is `[m, outputs]`. A row of `out` depends on its row of `x` alone, to the bit.
+    /// `x` is `[m, inputs]`, `out` is `[m, outputs]` or wider: then what is behind the outputs of a row stays as it is. A row of `out`
+    /// depends on its row of `x` alone, to the bit.
     ///
     /// # Errors
     /// [`Oom`] if the arena has no room for the quantised input.
@@ -118,7 +119,12 @@ impl Linear {
         let rows = x.len() / self.inputs;
         assert!(rows <= room, "{rows} rows in room for {room}");
         assert_eq!(x.len(), rows * self.inputs, "x is not [m, {}]", self.inputs);
-        assert_eq!(out.len(), rows * self.outputs, "out is not [m, {}]", self.outputs);
+        let stride = out.len().checked_div(rows).unwrap_or(self.outputs);
+        assert!(
+            stride >= self.outputs && out.len() == rows * stride,
+            "out is not [m, {}]",
+            self.outputs
+        );
         let frame = arena.frame();
         let formats = self.parts.iter().filter_map(|part| part.weights.format());
         let activations = match shape::quantised_input(formats) {
@@ -141,7 +147,7 @@ impl Linear {
                 if !range.is_empty() {
                     let target = Target {
                         out: &out,
-                        stride: self.outputs,
+                        stride,
                         first: part.first,
                         outputs: part.outputs,
                     };
@@ -158,7 +164,7 @@ impl Linear {
         if let Some(bias) = &self.bias {
             for row in 0..rows {
                 // SAFETY: the parallel writers are done.
-                let row = unsafe { out.part(row * self.outputs, self.outputs) };
+                let row = unsafe { out.part(row * stride, self.outputs) };
                 row.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
             }
         }

@@ -103,7 +103,6 @@ impl Decoder {
             normed,
             angles,
             qkv,
-            state_gates,
             q,
             attended,
             gate_up,
@@ -133,7 +132,6 @@ impl Decoder {
             delta: delta?,
             normed: normed?,
             qkv: qkv?,
-            state_gates: state_gates?,
             q: q?,
             attended: attended?,
             gate_up: gate_up?,
@@ -199,7 +197,6 @@ struct Step<'a, 'b, E> {
     delta: &'a mut [f32],
     normed: &'a mut [f32],
     qkv: &'a mut [f32],
-    state_gates: &'a mut [f32],
     q: &'a mut [f32],
     attended: &'a mut [f32],
     gate_up: &'a mut [f32],
@@ -292,10 +289,15 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         self.layer = index;
     }
 
-    fn project_qkv(&mut self, norms: &Norms<'_, Vec<f32>>, qkv: &Arc<Linear>) -> Result<(), StepError> {
+    fn project(
+        &mut self,
+        norms: &Norms<'_, Vec<f32>>,
+        linear: &Arc<Linear>,
+        width: usize,
+    ) -> Result<(), StepError> {
         self.add_norm(norms);
-        let (x, out) = (self.rows * qkv.inputs(), self.rows * qkv.outputs());
-        qkv.forward(&self.normed[..x], &mut self.qkv[..out], self.arena)?;
+        let (x, out) = (self.rows * linear.inputs(), self.rows * width);
+        linear.forward(&self.normed[..x], &mut self.qkv[..out], self.arena)?;
         Ok(())
     }
 
@@ -378,18 +380,6 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         Ok(())
     }
 
-    fn project_delta(
-        &mut self,
-        norms: &Norms<'_, Vec<f32>>,
-        qkvz: &Arc<Linear>,
-        ba: &Arc<Linear>,
-    ) -> Result<(), StepError> {
-        self.project_qkv(norms, qkvz)?;
-        let (x, out) = (self.rows * ba.inputs(), self.rows * ba.outputs());
-        ba.forward(&self.normed[..x], &mut self.state_gates[..out], self.arena)?;
-        Ok(())
-    }
-
     fn apply_delta_rule(
         &mut self,
         layer: &LayerSpec,
@@ -413,7 +403,6 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             },
             runs,
             x,
-            &self.state_gates[..self.rows * 2 * layout.value_heads],
             heads,
             &mut self.attended[..self.rows * layout.values()],
         );

@@ -254,8 +254,8 @@ impl Operations<LinearShape, ()> for CountStep<'_> {
 
     fn begin_layer(&mut self, _: usize) {}
 
-    fn project_qkv(&mut self, _: &Norms<'_, ()>, qkv: &LinearShape) -> Result<(), Boundless> {
-        self.linear(qkv)
+    fn project(&mut self, _: &Norms<'_, ()>, linear: &LinearShape, _: usize) -> Result<(), Boundless> {
+        self.linear(linear)
     }
 
     fn write_kv(&mut self, _: &LayerSpec, _: &AttentionSpec, _: Option<&[(); 2]>) -> Result<(), Boundless> {
@@ -268,16 +268,6 @@ impl Operations<LinearShape, ()> for CountStep<'_> {
 
     fn attend(&mut self, spec: &AttentionSpec, _: Option<&()>) -> Result<(), Boundless> {
         attention_scratch(spec.head_dim, spec.heads / spec.kv_heads, self.arena).ok_or(Boundless)
-    }
-
-    fn project_delta(
-        &mut self,
-        _: &Norms<'_, ()>,
-        qkvz: &LinearShape,
-        ba: &LinearShape,
-    ) -> Result<(), Boundless> {
-        self.linear(qkvz)?;
-        self.linear(ba)
     }
 
     fn apply_delta_rule(

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use crate::common::fp8::is_fp8;
+use crate::common::fp8::{is_fp8, partly_in_floats};
 use crate::common::int4::{self, is_int4};
 use crate::common::*;
 use candle_core::{DType, Device, Tensor};
@@ -291,6 +291,20 @@ fn scales_of_what_is_not_quantised_are_errors() {
             matches!(&error, ModelError::UnusedTensors { names } if *names == scale),
             "{error}"
         );
+    }
+}
+
+/// To the bit, as both are kept in bf16.
+#[test]
+fn some_of_the_matrices_of_an_input_may_be_in_floats() {
+    let step = plan(vec![run(1, 0, &[3, 14, 15, 92, 65], &blocks(0..1))]);
+    let logits = |path: &Path| {
+        let model = Model::load(path, LoadOptions::default(), &budget(), &mut |_| ()).unwrap();
+        runner(&model, 16, 8).logits(&step, &[0, 4]).unwrap()
+    };
+    for name in ["llama-fp8-block", "llama-fp8-channel"] {
+        let mixed = partly_in_floats(name);
+        assert_eq!(logits(mixed.path()), logits(&golden_path(name)), "{name}");
     }
 }
 

@@ -69,11 +69,6 @@ fn unsupported_quantisation_is_named() {
             fp8(json!({"quant_method": "fp8", "modules_to_convert": ["model.embed_tokens"]})),
             "modules_to_convert",
         ),
-        // One part of a stack alone.
-        (
-            fp8(json!({"modules_to_not_convert": ["model.layers.1.self_attn.k_proj"]})),
-            "floats for `model.layers.1.self_attn.k_proj`",
-        ),
         (
             compressed(json!({"format": "marlin-24"})),
             "quantization_config.format` is `marlin-24`",

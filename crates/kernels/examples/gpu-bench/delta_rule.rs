@@ -70,10 +70,7 @@ impl<'a> Bench<'a> {
             fused.fill_random(slab.slice(), 1, 1.0).expect("random values");
             slab
         };
-        let (x, ba) = (
-            random(rows * LAYOUT.width()),
-            random(rows * 2 * LAYOUT.value_heads),
-        );
+        let x = random(rows * LAYOUT.width());
         let out = random(rows * LAYOUT.values());
         let scratch = random(2 * rows * DeltaKernels::scratch_floats(&LAYOUT));
         let in_chunks = lens.iter().filter(|&&len| len > 1).count();
@@ -117,7 +114,6 @@ impl<'a> Bench<'a> {
                 chunks,
                 in_chunks,
                 x: x.slice(),
-                ba: ba.slice(),
                 conv_states: self.states[0].slice(),
                 head_states: self.states[1].slice(),
                 scratch: scratch.slice(),

@@ -56,10 +56,8 @@ pub struct DeltaArgs<'a> {
     pub chunks: GpuSlice<'a, GpuStateTile>,
     /// How many of the runs are in chunks.
     pub in_chunks: usize,
-    /// `[rows, layout.width()]`: q, k, v, z. Stays as it is.
+    /// `[rows, layout.width()]`: q, k, v, z, b, a, padding. Stays as it is.
     pub x: GpuSlice<'a, bf16>,
-    /// `[rows, 2 value_heads]`: b, then a.
-    pub ba: GpuSlice<'a, bf16>,
     /// `[slots]` of [`DeltaLayout::conv_state`].
     pub conv_states: GpuSlice<'a, f32>,
     /// `[slots]` of [`DeltaLayout::head_states`].
@@ -168,8 +166,8 @@ impl DeltaKernels {
         let (heads, channels) = (layout.value_heads, layout.channels());
         let rows = args.out.len() / layout.values();
         assert_eq!(
-            [args.x.len(), args.ba.len(), args.out.len()],
-            [rows * layout.width(), rows * 2 * heads, rows * layout.values()],
+            [args.x.len(), args.out.len()],
+            [rows * layout.width(), rows * layout.values()],
             "as many rows of everything"
         );
         assert_eq!(args.conv.len(), channels * layout.taps, "[channels, taps]");
@@ -204,7 +202,6 @@ impl DeltaKernels {
             args.conv.into(),
             args.conv_states.into(),
             mixed.into(),
-            args.ba.into(),
             a_log.into(),
             dt_bias.into(),
             gates.into(),

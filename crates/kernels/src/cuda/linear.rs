@@ -25,6 +25,7 @@ use crate::Activation;
 pub use cublas_lt::FP8_CAPABILITY;
 pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
+use matrix::pitch;
 use stream::{NormOperands, StreamKernels};
 use tune::Measurements;
 
@@ -32,8 +33,8 @@ pub use dequantised::{MOST_DEQUANTISED, dequantised_room};
 pub use gguf::GgufKernels;
 pub use int4::Int4Kernels;
 pub use matrix::{
-    FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuRows, GpuValues, GpuWeight, Int4Group,
-    PART_OUTPUTS, int4_pitch, mxfp4_pitch,
+    FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuInputs, GpuLinear, GpuMatrix, GpuRows, GpuValues, GpuWeight,
+    Int4Group, PART_OUTPUTS, int4_pitch, mxfp4_pitch,
 };
 pub use stream::{LinearCut, LinearOutput};
 pub use tune::{LinearChoice, LinearScratch, LinearUse, TimedWay};
@@ -177,7 +178,7 @@ impl Linears {
         self.own(&linear.key(m, output)).is_some()
     }
 
-    /// How `m` rows must be quantised for a product; `None` for as they are.
+    /// How `m` rows must be quantised for a layer, or for those of its products that take them so; `None` for as they are.
     ///
     /// # Errors
     /// [`GpuError`] of cuBLASLt.
@@ -187,18 +188,18 @@ impl Linears {
         linear: &GpuLinear,
         output: LinearOutput,
     ) -> Result<Option<Fp8Scaling>, GpuError> {
-        // Of several parts none is in e4m3 values.
-        if linear.matrix.values().is_none() {
-            return Ok(None);
+        for part in linear.products() {
+            let key = part.key(m, output);
+            if key.shape.scaling().is_some()
+                && let Some(scaling) = self.choice(&key)?.input_scaling(&key)
+            {
+                return Ok(Some(scaling));
+            }
         }
-        let key = linear.key(m, output);
-        match key.shape.scaling() {
-            None => Ok(None),
-            Some(_) => Ok(self.choice(&key)?.input_scaling(&key)),
-        }
+        Ok(None)
     }
 
-    /// `x` `[m, k]` to `out` `[m, n]`.
+    /// `x` `[m, k]` to `out` `[m, n]`, or wider: then what is behind the outputs of a row stays as it is.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -224,7 +225,7 @@ impl Linears {
     pub fn forward_in<'a>(
         &self,
         room: LinearRoom<'_>,
-        x: impl Into<GpuRows<'a>>,
+        x: impl Into<GpuInputs<'a>>,
         linear: &GpuLinear,
         output: LinearOutput,
         out: GpuSlice<'_, bf16>,
@@ -337,7 +338,7 @@ impl Linears {
             norm,
             sum,
         } = *input;
-        let key = linear.key(hidden.len() / linear.k, output);
+        let mut key = linear.key(hidden.len() / linear.k, output);
         let Shape { m, n, k, .. } = key.shape;
         assert!(output != LinearOutput::F32, "logits are not normalised here");
         assert_eq!(
@@ -350,7 +351,6 @@ impl Linears {
             (m * k, m * k),
             "delta and sum of [{m}, {k}]"
         );
-        assert_eq!(out.len(), m * n, "out of [{m}, {n}]");
         assert!(
             sum.ptr() != hidden.ptr(),
             "the sum overwrites what other blocks read"
@@ -359,6 +359,7 @@ impl Linears {
             return Ok(());
         }
         assert!(self.fuses_norm(m, linear, output), "ask `fuses_norm`");
+        key.shape.pitch = pitch(out.len(), m, n);
         let cut = self.own(&key).expect("as `fuses_norm` says");
         let operands = Operands {
             x: hidden.ptr(),
@@ -378,23 +379,23 @@ impl Linears {
     fn run<T: Pod>(
         &self,
         room: LinearRoom<'_>,
-        x: GpuRows<'_>,
+        x: GpuInputs<'_>,
         linear: &GpuLinear,
         out: GpuSlice<'_, T>,
         output: LinearOutput,
     ) -> Result<(), GpuError> {
         let (m, n, k) = (x.len() / linear.k, linear.n / output.stacked(), linear.k);
         assert_eq!(x.len(), m * k, "x of [m, {k}]");
-        assert_eq!(out.len(), m * n, "out of [{m}, {n}]");
-        if let GpuRows::Fp8(rows) = x {
+        if let Some(rows) = x.fp8 {
+            assert_eq!(rows.values.len(), m * k, "x of [m, {k}]");
             assert_eq!(rows.scales.len(), rows.scaling.input_scales(m, k), "scales of x");
         }
         if m == 0 {
             return Ok(());
         }
-        let mut to = out.ptr();
+        let (mut to, pitch) = (out.ptr(), pitch(out.len(), m, n));
         for part in linear.products() {
-            self.run_part(room, x, part, output, to, n)?;
+            self.run_part(room, x, part, output, to, pitch)?;
             to += (part.n * output.bytes()) as u64;
         }
         Ok(())
@@ -404,7 +405,7 @@ impl Linears {
     fn run_part(
         &self,
         room: LinearRoom<'_>,
-        x: GpuRows<'_>,
+        x: GpuInputs<'_>,
         linear: &GpuLinear,
         output: LinearOutput,
         out: u64,
@@ -413,7 +414,8 @@ impl Linears {
         let (m, k) = (x.len() / linear.k, linear.k);
         let mut key = linear.key(m, output);
         key.shape.pitch = pitch;
-        let given = x.scaling();
+        let choice = self.choice(&key)?;
+        let x = x.of(choice.input_scaling(&key)).expect("ask `input_scaling`");
         let x = match (linear.order(), x) {
             (Some(order), GpuRows::Bf16(rows)) => {
                 let room = room.inputs.expect("room for inputs in another order");
@@ -439,8 +441,6 @@ impl Linears {
             room,
             ..linear.operands()
         };
-        let choice = self.choice(&key)?;
-        assert_eq!(given, choice.input_scaling(&key), "ask `input_scaling`");
         // SAFETY: the lengths were checked; slices cannot outlive their memory, and what follows on the stream is ordered.
         unsafe { self.launch(&key, choice, &operands) }
     }

@@ -12,7 +12,6 @@ struct Case {
     dt_bias: Vec<f32>,
     norm: Vec<f32>,
     x: Vec<f32>,
-    ba: Vec<f32>,
 }
 
 const EPS: f32 = 1e-6;
@@ -40,7 +39,6 @@ impl Case {
             dt_bias: normal(rng, heads),
             norm: normal(rng, layout.value_dim),
             x: normal(rng, rows * layout.width()),
-            ba: normal(rng, rows * 2 * heads),
         }
     }
 
@@ -63,8 +61,6 @@ impl Case {
     ) -> Vec<f32> {
         let layout = &self.layout;
         let mut x = self.x[rows.start * layout.width()..rows.end * layout.width()].to_vec();
-        let ba = 2 * layout.value_heads;
-        let ba = &self.ba[rows.start * ba..rows.end * ba];
         let mut out = vec![f32::NAN; rows.len() * layout.values()];
         causal_conv_at(level, layout, &self.conv, runs, &mut states.conv, &mut x);
         gated_delta_rule_at(
@@ -73,7 +69,6 @@ impl Case {
             self.gates(),
             runs,
             &mut x,
-            ba,
             &mut states.heads,
             &mut out,
         );
@@ -122,8 +117,7 @@ impl Case {
                     of.iter().map(|x| x / length).collect::<Vec<f64>>()
                 };
                 let (q, k) = (unit(0), unit(keys));
-                let gate =
-                    |part: usize| f64::from(self.ba[row * 2 * value_heads + part * value_heads + head]);
+                let gate = |part: usize| at(row, self.layout.projected() - (2 - part) * value_heads + head);
                 let rate = f64::from(self.a_log[head]).exp();
                 let decay = (-rate * (gate(1) + f64::from(self.dt_bias[head])).exp().ln_1p()).exp();
                 let beta = 1.0 / (1.0 + (-gate(0)).exp());

@@ -39,10 +39,9 @@ struct Case {
     num_slots: usize,
 }
 
-/// `[tokens, width]` and `[tokens, 2 value_heads]`.
 struct Request {
+    /// `[tokens, width]`.
     x: Vec<bf16>,
-    ba: Vec<bf16>,
     tokens: usize,
 }
 
@@ -66,7 +65,7 @@ trait Layer {
     fn rounded(x: f64) -> f64;
 
     /// Outputs of all rows of runs and of what their requests had before.
-    fn step(&mut self, runs: &[Part], x: &[bf16], ba: &[bf16]) -> Vec<f32>;
+    fn step(&mut self, runs: &[Part], x: &[bf16]) -> Vec<f32>;
 
     /// Of the convolution and of the recurrence.
     fn states(&self) -> [Vec<f32>; 2];
@@ -133,13 +132,13 @@ impl Case {
         // From heads that forget within a token to such that hardly do.
         let a_log = values(layout.value_heads, -6.0, 2.0);
         let dt_bias = values(layout.value_heads, -4.0, 2.0);
-        let requests = lens.iter().map(|&tokens| Request {
-            x: random(rng, tokens * layout.width()),
-            ba: random(rng, tokens * 2 * layout.value_heads)
-                .into_iter()
-                .map(|x| bf16::from_f32(4.0 * x.to_f32()))
-                .collect(),
-            tokens,
+        let requests = lens.iter().map(|&tokens| {
+            let mut x = random(rng, tokens * layout.width());
+            for row in x.chunks_exact_mut(layout.width()) {
+                let of_gates = row.iter_mut().skip(layout.channels() + layout.values());
+                of_gates.for_each(|x| *x = bf16::from_f32(4.0 * x.to_f32()));
+            }
+            Request { x, tokens }
         });
         let requests: Vec<Request> = requests.collect();
         let num_slots = 2 * requests.len() + 2;
@@ -193,7 +192,7 @@ impl Case {
                     scaled.collect::<Vec<f64>>()
                 };
                 let (q, k) = (unit(0, (key_dim as f64).sqrt().recip()), unit(layout.keys(), 1.0));
-                let ba = |part: usize| request.ba[(2 * token + part) * value_heads + head].to_f64();
+                let ba = |part: usize| at(token, layout.projected() - (2 - part) * value_heads + head);
                 let rate = f64::from(self.a_log[head]).exp();
                 let decay = (-rate * (ba(1) + f64::from(self.dt_bias[head])).exp().ln_1p()).exp();
                 let beta = 1.0 / (1.0 + (-ba(0)).exp());
@@ -238,7 +237,7 @@ impl Case {
 
     /// Serves all requests in steps of random runs in random order.
     fn serve<L: Layer>(&self, rng: &mut StdRng, layer: &mut L, cuts: Cuts) -> Vec<Served> {
-        let (width, ba_width) = (self.layout.width(), 2 * self.layout.value_heads);
+        let width = self.layout.width();
         let mut served = vec![Served::default(); self.requests.len()];
         let mut done = vec![0; self.requests.len()];
         let mut at = vec![None; self.requests.len()];
@@ -250,13 +249,12 @@ impl Case {
             }
             order.shuffle(rng);
             order.truncate(rng.random_range(1..=order.len()));
-            let (mut runs, mut x, mut ba) = (Vec::new(), Vec::new(), Vec::new());
+            let (mut runs, mut x) = (Vec::new(), Vec::new());
             for &index in &order {
                 let request = &self.requests[index];
                 let (len, of_prompt) = cuts.next(rng, done[index], request.tokens);
                 for _ in 0..rng.random_range(0..3) * usize::from(L::PADS) {
                     x.extend(vec![bf16::NAN; width]);
-                    ba.extend(vec![bf16::NAN; ba_width]);
                 }
                 let ends = done[index] + len == request.tokens;
                 let after = match ends || rng.random() {
@@ -275,10 +273,9 @@ impl Case {
                     of_prompt,
                 });
                 x.extend(&request.x[done[index] * width..(done[index] + len) * width]);
-                ba.extend(&request.ba[done[index] * ba_width..(done[index] + len) * ba_width]);
                 done[index] += len;
             }
-            let out = layer.step(&runs, &x, &ba);
+            let out = layer.step(&runs, &x);
             let values = self.layout.values();
             for (Part { rows, .. }, index) in runs.iter().zip(order) {
                 served[index]
@@ -343,7 +340,7 @@ impl Layer for OnCpu<'_> {
         x
     }
 
-    fn step(&mut self, runs: &[Part], x: &[bf16], ba: &[bf16]) -> Vec<f32> {
+    fn step(&mut self, runs: &[Part], x: &[bf16]) -> Vec<f32> {
         let runs: Vec<StateRun> = runs.iter().map(|part| part.rows).collect();
         let Case {
             layout,
@@ -353,7 +350,7 @@ impl Layer for OnCpu<'_> {
             norm,
             ..
         } = self.case;
-        let (mut x, ba) = (widen(x), widen(ba));
+        let mut x = widen(x);
         let mut out = vec![f32::NAN; x.len() / layout.width() * layout.values()];
         let gates = DeltaGates {
             a_log,
@@ -362,7 +359,7 @@ impl Layer for OnCpu<'_> {
             eps: EPS,
         };
         cpu::causal_conv(layout, conv, &runs, &mut self.conv, &mut x);
-        cpu::gated_delta_rule(layout, gates, &runs, &mut x, &ba, &mut self.heads, &mut out);
+        cpu::gated_delta_rule(layout, gates, &runs, &mut x, &mut self.heads, &mut out);
         out
     }
 
@@ -408,7 +405,7 @@ impl Layer for OnGpu<'_> {
         bf16::from_f64(x).to_f64()
     }
 
-    fn step(&mut self, runs: &[Part], x: &[bf16], ba: &[bf16]) -> Vec<f32> {
+    fn step(&mut self, runs: &[Part], x: &[bf16]) -> Vec<f32> {
         let (gpu, layout) = (self.gpu, self.case.layout);
         let rows = x.len() / layout.width();
         // Those in chunks first, otherwise in any order, with padding among them.
@@ -426,7 +423,7 @@ impl Layer for OnGpu<'_> {
         let [on_gpu, tiles_on_gpu] = [upload(gpu, &list), upload(gpu, &tiles)];
         // Memory for at least one.
         let chunks_on_gpu = upload(gpu, &[&chunks[..], &tiles[..1]].concat());
-        let (x_on_gpu, ba_on_gpu) = (upload(gpu, x), upload(gpu, ba));
+        let x_on_gpu = upload(gpu, x);
         let room = rows * DeltaKernels::scratch_floats(&layout);
         let scratch = poisoned::<f32>(gpu, room + GUARD);
         let len = rows * layout.values();
@@ -446,7 +443,6 @@ impl Layer for OnGpu<'_> {
             chunks: chunks_on_gpu.slice().range(0..chunks.len()),
             in_chunks: list.iter().filter(|run| run.in_chunks()).count(),
             x: x_on_gpu.slice().range(0..x.len()),
-            ba: ba_on_gpu.slice().range(0..ba.len()),
             conv_states: floats(&self.states[0], self.case.num_slots * layout.conv_state()),
             head_states: floats(&self.states[1], self.case.num_slots * layout.head_states()),
             scratch: floats(&scratch, room),

@@ -118,7 +118,7 @@ impl<L, V> Attention<L, V> {
             weight: &self.norm,
             eps: layer.norm.eps,
         };
-        step.project_qkv(&norms, &self.qkv)?;
+        step.project(&norms, &self.qkv, spec.qkv_size())?;
         match spec.shares_kv {
             None => step.write_kv(layer, spec, self.qk_norm.as_ref()),
             Some(_) => step.rotate_queries(layer, spec, self.q_norm.as_ref()),

@@ -5,10 +5,8 @@ use crate::spec::{DeltaNetSpec, LayerSpec, Projections};
 #[derive(Clone, Debug)]
 pub(crate) struct DeltaNet<L, V> {
     norm: V,
-    /// q, k, v and the output's gate, stacked.
-    pub(crate) qkvz: L,
-    /// What makes the gates of the state, stacked. Checkpoints in eight bits keep it in floats.
-    pub(crate) ba: L,
+    /// q, k, v, the output's gate, and what makes the gates of the state, stacked.
+    pub(crate) projections: L,
     rule: DeltaRule<V>,
     pub(crate) output: L,
     /// Of what is added to the residual stream.
@@ -43,7 +41,7 @@ impl<L, V> DeltaNet<L, V> {
         let shard = scope.shard;
         // q, k and v lie one after the other.
         let channels = [layout.keys(), layout.keys(), layout.values()];
-        let qkvz = match spec.projections {
+        let mut projections = match spec.projections {
             Projections::Separate => vec![
                 own.matrix("in_proj_qkv", layout.channels(), hidden)
                     .outputs_of_parts(&channels.map(|len| (len, shard))),
@@ -58,7 +56,7 @@ impl<L, V> DeltaNet<L, V> {
                 ]
             }
         };
-        let ba = match spec.gates {
+        projections.extend(match spec.gates {
             Projections::Separate => vec![
                 own.matrix("in_proj_b", heads, hidden).outputs_of(shard),
                 own.matrix("in_proj_a", heads, hidden).outputs_of(shard),
@@ -67,7 +65,7 @@ impl<L, V> DeltaNet<L, V> {
                 let parts = [heads / groups, heads / groups, 0, 0];
                 vec![own.grouped("in_proj_ba", groups, parts, hidden).outputs_of(shard)]
             }
-        };
+        });
         let vector = |name: &str, len| Vector::plain(own.name(name), len);
         Ok(Self {
             norm: visitor.vector(&Vector::norm(
@@ -75,8 +73,7 @@ impl<L, V> DeltaNet<L, V> {
                 hidden,
                 layer.norm,
             ))?,
-            qkvz: visitor.linear(&Stack::new(qkvz))?,
-            ba: visitor.linear(&Stack::new(ba))?,
+            projections: visitor.linear(&Stack::new(projections))?,
             rule: DeltaRule {
                 conv: visitor.vector(
                     &Vector::shaped(own.name("conv1d.weight"), [layout.channels(), 1, layout.taps])
@@ -113,7 +110,7 @@ impl<L, V> DeltaNet<L, V> {
             weight: &self.norm,
             eps: layer.norm.eps,
         };
-        step.project_delta(&norms, &self.qkvz, &self.ba)?;
+        step.project(&norms, &self.projections, spec.layout.width())?;
         step.apply_delta_rule(layer, spec, &self.rule)
     }
 
@@ -135,5 +132,4 @@ impl<L, V> DeltaNet<L, V> {
 pub(super) fn widen(spec: &DeltaNetSpec, widths: &mut Widths) {
     widths.qkv = widths.qkv.max(spec.layout.width());
     widths.attended = widths.attended.max(spec.layout.values());
-    widths.state_gates = widths.state_gates.max(2 * spec.layout.value_heads);
 }

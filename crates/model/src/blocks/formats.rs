@@ -2,8 +2,8 @@ use super::{Decoder, Matrix, Stack, Vector, Visitor};
 use crate::quantization::{INT4_WORD, MXFP4_BLOCK, MatrixFormat};
 use crate::{DecoderSpec, ModelError};
 
-/// Checks that what is stacked is stored alike, as it is one product, and in whole blocks. Matrices of a GGUF file, and in floats, may
-/// differ.
+/// Checks that what is stacked is stored alike, as it is one product, and in whole blocks. Matrices of a GGUF file may differ, and some
+/// that are no expert's may be in floats beside others.
 ///
 /// # Errors
 /// [`ModelError::Unsupported`], which names two parts that differ.
@@ -28,7 +28,8 @@ impl Visitor for Alike {
     }
 
     fn linear(&mut self, stack: &Stack) -> Result<(), ModelError> {
-        let first = &stack.parts[0];
+        let is_coded = |part: &&Matrix| part.expert.is_some() || !part.format.may_be_mixed();
+        let first = stack.parts.iter().find(is_coded).unwrap_or(&stack.parts[0]);
         if first.format == MatrixFormat::Mxfp4 && !first.inputs.is_multiple_of(MXFP4_BLOCK) {
             return Err(ModelError::unsupported(
                 "quantization_config",
@@ -46,10 +47,8 @@ impl Visitor for Alike {
                 format!("a multiple of {INT4_WORD} is"),
             ));
         }
-        let is_other = |part: &&Matrix| {
-            part.format != first.format && !(part.format.may_be_mixed() && first.format.may_be_mixed())
-        };
-        match stack.parts.iter().find(is_other) {
+        let mut coded = stack.parts.iter().filter(is_coded);
+        match coded.find(|part| part.format != first.format) {
             None => Ok(()),
             Some(other) => Err(ModelError::unsupported(
                 "quantization_config",
@@ -57,7 +56,7 @@ impl Visitor for Alike {
                     "{} for `{}` and {} for `{}`",
                     first.format, first.module, other.format, other.module
                 ),
-                "one format for matrices that take the same input is: they are one product here",
+                "one format besides floats is for matrices that take the same input",
             )),
         }
     }

@@ -274,11 +274,11 @@ impl<L, V> Mixer<L, V> {
         }
     }
 
-    /// The attention, where that is what it is.
-    pub(crate) fn attention(&self) -> Option<&Attention<L, V>> {
+    /// What it begins with.
+    pub(crate) fn projections(&self) -> &L {
         match self {
-            Self::Attention(block) => Some(block),
-            Self::DeltaNet(_) => None,
+            Self::Attention(block) => &block.qkv,
+            Self::DeltaNet(block) => &block.projections,
         }
     }
 }
@@ -306,8 +306,9 @@ pub(crate) trait Operations<L, V> {
     /// What follows is that layer's.
     fn begin_layer(&mut self, index: usize);
 
-    /// The projections of the norm of the residual stream to q, its gates if there are any, k and v.
-    fn project_qkv(&mut self, norms: &Norms<'_, V>, qkv: &L) -> Result<(), Self::Error>;
+    /// The projections of the norm of the residual stream that a mixer begins with, in rows of `width` elements, at least as many as
+    /// `linear` has outputs: q, its gates if there are any, k and v; or q, k, v, the output's gate, and what makes the gates of the state.
+    fn project(&mut self, norms: &Norms<'_, V>, linear: &L, width: usize) -> Result<(), Self::Error>;
 
     /// Norms of the heads of q and k, rotation, and k and v to the layer's cache.
     fn write_kv(
@@ -327,9 +328,6 @@ pub(crate) trait Operations<L, V> {
 
     /// From q and the layer's cache to what is attended, times the sigmoids of the gates if there are any.
     fn attend(&mut self, attention: &AttentionSpec, sinks: Option<&V>) -> Result<(), Self::Error>;
-
-    /// The projections of the norm of the residual stream to q, k, v and the output's gate, and to the gates of the state.
-    fn project_delta(&mut self, norms: &Norms<'_, V>, qkvz: &L, ba: &L) -> Result<(), Self::Error>;
 
     /// From these and the layer's states to the states behind the step, and to the normalised and gated output, which takes
     /// the place of what is attended.
@@ -393,10 +391,8 @@ pub(crate) trait Operations<L, V> {
 pub(crate) struct Widths {
     /// The residual stream, its norm, and what is added to it.
     pub(crate) hidden: usize,
-    /// What a mixer projects to first: q, k, v and gates of what is attended.
+    /// What a mixer projects to first: q, k, v, gates of what is attended and of states.
     pub(crate) qkv: usize,
-    /// Gates of states.
-    pub(crate) state_gates: usize,
     /// What is attended; rotated queries, where they have a place of their own.
     pub(crate) attended: usize,
     /// Gate and up.

@@ -203,11 +203,6 @@ impl Stack {
         }
     }
 
-    /// How all parts are stored.
-    pub(crate) fn format(&self) -> MatrixFormat {
-        self.parts[0].format
-    }
-
     /// The biases; none where there is no bias.
     pub(crate) fn biases(&self) -> impl Iterator<Item = Vector> + Clone {
         let parts = if self.bias { self.parts.as_slice() } else { &[] };

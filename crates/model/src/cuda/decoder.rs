@@ -392,13 +392,12 @@ impl Decoder {
 
 /// Whether what is chosen for one layer is right for another: formats may differ where a checkpoint leaves some matrices in floats.
 fn is_of_kind(layer: &GpuLayer, other: &GpuLayer) -> bool {
-    let qkv = |layer: &GpuLayer| layer.mixer.attention().map(|block| block.qkv.clone());
     let gate_up = |layer: &GpuLayer| layer.mlp.of_all().map(|mlp| mlp.gate_up.clone());
     let are_alike = |pair: [Option<GpuLinear>; 2]| match pair {
         [Some(a), Some(b)] => a.is_like(&b),
         [a, b] => a.is_none() && b.is_none(),
     };
     layer.spec == other.spec
-        && are_alike([qkv(layer), qkv(other)])
+        && layer.mixer.projections().is_like(other.mixer.projections())
         && are_alike([gate_up(layer), gate_up(other)])
 }

@@ -1,5 +1,6 @@
 use plimsoll_kernels::cuda::PART_OUTPUTS;
 
+use super::weights::products;
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
 use crate::quantization::{FP8_BLOCK, Fp8Scales, INT4_WORD, MatrixFormat};
 use crate::{DecoderSpec, ModelError};
@@ -17,10 +18,13 @@ const VECTOR: usize = 16;
 
 /// Parts that are kept in different types are products of their own, whose outputs follow each other.
 fn check_parts(parts: &[Matrix]) -> Result<(), ModelError> {
-    let are_alike = parts.iter().all(|part| part.gguf() == parts[0].gguf());
-    let is_odd = |part: &&Matrix| !part.outputs.is_multiple_of(PART_OUTPUTS);
-    match parts.iter().find(is_odd) {
-        Some(odd) if !are_alike => Err(ModelError::unsupported(
+    let mut ahead = products(parts).rev().skip(1);
+    let is_odd = |product: &&[Matrix]| {
+        let outputs: usize = product.iter().map(|part| part.outputs).sum();
+        !outputs.is_multiple_of(PART_OUTPUTS)
+    };
+    match ahead.find(is_odd).and_then(|product| product.last()) {
+        Some(odd) => Err(ModelError::unsupported(
             odd.name(),
             format!("{} of shape [{}, {}]", odd.format, odd.outputs, odd.inputs),
             format!(
@@ -28,7 +32,7 @@ fn check_parts(parts: &[Matrix]) -> Result<(), ModelError> {
                  --device cpu has no such bound"
             ),
         )),
-        _ => Ok(()),
+        None => Ok(()),
     }
 }
 
@@ -49,17 +53,18 @@ impl Visitor for Products {
     }
 
     fn linear(&mut self, stack: &Stack) -> Result<(), ModelError> {
-        let is_int4 = matches!(stack.format(), MatrixFormat::Int4(_));
-        let (inputs_of, outputs_of) = match stack.format().kept_scales() {
-            // Words of codes, and as cuBLASLt takes them in 16 bits.
-            None if is_int4 => (INT4_WORD, 1),
-            None => return check_parts(&stack.parts),
-            // The blocks of stacked matrices are those of one matrix.
-            Some(Fp8Scales::Block) if stack.parts.len() > 1 => (FP8_BLOCK, FP8_BLOCK),
-            Some(Fp8Scales::Block) => (FP8_BLOCK, VECTOR),
-            Some(Fp8Scales::Tensor | Fp8Scales::Channel) => (VECTOR, VECTOR),
-        };
+        check_parts(&stack.parts)?;
         for part in &stack.parts {
+            let is_int4 = matches!(part.format, MatrixFormat::Int4(_));
+            let (inputs_of, outputs_of) = match part.format.kept_scales() {
+                // Words of codes, and as cuBLASLt takes them in 16 bits.
+                None if is_int4 => (INT4_WORD, 1),
+                None => continue,
+                // The blocks of stacked matrices are those of one matrix.
+                Some(Fp8Scales::Block) if stack.parts.len() > 1 => (FP8_BLOCK, FP8_BLOCK),
+                Some(Fp8Scales::Block) => (FP8_BLOCK, VECTOR),
+                Some(Fp8Scales::Tensor | Fp8Scales::Channel) => (VECTOR, VECTOR),
+            };
             let refuse = |value: String, supported: String| {
                 Err(ModelError::unsupported("quantization_config", value, supported))
             };
@@ -128,12 +133,12 @@ mod tests {
             stored_as: StoredAs::Weight,
             share: None,
         };
-        let [wide, odd] = [("a.q_proj", 64), ("a.k_proj", 12)];
-        let parts = |dtype| vec![part(wide.0, wide.1, WeightType::Q4K), part(odd.0, odd.1, dtype)];
+        let [odd, wide] = [("a.q_proj", 12), ("a.k_proj", 64)];
+        let parts = |dtype| vec![part(odd.0, odd.1, dtype), part(wide.0, wide.1, WeightType::Q4K)];
         // One product, whatever its size.
         check_parts(&parts(WeightType::Q4K)).unwrap();
         let error = check_parts(&parts(WeightType::Q6K)).unwrap_err().to_string();
-        for said in ["a.k_proj.weight", "Q6_K", "[12, 256]", "--device cpu"] {
+        for said in ["a.q_proj.weight", "Q6_K", "[12, 256]", "--device cpu"] {
             assert!(error.contains(said), "{error}");
         }
     }

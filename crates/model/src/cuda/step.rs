@@ -38,8 +38,6 @@ pub(super) struct StepLayout {
     /// Weights of few bits as `bf16`, and inputs in the order of some.
     pub(super) dequantised: Section<bf16>,
     pub(super) ordered: Section<bf16>,
-    /// Gates of states.
-    pub(super) state_gates: Section<bf16>,
     /// Inputs of layers beside the residual stream, and those of the last layer of the rows that are given out.
     pub(super) layer_inputs: Section<bf16>,
     pub(super) last_inputs: Section<bf16>,
@@ -84,7 +82,6 @@ impl StepLayout {
             scales: layout.rows(Fp8Scaling::Blocks.input_stride(rows), widths.scales)?,
             dequantised: layout.rows(dequantised(&widths)?, 1)?,
             ordered: layout.rows(rows, widths.ordered)?,
-            state_gates: layout.rows(rows, widths.state_gates)?,
             layer_inputs: layout.rows(rows, widths.layer_inputs)?,
             last_inputs: layout.rows(rows, spec.per_layer.map_or(0, |own| own.width))?,
             experts: ExpertLayout::new(&mut layout, &widths, rows)?,
@@ -141,7 +138,6 @@ impl StepLayout {
                 weights: Some(self.dequantised.within(memory)),
                 inputs: Some(self.ordered.within(memory)),
             },
-            state_gates: self.state_gates.within(memory),
             layer_inputs: self.layer_inputs.within(memory),
             last_inputs: self.last_inputs.within(memory),
             experts: self.experts.within(memory),
@@ -195,7 +191,6 @@ pub(super) struct Activations<'a> {
     pub(super) quantised: GpuSlice<'a, u8>,
     pub(super) scales: GpuSlice<'a, f32>,
     pub(super) room: LinearRoom<'a>,
-    pub(super) state_gates: GpuSlice<'a, bf16>,
     pub(super) layer_inputs: GpuSlice<'a, bf16>,
     pub(super) last_inputs: GpuSlice<'a, bf16>,
     pub(super) experts: ExpertSlices<'a>,

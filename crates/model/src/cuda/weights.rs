@@ -24,6 +24,7 @@ use crate::rope::RopeTable;
 use crate::weights::{Checked, DUMMY_SCALE, Scales};
 use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError, Progress};
 use convert::{Job, widen_int4, widen_mxfp4};
+pub(super) use layout::products;
 use layout::{Boundless, Element, KeptScales, Layout, LinearSpan, MatrixSpan, Part, Places, Span, Stored};
 use transfer::transfer;
 

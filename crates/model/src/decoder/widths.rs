@@ -2,14 +2,13 @@ use crate::DecoderSpec;
 use crate::blocks::Widths;
 
 /// Elements of a row of each activation that a step takes from the arena for all of its rows: the residual stream, what is
-/// to be added to it, its norm; angles; q, k and v, gates of states, rotated q, the mixer's output; gate and up, their product;
+/// to be added to it, its norm; angles; q, k and v, rotated q, the mixer's output; gate and up, their product;
 /// inputs and outputs of an expert, the router's logits; inputs of layers beside the residual stream. [`Widths::routes`] come after
 /// them.
-pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 14] {
+pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 13] {
     let Widths {
         hidden,
         qkv,
-        state_gates,
         attended,
         gate_up,
         activated,
@@ -32,7 +31,6 @@ pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 14] {
         hidden,
         angles,
         qkv,
-        state_gates,
         attended,
         attended,
         gate_up,

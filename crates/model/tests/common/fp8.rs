@@ -1,8 +1,11 @@
 //! Checkpoints in eight bits, dequantised by candle: a twin of the loader's.
 
 use candle_core::{DType, Device, Tensor};
+use serde_json::{Value, json};
+use tempfile::TempDir;
 
 use super::convert::Tensors;
+use super::experts::edited;
 
 /// Whether a golden model has layers in eight bits.
 pub fn is_fp8(name: &str) -> bool {
@@ -26,6 +29,23 @@ pub fn dequantised(stored: &Tensors) -> Tensors {
             _ => (name.clone(), tensor.clone()),
         })
         .collect()
+}
+
+/// A golden model of which one matrix is in floats, whose neighbours that take the same input are in eight bits.
+pub fn partly_in_floats(name: &str) -> TempDir {
+    let module = "model.layers.1.self_attn.k_proj";
+    let weight = format!("{module}.weight");
+    let directory = edited(name, |tensors| {
+        let plain = dequantised(&tensors.clone().into_iter().collect())[&weight].to_dtype(DType::BF16);
+        tensors.retain(|name, _| !name.starts_with(&format!("{weight}_scale")));
+        tensors.insert(weight.clone(), plain.unwrap());
+    });
+    let path = directory.path().join("config.json");
+    let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    let ignored = config["quantization_config"]["ignore"].as_array_mut().unwrap();
+    ignored.push(json!(module));
+    std::fs::write(&path, config.to_string()).unwrap();
+    directory
 }
 
 /// Blocks are of 128 by 128, or as large as the matrix.

@@ -9,11 +9,11 @@ use plimsoll_core::{Executor, RunInput, TokenId};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_model::cuda::GpuRunner;
 
-use crate::common::fp8::is_fp8;
+use crate::common::fp8::{is_fp8, partly_in_floats};
 use crate::common::groups::{grouped, hits_past_the_window, serve_twice};
 use crate::common::*;
 use crate::reference::root_mean_square;
-use crate::setup::{MODELS, Setup, gpu, load, report};
+use crate::setup::{MODELS, Setup, gpu, load, load_file, report};
 
 /// Against transformers in bf16: over all prompts of a model, and for the worst one. With layers in eight bits nearly all of
 /// the error is that of rounding their inputs, 1 to 3 % of the logits of these models; both round alike, but not the same
@@ -74,6 +74,32 @@ fn logits_are_as_close_to_transformers_as_bf16_allows() {
                     errors.iter().all(|&error| error < worse_alone * worst),
                     "{what}: {errors:?}"
                 );
+            }
+        }
+    }
+}
+
+/// Of a layer some matrices of the same input are in eight bits and one is in floats: products of their own.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn matrices_in_floats_beside_others_in_eight_bits() {
+    let gpu = gpu();
+    for name in ["llama-fp8-block", "llama-fp8-channel"] {
+        let directory = partly_in_floats(name);
+        let model = load_file(&gpu, directory.path());
+        let cases = golden(name).cases;
+        let worst = cases.iter().map(|case| case.bf16_error).fold(0.0, f64::max);
+        for setup in Setup::all(256).filter(|setup| setup.enforce_eager) {
+            for len in [128, 5, 1] {
+                let mut runner = setup.build(&model);
+                for case in &cases {
+                    let found = in_chunks(&mut runner, &setup, case, len);
+                    let error = relative_error(&found, &case.last_logits.concat());
+                    assert!(
+                        error < worse(name).1 * worst,
+                        "{name}, {setup:?}, chunks of {len}: {error}"
+                    );
+                }
             }
         }
     }

@@ -125,7 +125,7 @@ pub enum GpuMatrix {
     Mxfp4(GpuWeight<u8>),
 }
 
-/// Outputs of each of [`GpuMatrix::Parts`] are a multiple of this, so that those of the next begin at whole vectors.
+/// Outputs of each of [`GpuMatrix::Parts`] but the last are a multiple of this, so that those of the next begin at whole vectors.
 pub const PART_OUTPUTS: usize = 8;
 
 /// Inputs of a window of codes of four bits.
@@ -223,9 +223,9 @@ impl GpuMatrix {
                 rows.slice().len() == n * format.pitch(k) && k.is_multiple_of(format.dtype().block_len())
             }
             Self::Parts(parts) => {
-                parts
-                    .iter()
-                    .all(|part| part.k == k && part.n.is_multiple_of(PART_OUTPUTS))
+                let mut ahead = parts.iter().rev().skip(1);
+                parts.iter().all(|part| part.k == k)
+                    && ahead.all(|part| part.n.is_multiple_of(PART_OUTPUTS))
                     && parts.iter().map(|part| part.n).sum::<usize>() == n
             }
             Self::Mxfp4(rows) => rows.slice().len() == n * mxfp4_pitch(k) && k.is_multiple_of(32),
@@ -367,19 +367,67 @@ impl<'a> From<GpuFp8Rows<'a>> for GpuRows<'a> {
     }
 }
 
+/// Elements from one to the next of `m` rows, of which each has `n` outputs.
+///
+/// # Panics
+/// If `len` elements are not so many rows, or they have no room for the outputs.
+pub(super) fn pitch(len: usize, m: usize, n: usize) -> usize {
+    assert!(
+        len.is_multiple_of(m) && len / m >= n,
+        "{len} outputs for [{m}, {n}]"
+    );
+    len / m
+}
+
+/// Rows that a linear layer takes, `[m, k]`: as its products do, which may differ.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GpuInputs<'a> {
+    /// As they are.
+    pub plain: Option<GpuSlice<'a, bf16>>,
+    /// For products of e4m3 values.
+    pub fp8: Option<GpuFp8Rows<'a>>,
+}
+
+impl<'a, T: Into<GpuRows<'a>>> From<T> for GpuInputs<'a> {
+    fn from(rows: T) -> Self {
+        match rows.into() {
+            GpuRows::Bf16(rows) => Self {
+                plain: Some(rows),
+                fp8: None,
+            },
+            GpuRows::Fp8(rows) => Self {
+                plain: None,
+                fp8: Some(rows),
+            },
+        }
+    }
+}
+
+impl<'a> GpuInputs<'a> {
+    /// Elements of all rows.
+    pub(super) fn len(&self) -> usize {
+        let fp8 = self.fp8.map_or(0, |rows| rows.values.len());
+        self.plain.map_or(fp8, |rows| rows.len())
+    }
+
+    /// What a product takes whose inputs are quantised so.
+    pub(super) fn of(&self, scaling: Option<Fp8Scaling>) -> Option<GpuRows<'a>> {
+        match scaling {
+            None => self.plain.map(GpuRows::Bf16),
+            Some(scaling) => {
+                let rows = self.fp8.filter(|rows| rows.scaling == scaling);
+                rows.map(GpuRows::Fp8)
+            }
+        }
+    }
+}
+
 impl GpuRows<'_> {
     /// Elements of all rows.
     pub(crate) fn len(&self) -> usize {
         match self {
             Self::Bf16(rows) => rows.len(),
             Self::Fp8(rows) => rows.values.len(),
-        }
-    }
-
-    pub(super) fn scaling(&self) -> Option<Fp8Scaling> {
-        match self {
-            Self::Bf16(_) => None,
-            Self::Fp8(rows) => Some(rows.scaling),
         }
     }
 

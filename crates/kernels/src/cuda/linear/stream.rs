@@ -77,7 +77,7 @@ impl LinearOutput {
     }
 
     /// Rows of weights for each output.
-    pub(super) fn stacked(self) -> usize {
+    pub fn stacked(self) -> usize {
         match self {
             Self::Bf16 | Self::F32 => 1,
             Self::Glu(_) => 2,

@@ -4,8 +4,8 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DeltaArgs, DeltaKernels, GpuAdded, GpuDeltaGates, GpuFp8Rows, GpuLinear, GpuNorm, GpuResidual, GpuRows,
-    LinearOutput, Linears,
+    DeltaArgs, DeltaKernels, Fp8Scaling, GpuAdded, GpuDeltaGates, GpuFp8Rows, GpuInputs, GpuLinear, GpuNorm,
+    GpuResidual, GpuRows, LinearOutput, Linears,
 };
 
 use super::images::RowsOfImage;
@@ -26,6 +26,8 @@ use crate::tables::LayerPage;
 pub(super) struct Kind {
     /// Of a layer with attention.
     attention: Option<AttentionChoice>,
+    /// Of what the mixer begins with.
+    projections: Fusion,
     gate_up: Fusion,
 }
 
@@ -35,7 +37,6 @@ pub(super) struct AttentionChoice {
     pub(super) planners: usize,
     /// Of its rotary positions: which kind, and which table.
     pub(super) rope: Option<[usize; 2]>,
-    qkv: Fusion,
 }
 
 /// What a linear layer's kernel does beside the product.
@@ -48,10 +49,11 @@ struct Fusion {
 
 impl Kind {
     pub(super) fn new(decoder: &Decoder, layer: &GpuLayer, rows: usize, state: &StepState) -> Self {
-        let attention = layer.spec.attention().zip(layer.mixer.attention());
+        let attention = layer.spec.attention();
+        let (linears, projections) = (&decoder.linears, layer.mixer.projections());
         Self {
-            attention: attention
-                .map(|(spec, block)| AttentionChoice::new(decoder, spec, &block.qkv, rows, state)),
+            attention: attention.map(|spec| AttentionChoice::new(decoder, spec, state)),
+            projections: Fusion::new(linears, rows, projections, LinearOutput::Bf16),
             gate_up: Self::gate_up(decoder, layer, rows),
         }
     }
@@ -74,7 +76,7 @@ impl Kind {
 }
 
 impl AttentionChoice {
-    fn new(decoder: &Decoder, spec: &AttentionSpec, qkv: &GpuLinear, rows: usize, state: &StepState) -> Self {
+    fn new(decoder: &Decoder, spec: &AttentionSpec, state: &StepState) -> Self {
         let attention = AttentionKind::of(spec, state.kv_config.block_size, state.kv_element);
         let planners = state.inputs.planners();
         let at = planners.iter().position(|planners| planners.kind == attention);
@@ -87,7 +89,6 @@ impl AttentionChoice {
         Self {
             planners: at.expect("there are planners for every layer"),
             rope,
-            qkv: Fusion::new(&decoder.linears, rows, qkv, LinearOutput::Bf16),
         }
     }
 }
@@ -166,7 +167,7 @@ impl<'a, 'b> Step<'a, 'b> {
         of.range(self.first * width..(self.first + self.rows) * width)
     }
 
-    /// Where a linear layer's inputs go: to `plain`, or where they are quantised if its product takes them so.
+    /// Where a linear layer's inputs go: where they are quantised if it is one product that takes them so, else to `plain`.
     pub(super) fn inputs_of(
         &self,
         linear: &GpuLinear,
@@ -176,15 +177,8 @@ impl<'a, 'b> Step<'a, 'b> {
         let width = linear.inputs();
         let linears = &self.decoder.linears;
         Ok(match linears.input_scaling(self.rows, linear, output)? {
-            None => self.rows(plain, width).into(),
-            Some(scaling) => {
-                let scales = scaling.input_scales(self.rows, width);
-                GpuRows::Fp8(GpuFp8Rows {
-                    values: self.act.quantised.range(0..self.rows * width),
-                    scales: self.act.scales.range(0..scales),
-                    scaling,
-                })
-            }
+            Some(scaling) if linear.products().len() == 1 => self.quantised(width, scaling).into(),
+            _ => self.rows(plain, width).into(),
         })
     }
 
@@ -206,15 +200,10 @@ impl<'a, 'b> Step<'a, 'b> {
         output: LinearOutput,
         out: GpuSlice<'a, bf16>,
     ) -> Result<(), GpuError> {
-        let inputs = self.inputs_of(linear, output, plain)?;
-        if let GpuRows::Fp8(quantised) = inputs {
-            let plain = self.rows(plain, linear.inputs());
-            self.decoder.fused.quantise(plain, linear.inputs(), quantised)?;
-        }
-        self.multiply(inputs, linear, output, out)
+        self.multiply(self.rows(plain, linear.inputs()).into(), linear, output, out)
     }
 
-    /// A linear layer of rows that are as [`Self::inputs_of`] says.
+    /// A linear layer of rows that are as [`Self::inputs_of`] says, or not quantised yet.
     pub(super) fn multiply(
         &self,
         inputs: GpuRows<'a>,
@@ -223,7 +212,24 @@ impl<'a, 'b> Step<'a, 'b> {
         out: GpuSlice<'a, bf16>,
     ) -> Result<(), GpuError> {
         let linears = &self.decoder.linears;
-        linears.forward_in(self.act.room, inputs, linear, output, out)
+        let mut taken = GpuInputs::from(inputs);
+        if let (GpuRows::Bf16(plain), Some(scaling)) =
+            (inputs, linears.input_scaling(self.rows, linear, output)?)
+        {
+            let (width, quantised) = (linear.inputs(), self.quantised(linear.inputs(), scaling));
+            self.decoder.fused.quantise(plain, width, quantised)?;
+            taken.fp8 = Some(quantised);
+        }
+        linears.forward_in(self.act.room, taken, linear, output, out)
+    }
+
+    /// Where rows of `width` inputs go that are quantised.
+    fn quantised(&self, width: usize, scaling: Fp8Scaling) -> GpuFp8Rows<'a> {
+        GpuFp8Rows {
+            values: self.act.quantised.range(0..self.rows * width),
+            scales: self.act.scales.range(0..scaling.input_scales(self.rows, width)),
+            scaling,
+        }
     }
 
     /// The sum of the residual stream and what is added to it, and its norm.
@@ -268,13 +274,15 @@ impl<'a, 'b> Step<'a, 'b> {
         }
     }
 
-    /// A linear layer of the norm of the sum of the residual stream and what is added to it: half by half, where the sum comes so.
+    /// A linear layer of the norm of the sum of the residual stream and what is added to it, to rows of `width` elements: half by half,
+    /// where the sum comes so.
     fn norm_linear(
         &mut self,
         norms: &Norms<'_, GpuVector>,
         linear: &GpuLinear,
         fusion: Fusion,
         out: GpuSlice<'a, bf16>,
+        width: usize,
     ) -> Result<(), GpuError> {
         if !self.is_fresh
             && let RankSum::Sent(sent) = self.sum
@@ -282,11 +290,11 @@ impl<'a, 'b> Step<'a, 'b> {
             return (0..2).try_for_each(|half| {
                 self.sum = RankSum::Half(sent.halves[half]);
                 self.of_half(sent.rows, half, |step| {
-                    step.norm_product(norms, linear, fusion, out)
+                    step.norm_product(norms, linear, fusion, out, width)
                 })
             });
         }
-        self.norm_product(norms, linear, fusion, out)
+        self.norm_product(norms, linear, fusion, out, width)
     }
 
     /// As [`Self::norm_linear`], of the rows at hand.
@@ -296,13 +304,10 @@ impl<'a, 'b> Step<'a, 'b> {
         linear: &GpuLinear,
         fusion: Fusion,
         out: GpuSlice<'a, bf16>,
+        width: usize,
     ) -> Result<(), GpuError> {
         let linears = &self.decoder.linears;
-        let width = linear.inputs();
-        let out = match fusion.output {
-            LinearOutput::Glu(_) => self.rows(out, linear.outputs() / 2),
-            _ => self.rows(out, linear.outputs()),
-        };
+        let (out, width) = (self.rows(out, width), linear.inputs());
         // Where ranks are summed first, that kernel makes the norm.
         if fusion.norm && !self.is_fresh && self.sum.is_done() && norms.added.is_none() {
             let residual = GpuResidual {
@@ -344,8 +349,13 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         self.layer = index;
     }
 
-    fn project_qkv(&mut self, norms: &Norms<'_, GpuVector>, qkv: &GpuLinear) -> Result<(), GpuError> {
-        self.norm_linear(norms, qkv, self.attention().qkv, self.act.qkv)
+    fn project(
+        &mut self,
+        norms: &Norms<'_, GpuVector>,
+        linear: &GpuLinear,
+        width: usize,
+    ) -> Result<(), GpuError> {
+        self.norm_linear(norms, linear, self.kind().projections, self.act.qkv, width)
     }
 
     fn write_kv(
@@ -368,21 +378,6 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
 
     fn attend(&mut self, spec: &AttentionSpec, sinks: Option<&GpuVector>) -> Result<(), GpuError> {
         self.attend_to(spec, sinks)
-    }
-
-    fn project_delta(
-        &mut self,
-        norms: &Norms<'_, GpuVector>,
-        qkvz: &GpuLinear,
-        ba: &GpuLinear,
-    ) -> Result<(), GpuError> {
-        // Both take it, and one of them may take it in eight bits.
-        let normed = self.rows(self.act.normed, qkvz.inputs());
-        self.add_norm(norms, normed.into())?;
-        let [x, gates] = [(self.act.qkv, qkvz), (self.act.state_gates, ba)]
-            .map(|(out, linear)| self.rows(out, linear.outputs()));
-        self.linear(normed, qkvz, x)?;
-        self.linear(normed, ba, gates)
     }
 
     fn apply_delta_rule(
@@ -412,7 +407,6 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             chunks: state.inputs.device(states.chunks),
             in_chunks: states.in_chunks,
             x: self.rows(self.act.qkv, layout.width()),
-            ba: self.rows(self.act.state_gates, 2 * layout.value_heads),
             conv_states,
             head_states,
             scratch: self.rows(scratch, DeltaKernels::scratch_floats(&layout)),
@@ -475,7 +469,8 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             LinearOutput::Glu(_) => self.act.activated,
             _ => self.act.gate_up,
         };
-        self.norm_linear(norms, gate_up, fusion, out)
+        let width = gate_up.outputs() / fusion.output.stacked();
+        self.norm_linear(norms, gate_up, fusion, out, width)
     }
 
     fn project_down(&mut self, mlp: &DenseMlpSpec, down: &GpuLinear) -> Result<(), GpuError> {

@@ -79,14 +79,7 @@ impl Decoder {
             weights: weights.slice(),
         };
         let layers = &decoder.layers;
-        let qkv = by_shape(layers, |layer| match &layer.mixer {
-            Mixer::Attention(block) => Some(&block.qkv),
-            Mixer::DeltaNet(block) => Some(&block.qkvz),
-        });
-        let state_gates = by_shape(layers, |layer| match &layer.mixer {
-            Mixer::Attention(_) => None,
-            Mixer::DeltaNet(block) => Some(&block.ba),
-        });
+        let projections = by_shape(layers, |layer| Some(layer.mixer.projections()));
         let output = by_shape(layers, |layer| match &layer.mixer {
             Mixer::Attention(block) => Some(&block.output),
             Mixer::DeltaNet(block) => Some(&block.output),
@@ -115,8 +108,7 @@ impl Decoder {
             mlps.any(|mlp| mlp.activation == *activation)
         };
         for (groups, kind) in [
-            (&qkv, LinearOutput::Bf16),
-            (&state_gates, LinearOutput::Bf16),
+            (&projections, LinearOutput::Bf16),
             (&output, LinearOutput::Bf16),
             (&gate_up, LinearOutput::Bf16),
             (&down, LinearOutput::Bf16),

@@ -56,6 +56,11 @@ impl Element {
     }
 }
 
+/// Of stacked matrices, neighbours that are kept in one type of elements: each of these is a product.
+pub(in crate::cuda) fn products(parts: &[Matrix]) -> impl DoubleEndedIterator<Item = &[Matrix]> {
+    parts.chunk_by(|a, b| Element::of(a) == Element::of(b))
+}
+
 /// A place in device memory, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Span {
@@ -328,8 +333,7 @@ impl Visitor for Places {
 
     fn linear(&mut self, stack: &Stack) -> Result<LinearSpan, Boundless> {
         self.kv_scales.extend_from_slice(&stack.kv_scales);
-        let alike = stack.parts.chunk_by(|a, b| Element::of(a) == Element::of(b));
-        let pieces = alike.map(|matrices| self.put_matrices(matrices));
+        let pieces = products(&stack.parts).map(|matrices| self.put_matrices(matrices));
         let pieces = pieces.collect::<Result<_, _>>()?;
         let bias = match stack.bias {
             true => Some(self.put_vectors(stack.biases(), Element::Bf16)?),
@@ -512,8 +516,8 @@ pub(super) mod tests {
                 let name = |part: &str| format!("model.layers.{index}.{part}");
                 let (attention, hidden) = (layer.attention().unwrap(), spec.hidden_size);
                 let (q, kv) = (attention.q_size(), attention.kv_size());
-                let bias = found.mixer.attention().unwrap().qkv.bias;
-                let qkv = found.mixer.attention().unwrap().qkv.pieces[0];
+                let bias = found.mixer.projections().bias;
+                let qkv = found.mixer.projections().pieces[0];
                 let gate_up = found.mlp.dense().gate_up.pieces[0];
                 let row_bytes = qkv.element.row_bytes(hidden).unwrap();
                 assert_eq!(qkv.weight.len, (q + 2 * kv) * row_bytes, "seed {seed}");

@@ -368,7 +368,7 @@ fn parts_in_different_types_are_pieces() {
     let decoder = Decoder::visit(&spec, &mut places).ok().unwrap();
     let mut counts = Vec::new();
     for layer in &decoder.layers {
-        let qkv = &layer.mixer.attention().unwrap().qkv;
+        let qkv = layer.mixer.projections();
         let outputs: usize = qkv.pieces.iter().map(|piece| piece.outputs).sum();
         assert_eq!(outputs, (4 + 2 * 2) * 64);
         let neighbours = qkv.pieces.windows(2);
@@ -383,7 +383,7 @@ fn parts_in_different_types_are_pieces() {
     // Of a stack of one type there is one.
     spec.quantization = Quantization::default();
     let decoder = Decoder::visit(&spec, &mut Places::default()).ok().unwrap();
-    let qkv = |layer: &Layer<LinearSpan, Span>| layer.mixer.attention().unwrap().qkv.pieces.len();
+    let qkv = |layer: &Layer<LinearSpan, Span>| layer.mixer.projections().pieces.len();
     assert!(decoder.layers.iter().all(|layer| qkv(layer) == 1));
 }
 
