@@ -6,8 +6,8 @@
 // `delta_rule` keeps the state of a slice of value columns in the registers of a block and writes the outputs over v; runs of
 // prompts can go through `delta_chunks.cu` instead. `delta_norm` makes the outputs the rows of the next product.
 //
-// States are f32, indexed by slot, and found in one slot and left in the same or another. Work lists, weights, and states of the
-// rule are read before `pdl_wait`: no other kernel of a step writes them or the slots of these runs, and a copy separates steps.
+// States are f32, indexed by slot, and found in one slot and left in the same or another. Work lists, weights and states are read
+// before `pdl_wait`: no other kernel of a step writes them or the slots of these runs, and a copy separates steps.
 //
 // Head dimensions are multiples of 8, up to 256, so every access of four channels is aligned.
 

@@ -108,15 +108,6 @@ struct ConvHead {
         }
     }
 
-    // The input of a token of the run, counted from its first; those before are in the state.
-    __device__ __forceinline__ Four input(const Conv& conv, const StateRun& run, int token, int part) const {
-        if (!has(part)) return {};
-        if (token >= 0) return widen_four(*raw(conv, run, token, part));
-        if (run.before < 0) return {};
-        const int past = conv.layout.taps - 1;
-        return load_four(state(conv, run.before, past + token, part));
-    }
-
     __device__ __forceinline__ const uint2* raw(const Conv& conv, const StateRun& run, int token, int part) const {
         const int64_t row = run.first_row + token;
         return reinterpret_cast<const uint2*>(conv.x + row * conv.layout.width() + at(part));
@@ -127,8 +118,46 @@ struct ConvHead {
         return conv.states + row * conv.layout.channels() + at(part);
     }
 
-    // What a tile that begins at `first` sees of the tokens before. The run's first tile also writes the state behind the run: it is
-    // the only one that reads the state before.
+    // What a run's first tile sees of the tokens before: the state, which that tile alone reads and writes.
+    __device__ __forceinline__ void recall(const Conv& conv, const StateRun& run) {
+        const int past = conv.layout.taps - 1;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+            for (int tap = 0; tap < kTaps - 1; ++tap) {
+                const int back = kTaps - 1 - tap;
+                const bool is_kept = run.before >= 0 && back <= past && has(part);
+                seen[part][tap] = is_kept ? load_four(state(conv, run.before, past - back, part)) : Four{};
+            }
+        }
+    }
+
+    // Leaves the state behind the run: its last inputs, and what was seen before if it is short.
+    __device__ __forceinline__ void remember(const Conv& conv, const StateRun& run) const {
+        const int past = conv.layout.taps - 1;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            if (!has(part)) continue;
+            Four kept[kTaps - 1];
+#pragma unroll
+            for (int tap = 0; tap < kTaps - 1; ++tap) {
+                // Tokens are counted from the first of the run.
+                const int token = run.len - (kTaps - 1 - tap);
+                if (token >= 0) kept[tap] = widen_four(*raw(conv, run, token, part));
+#pragma unroll
+                for (int before = tap; before < kTaps - 1; ++before) {
+                    if (token == before - (kTaps - 1)) kept[tap] = seen[part][before];
+                }
+            }
+#pragma unroll
+            for (int tap = 0; tap < kTaps - 1; ++tap) {
+                const int at = tap - (kTaps - 1 - past);
+                if (at >= 0) store_four(state(conv, run.after, at, part), kept[tap]);
+            }
+        }
+    }
+
+    // What a tile that begins at `first` of the run sees of the tokens before, where that is not the run's first.
     __device__ __forceinline__ void look_back(const Conv& conv, const StateRun& run, int first) {
         const int past = conv.layout.taps - 1;
 #pragma unroll
@@ -136,12 +165,8 @@ struct ConvHead {
 #pragma unroll
             for (int tap = 0; tap < kTaps - 1; ++tap) {
                 const int back = kTaps - 1 - tap;
-                seen[part][tap] = back <= past ? input(conv, run, first - back, part) : Four{};
-            }
-            if (first > 0 || !has(part)) continue;
-            // What is overwritten was read for a smaller index, or is in `seen`.
-            for (int tap = 0; tap < past; ++tap) {
-                store_four(state(conv, run.after, tap, part), input(conv, run, run.len - past + tap, part));
+                const bool is_seen = back <= past && has(part);
+                seen[part][tap] = is_seen ? widen_four(*raw(conv, run, first - back, part)) : Four{};
             }
         }
     }
@@ -195,12 +220,18 @@ __device__ __forceinline__ void normalise(Four (&x)[kParts], float length) {
     }
 }
 
-// Goes through the rows of a tile: `each` gets the row and the heads' outputs.
+// Goes through the rows of a tile, of which a run's first has recalled what is before it: `each` gets the row and the heads' outputs.
 template <int kHeads, int kParts, typename Each>
 __device__ __forceinline__ void walk(const Conv& conv, const StateRun& run, int first, int count,
                                      ConvHead<kParts> (&heads)[kHeads], const Each& each) {
 #pragma unroll
-    for (int head = 0; head < kHeads; ++head) heads[head].look_back(conv, run, first);
+    for (int head = 0; head < kHeads; ++head) {
+        if (first > 0) {
+            heads[head].look_back(conv, run, first);
+        } else {
+            heads[head].remember(conv, run);
+        }
+    }
     for (int row = 0; row < count; row += kAhead) {
         uint2 raw[kAhead][kHeads][kParts];
 #pragma unroll
@@ -258,6 +289,7 @@ __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, cons
         heads[0].begin(conv, task * layout.key_dim, layout.key_dim);
         heads[1].begin(conv, layout.keys() + task * layout.key_dim, layout.key_dim);
         const float length = rsqrtf(static_cast<float>(layout.key_dim));
+        if (tile.first == 0) heads[0].recall(conv, run), heads[1].recall(conv, run);
         pdl_wait();
         walk(conv, run, tile.first, count, heads, [&](int64_t row, Four (&out)[2][kParts]) {
             normalise(out[0], length);
@@ -271,6 +303,7 @@ __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, cons
     ConvHead<kParts> heads[1];
     heads[0].begin(conv, 2 * layout.keys() + head * layout.value_dim, layout.value_dim);
     const float rate = -expf(in.a_log[head]), bias = in.dt_bias[head];
+    if (tile.first == 0) heads[0].recall(conv, run);
     pdl_wait();
     if (lane < count) {
         const int64_t row = run.first_row + tile.first + lane;
