@@ -183,6 +183,45 @@ fn cuts() -> impl Iterator<Item = LinearCut> {
     })
 }
 
+/// Weights of four bits and more rows than are streamed: by warp groups, and dequantised for cuBLASLt.
+pub(crate) fn bench_int4(gpu: &Gpu) {
+    let workspace = gpu
+        .alloc(Component::Runtime, Linears::WORKSPACE_BYTES)
+        .expect("room");
+    let mut linears = Linears::load(gpu, workspace).expect("cuBLASLt and kernels");
+    let widened = gpu
+        .alloc(Component::Arena, 28672 * 4096 * size_of::<bf16>())
+        .expect("room");
+    let room = LinearRoom {
+        weights: Some(widened.slice()),
+        inputs: None,
+    };
+    for group in [Int4Group::Of128, Int4Group::Of32] {
+        let model = Model::new(gpu, GpuValues::Int4(group));
+        println!("{group:?}, us: floor, k divided among 1, 2, 4 and 8 blocks, dequantised for cuBLASLt");
+        for (shape, &(name, n, k)) in SHAPES[..4].iter().enumerate() {
+            for m in [8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048] {
+                let bytes = n * int4_pitch(k) + 4 * n * group.stride(k) + 2 * m * (k + n);
+                let operations = 2.0 * (m * n * k) as f64;
+                let floor = f64::max(bytes as f64 / READ_BANDWIDTH, operations / BF16_RATE) * 1e6;
+                print!("{name:8} {m:4} {floor:7.1} ");
+                let ways = [1, 2, 4, 8].map(LinearPath::Int4);
+                for path in ways.into_iter().chain([LinearPath::CublasLt]) {
+                    linears.fix(Some(path));
+                    let layers = &model.layers[shape];
+                    let us = time_us(gpu, 8, |call| {
+                        let x = model.x.slice().range(0..m * k);
+                        let out = model.out.slice().range(0..m * n);
+                        linears.forward_in(room, x, &layers[call % layers.len()], LinearOutput::Bf16, out)
+                    });
+                    print!(" {us:8.1}");
+                }
+                println!();
+            }
+        }
+    }
+}
+
 fn stream_few_bits(gpu: &Gpu, linears: &mut Linears, values: GpuValues) {
     let model = Model::new(gpu, values);
     // Of the four linear layers; cuBLASLt's products of few bits need room for one.

@@ -27,6 +27,7 @@ fn main() {
         ("encoder", encoder::bench),
         ("fused", fused::bench),
         ("linear", linear::bench),
+        ("linear_int4", linear::bench_int4),
         ("moe", moe::bench),
         ("sample", sample::bench),
     ];

@@ -1,20 +1,22 @@
 //! Every linear layer: cuBLASLt, and for small batches kernels of our own (`kernels/linear.cu`) that stream the weights.
 //!
 //! e4m3 weights meet e4m3 inputs in cuBLASLt and bf16 inputs in our kernels, which also compute any number of rows, in parts, on GPUs
-//! whose tensor cores do not know e4m3 values. Weights of four bits and in GGUF's types meet bf16 inputs too: more rows than our kernels
-//! take by cuBLASLt, for which they become bf16 in room of the caller's.
+//! whose tensor cores do not know e4m3 values. Weights of four bits and in GGUF's types meet bf16 inputs too: with more rows than are
+//! streamed, those of four bits in a kernel of warp groups where the GPU has such (`kernels/int4_products.cu`), and with many, and
+//! elsewhere, by cuBLASLt, for which they become bf16 in room of the caller's.
 
+mod choice;
 mod cublas_lt;
 mod dequantised;
 mod gguf;
 mod int4;
+mod int4_products;
 mod matrix;
 mod stream;
 mod tune;
 
 use std::collections::HashMap;
-use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use half::bf16;
 use plimsoll_device::Pod;
@@ -22,9 +24,11 @@ use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 
 use super::GpuNorm;
 use crate::Activation;
+use choice::Choice;
 pub use cublas_lt::FP8_CAPABILITY;
 pub(super) use cublas_lt::find as find_cublas;
-use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
+use cublas_lt::{CublasLt, Operands, Shape};
+use int4_products::Int4Products;
 use matrix::pitch;
 use stream::{NormOperands, StreamKernels};
 use tune::Measurements;
@@ -38,41 +42,6 @@ pub use matrix::{
 };
 pub use stream::{LinearCut, LinearOutput};
 pub use tune::{LinearChoice, LinearScratch, LinearUse, TimedWay};
-
-/// How products of a shape are computed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Choice {
-    /// In parts of the most rows that the kernels take.
-    Stream(LinearCut),
-    Lt(Algorithm),
-}
-
-impl Choice {
-    /// How inputs are quantised.
-    fn input_scaling(self, key: &Key) -> Option<Fp8Scaling> {
-        match self {
-            Self::Stream(_) => None,
-            Self::Lt(_) => key.shape.scaling(),
-        }
-    }
-
-    /// The same on all GPUs that have this way of a product: see [`TimedWay`].
-    fn number(self) -> u32 {
-        match self {
-            Self::Stream(cut) => ((cut.row_warps * 16 + cut.cluster) * 16 + cut.blocks_per_sm) as u32,
-            Self::Lt(algorithm) => 1 << 23 | algorithm.hash() & ((1 << 23) - 1),
-        }
-    }
-}
-
-impl fmt::Display for Choice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Stream(cut) => write!(f, "own {cut}"),
-            Self::Lt(algorithm) => write!(f, "cuBLASLt {algorithm}"),
-        }
-    }
-}
 
 /// Products that are computed alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -90,6 +59,7 @@ pub struct Linears {
     lt: CublasLt,
     stream: StreamKernels,
     int4: Int4Kernels,
+    int4_products: Int4Products,
     gguf: GgufKernels,
     measurements: Measurements,
     /// Libraries' ways for the numbers of rows seen so far.
@@ -126,6 +96,8 @@ pub enum LinearPath {
     CublasLt,
     /// Our kernels for few rows, cut in one of the ways there are; where that one cannot be used, cuBLASLt.
     Stream(LinearCut),
+    /// Weights of four bits by warp groups, so many blocks dividing k; where that cannot be, cuBLASLt.
+    Int4(usize),
 }
 
 impl Linears {
@@ -155,6 +127,7 @@ impl Linears {
             lt: CublasLt::open(gpu, workspace, fp8_products)?,
             stream: StreamKernels::load(gpu)?,
             int4: Int4Kernels::load(gpu)?,
+            int4_products: Int4Products::load(gpu)?,
             gguf: GgufKernels::load(gpu)?,
             measurements: Measurements::default(),
             chosen: Mutex::default(),
@@ -452,6 +425,7 @@ impl Linears {
         unsafe {
             match choice {
                 Choice::Stream(cut) => self.stream_rows(key, cut, operands),
+                Choice::Int4(parts) => self.int4_products.run(&key.shape, parts, operands),
                 Choice::Lt(_) if matches!(key.output, LinearOutput::Glu(_)) => {
                     panic!("cuBLAS has no gated activations: ask `fuses_glu`")
                 }
@@ -487,69 +461,6 @@ impl Linears {
             }
         }
         Ok(())
-    }
-
-    fn known(&self) -> MutexGuard<'_, HashMap<Key, Choice>> {
-        // Whole after every call, so a panic elsewhere does not spoil it.
-        self.chosen.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn choice(&self, key: &Key) -> Result<Choice, GpuError> {
-        if let Some(cut) = self.own(key) {
-            return Ok(Choice::Stream(cut));
-        }
-        if let Some(known) = self.known().get(key) {
-            return Ok(*known);
-        }
-        let measured = match self.fixed {
-            None => self.measurements.find(key).and_then(|measured| measured.choice),
-            Some(_) => None,
-        };
-        let choice = match measured {
-            Some(Choice::Lt(algorithm)) if self.lt.can(&key.shape.first_slice(), &algorithm) => {
-                Choice::Lt(algorithm)
-            }
-            // In parts, or it would be our own.
-            Some(Choice::Stream(cut)) if key.shape.m > stream::most_rows(key.shape.values) => {
-                Choice::Stream(cut)
-            }
-            _ => match self.lt.algorithms(&key.shape.first_slice(), 1)?.first() {
-                Some(&algorithm) => Choice::Lt(algorithm),
-                None => Choice::Stream(self.slow_cut(key)?),
-            },
-        };
-        self.known().insert(*key, choice);
-        Ok(choice)
-    }
-
-    /// How our own kernels compute any number of rows, where nothing else does.
-    fn slow_cut(&self, key: &Key) -> Result<LinearCut, GpuError> {
-        let rows = Shape {
-            m: key.shape.m.min(stream::most_rows(key.shape.values)),
-            ..key.shape
-        };
-        let cut = self.stream.cuts(&rows, key.output).first().copied();
-        cut.ok_or_else(|| GpuError::Call {
-            call: "cublasLtMatmulAlgoGetHeuristic",
-            code: "CUBLAS_STATUS_NOT_SUPPORTED".to_owned(),
-            message: format!("no algorithm for {:?}", key.shape),
-        })
-    }
-
-    /// The cut for our own kernels, if they are what computes this.
-    fn own(&self, key: &Key) -> Option<LinearCut> {
-        let can = |cut: &LinearCut| self.stream.can(&key.shape, key.output, *cut);
-        match self.fixed {
-            None => match self.measurements.find(key) {
-                Some(measured) => match measured.choice {
-                    Some(Choice::Stream(cut)) => Some(cut).filter(can),
-                    _ => None,
-                },
-                None => self.stream.default_cut(&key.shape, key.output),
-            },
-            Some(LinearPath::Stream(cut)) => Some(cut).filter(can),
-            Some(LinearPath::CublasLt) => None,
-        }
     }
 }
 

@@ -6,8 +6,8 @@ use half::bf16;
 use plimsoll_device::cuda::Gpu;
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, Int4Group, Int4Kernels, LinearOutput, LinearRoom,
-    LinearScratch, LinearUse, Linears, int4_pitch,
+    GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, Int4Group, Int4Kernels, LinearOutput, LinearPath,
+    LinearRoom, LinearScratch, LinearUse, Linears, int4_pitch,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -16,6 +16,12 @@ use rand::seq::SliceRandom;
 use crate::common;
 use crate::fused::{ACTIVATIONS, activate};
 use crate::linear::{linears, paths, written};
+
+/// The ways of other layers, and those of warp groups.
+fn ways() -> impl Iterator<Item = Option<LinearPath>> {
+    let parts = [1, 2, 4, 8].map(|parts| Some(LinearPath::Int4(parts)));
+    paths().into_iter().chain(parts)
+}
 
 const GROUPS: [Int4Group; 3] = [Int4Group::Of32, Int4Group::Of64, Int4Group::Of128];
 
@@ -234,7 +240,7 @@ fn products_match_the_reference() {
     let gpu = common::gpu();
     let mut rng = common::rng("int4, products");
     let mut linears = linears(&gpu);
-    for path in paths() {
+    for path in ways() {
         linears.fix(path);
         let way = path.map_or("default".to_owned(), |path| format!("{path:?}"));
         for group in GROUPS {
@@ -274,7 +280,7 @@ fn rows_are_independent() {
     let gpu = common::gpu();
     let mut rng = common::rng("int4, rows of products");
     let mut linears = linears(&gpu);
-    for path in paths() {
+    for path in ways() {
         linears.fix(path);
         for (group, m) in GROUPS
             .into_iter()

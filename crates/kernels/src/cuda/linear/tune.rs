@@ -300,6 +300,8 @@ impl Clock<'_> {
             .into_iter()
             .take(MOST_CUTS * stream::most_blocks(shape.values));
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
+        let parts = linears.int4_products.parts(shape, key.output);
+        candidates.extend(parts.into_iter().map(Choice::Int4));
         // With a row or two, what quantises the inputs of a library's e4m3 products costs more than they win, and ours can have the
         // norm in them.
         let is_lone_fp8 = shape.scaling().is_some() && shape.m <= FEW_ROWS && !candidates.is_empty();

@@ -1,0 +1,118 @@
+//! Which way a product goes: fixed, measured, or guessed.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{MutexGuard, PoisonError};
+
+use plimsoll_device::cuda::GpuError;
+
+use super::cublas_lt::{Algorithm, Shape};
+use super::{Fp8Scaling, Key, LinearCut, LinearPath, Linears, stream};
+
+/// How products of a shape are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Choice {
+    /// In parts of the most rows that the kernels take.
+    Stream(LinearCut),
+    /// Weights of four bits by warp groups, so many blocks dividing k.
+    Int4(usize),
+    Lt(Algorithm),
+}
+
+impl Choice {
+    /// How inputs are quantised.
+    pub(super) fn input_scaling(self, key: &Key) -> Option<Fp8Scaling> {
+        match self {
+            Self::Stream(_) | Self::Int4(_) => None,
+            Self::Lt(_) => key.shape.scaling(),
+        }
+    }
+
+    /// The same on all GPUs that have this way of a product: see [`TimedWay`].
+    pub(super) fn number(self) -> u32 {
+        match self {
+            Self::Stream(cut) => ((cut.row_warps * 16 + cut.cluster) * 16 + cut.blocks_per_sm) as u32,
+            Self::Int4(parts) => 1 << 22 | parts as u32,
+            Self::Lt(algorithm) => 1 << 23 | algorithm.hash() & ((1 << 23) - 1),
+        }
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Stream(cut) => write!(f, "own {cut}"),
+            Self::Int4(parts) => write!(f, "own, k in {parts}"),
+            Self::Lt(algorithm) => write!(f, "cuBLASLt {algorithm}"),
+        }
+    }
+}
+
+impl Linears {
+    pub(super) fn known(&self) -> MutexGuard<'_, HashMap<Key, Choice>> {
+        // Whole after every call, so a panic elsewhere does not spoil it.
+        self.chosen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn choice(&self, key: &Key) -> Result<Choice, GpuError> {
+        if let Some(cut) = self.own(key) {
+            return Ok(Choice::Stream(cut));
+        }
+        if let Some(known) = self.known().get(key) {
+            return Ok(*known);
+        }
+        let measured = match self.fixed {
+            None => self.measurements.find(key).and_then(|measured| measured.choice),
+            Some(LinearPath::Int4(parts)) => Some(Choice::Int4(parts)),
+            Some(_) => None,
+        };
+        let choice = match measured {
+            Some(Choice::Lt(algorithm)) if self.lt.can(&key.shape.first_slice(), &algorithm) => {
+                Choice::Lt(algorithm)
+            }
+            Some(Choice::Int4(parts)) if self.int4_products.can(&key.shape, key.output, parts) => {
+                Choice::Int4(parts)
+            }
+            // In parts, or it would be our own.
+            Some(Choice::Stream(cut)) if key.shape.m > stream::most_rows(key.shape.values) => {
+                Choice::Stream(cut)
+            }
+            _ => match self.lt.algorithms(&key.shape.first_slice(), 1)?.first() {
+                Some(&algorithm) => Choice::Lt(algorithm),
+                None => Choice::Stream(self.slow_cut(key)?),
+            },
+        };
+        self.known().insert(*key, choice);
+        Ok(choice)
+    }
+
+    /// How our own kernels compute any number of rows, where nothing else does.
+    pub(super) fn slow_cut(&self, key: &Key) -> Result<LinearCut, GpuError> {
+        let rows = Shape {
+            m: key.shape.m.min(stream::most_rows(key.shape.values)),
+            ..key.shape
+        };
+        let cut = self.stream.cuts(&rows, key.output).first().copied();
+        cut.ok_or_else(|| GpuError::Call {
+            call: "cublasLtMatmulAlgoGetHeuristic",
+            code: "CUBLAS_STATUS_NOT_SUPPORTED".to_owned(),
+            message: format!("no algorithm for {:?}", key.shape),
+        })
+    }
+
+    /// The cut for our own kernels, if they are what computes this.
+    pub(super) fn own(&self, key: &Key) -> Option<LinearCut> {
+        let can = |cut: &LinearCut| self.stream.can(&key.shape, key.output, *cut);
+        match self.fixed {
+            None => match self.measurements.find(key) {
+                Some(measured) => match measured.choice {
+                    Some(Choice::Stream(cut)) => Some(cut).filter(can),
+                    _ => None,
+                },
+                None => self.stream.default_cut(&key.shape, key.output),
+            },
+            Some(LinearPath::Stream(cut)) => Some(cut).filter(can),
+            Some(LinearPath::CublasLt | LinearPath::Int4(_)) => None,
+        }
+    }
+}

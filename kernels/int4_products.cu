@@ -1,0 +1,291 @@
+// Products of weights of four bits with more rows than linear.cu takes, by products of warp groups (sm_90a).
+//
+// A block has 128 rows of weights, a tile of rows of x, and a part of k. One warp group copies, ahead of the two that multiply 64 rows of
+// weights each: codes become bf16 in registers, the left operand, while the products before are under way.
+//
+// The blocks of a cluster share k. Sums of their parts meet in shared memory and are added in a fixed order.
+#include "cluster.cuh"
+#include "int4.cuh"
+#include "wgmma.cuh"
+
+namespace {
+
+constexpr int kThreads = 3 * 128;
+
+struct Problem {
+    const bf16* x;           // [m, k]
+    const uint8_t* weight;   // [n] rows of windows
+    const uint32_t* groups;  // [n, stride]
+    const bf16* bias;        // [n]; null for none
+    bf16* out;               // [m] rows that begin `pitch` apart
+    int m, n, k, stride, pitch;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kFeatures = 128;    // rows of weights of a block
+constexpr int kRowBytes = kWindow / 2;
+constexpr int kPanel = 64;        // inputs of a panel of x
+constexpr int kSumsPitch = kFeatures + 4;
+
+// Stages, as `SHAPES` in crates/kernels/src/cuda/linear/int4_products.rs has them too.
+template <int kTokens>
+constexpr int kStagesOf = kTokens == 32 ? 6 : kTokens == 64 ? 6 : 5;
+
+template <int kTokens, int kGroup>
+struct Products {
+    static constexpr int kStages = kStagesOf<kTokens>;
+    static constexpr int kWords = kWindow / kGroup;  // of groups, of a row of a stage
+    // Of widened weights: while products read one, the other is filled. With few tokens two blocks on a multiprocessor do as well.
+    static constexpr int kBuffers = kTokens == 32 ? 1 : 2;
+
+    struct __align__(1024) Shared {
+        bf16 inputs[kStages][2][kTokens * kPanel];
+        uint8_t codes[kStages][kFeatures * kRowBytes];
+        uint32_t groups[kStages][kFeatures * kWords];
+        uint64_t full[kStages], empty[kStages];
+    };
+    static_assert(sizeof(float) * kTokens * kSumsPitch <= offsetof(Shared, groups), "sums take the place of stages");
+
+    const Problem& p;
+    Shared& shared;
+    Group cluster;
+
+    __device__ __forceinline__ int first_token() const { return blockIdx.y * kTokens; }
+    __device__ __forceinline__ int first_feature() const { return blockIdx.z * kFeatures; }
+    // The windows of this block.
+    __device__ __forceinline__ int window(int rank) const { return (p.k + kWindow - 1) / kWindow * rank / cluster.parts; }
+
+    __device__ __forceinline__ void operator()() const {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < kStages; ++i) {
+                barrier_init(shared.full + i, kWarpGroup);
+                barrier_init(shared.empty + i, 2 * kWarpGroup / kWarp);
+            }
+        }
+        __syncthreads();
+        pdl_launch();
+        const int begin = window(cluster.rank()), count = window(cluster.rank() + 1) - begin;
+        // The compiler must see that it is the same for all lanes.
+        const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0);
+        float acc[kTokens / 8][4];
+        if (group == 0) {
+            produce(begin, count);
+        } else {
+            multiply(acc, begin, count, group - 1);
+        }
+        // All copies have arrived, and were read.
+        __syncthreads();
+        float* const sums = reinterpret_cast<float*>(&shared);
+        if (group > 0) leave(sums, acc, group - 1);
+        cluster.sync();
+        add_up(sums);
+        // Others may still read this block's.
+        if (cluster.parts > 1) cluster.sync();
+    }
+
+    __device__ __forceinline__ static int code_place(int row, int piece) { return row * kRowBytes + (piece ^ row / 2 % 4) * 16; }
+
+    __device__ __forceinline__ void produce(int begin, int count) const {
+        constexpr int kPieces = kRowBytes / 16, kRows = kWarpGroup / kPieces;
+        constexpr int kInputPieces = kWindow / 8, kInputRows = kWarpGroup / kInputPieces;
+        const int thread = threadIdx.x, piece = thread % kPieces, row = thread / kPieces;
+        const int input_piece = thread % kInputPieces, input_row = thread / kInputPieces;
+        const int last = p.n - 1, row_bytes = p.stride / kWords * kRowBytes;
+        const auto copy_weights = [&](int s) {
+            const int stage = s % kStages;
+#pragma unroll
+            for (int i = 0; i < kFeatures / kRows; ++i) {
+                const size_t from = size_t(min(first_feature() + row + i * kRows, last)) * row_bytes;
+                copy_async(shared.codes[stage] + code_place(row + i * kRows, piece),
+                           p.weight + from + size_t(begin + s) * kRowBytes + piece * 16, true);
+            }
+            const size_t words = size_t(min(first_feature() + thread, last)) * p.stride + (begin + s) * kWords;
+            copy_async_of<4 * kWords>(shared.groups[stage] + thread * kWords, p.groups + words);
+        };
+        const auto copy_inputs = [&](int s) {
+            const int stage = s % kStages, input = (begin + s) * kWindow + input_piece * 8;
+#pragma unroll
+            for (int i = 0; i < kTokens / kInputRows; ++i) {
+                const int token = input_row + i * kInputRows;
+                // Zeros behind the last row, and behind the last input.
+                const bool wanted = first_token() + token < p.m && input < p.k;
+                const bf16* const from = p.x + (wanted ? size_t(first_token() + token) * p.k + input : 0);
+                copy_async(swizzled(shared.inputs[stage][input_piece / 8], token, input_piece % 8), from, wanted);
+            }
+            barrier_arrive_after_copies(shared.full + stage);
+        };
+        // Weights never change, inputs are those of the kernel ahead.
+        for (int s = 0; s < min(kStages, count); ++s) copy_weights(s);
+        pdl_wait();
+        for (int s = 0; s < min(kStages, count); ++s) copy_inputs(s);
+        for (int s = kStages; s < count; ++s) {
+            barrier_wait(shared.empty + s % kStages, (s / kStages - 1) & 1);
+            __syncwarp();
+            copy_weights(s);
+            copy_inputs(s);
+        }
+    }
+
+    // What the codes of a group become: less its zero, times its scale in two parts, so that a weight is rounded once.
+    struct Scale {
+        uint32_t zeros;
+        bf162 high, low;
+
+        __device__ __forceinline__ explicit Scale(uint32_t word = 0) {
+            const float scale = group_scale(word);
+            const bf16 rounded = __float2bfloat16_rn(scale);
+            zeros = group_zeros(word);
+            high = __bfloat162bfloat162(rounded);
+            low = __bfloat162bfloat162(__float2bfloat16_rn(scale - __bfloat162float(rounded)));
+        }
+
+        // Pair `quad` of a word.
+        __device__ __forceinline__ uint32_t widen(uint32_t word, int quad) const {
+            const uint32_t bits = (word >> 4 * quad & 0x000f000fu) | 0x43004300u;
+            const bf162 steps = __hsub2(reinterpret_cast<const bf162&>(bits), reinterpret_cast<const bf162&>(zeros));
+            const bf162 wide = __hfma2(steps, high, __hmul2(steps, low));
+            return reinterpret_cast<const uint32_t&>(wide);
+        }
+    };
+
+    __device__ __forceinline__ static uint2 load_shared8(uint32_t from) {
+        uint2 v;
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from));
+        return v;
+    }
+
+    // Sums of 64 rows of weights, `group` times that on, over this block's windows.
+    __device__ __forceinline__ void multiply(float (&acc)[kTokens / 8][4], int begin, int count, int group) const {
+        const int row = group * 64 + threadIdx.x % kWarpGroup / kWarp * 16 + threadIdx.x % kWarp / 4, quad = threadIdx.x % 4;
+        const uint32_t codes = shared_address(shared.codes), groups = shared_address(shared.groups);
+        const uint32_t inputs = shared_address(shared.inputs);
+        uint32_t a[kBuffers][4][4];
+        for (int s = 0; s < count; ++s) {
+            const int stage = s % kStages;
+            barrier_wait(shared.full + stage, s / kStages & 1);
+            fence_for_products();
+            const int left = p.k - (begin + s) * kWindow;  // inputs from this window on
+            Scale scales[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                // The products whose weights these registers had have ended.
+                wgmma_wait<kBuffers - 1>();
+                if (half == kBuffers - 1 && s > 0) release(s - 1);
+                uint32_t(&wide)[4][4] = a[half % kBuffers];
+                uint2 words[2][4];
+#pragma unroll
+                for (int second = 0; second < 2; ++second) {
+#pragma unroll
+                    for (int piece = 0; piece < 4; ++piece) {
+                        // Of rows eight apart a piece lies at the same place.
+                        const uint32_t at = stage * uint32_t(kFeatures * kRowBytes) + code_place(row, piece) + second * 8 * kRowBytes;
+                        words[second][piece] = load_shared8(codes + at + half * 8);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int part = half * 2 + i;
+#pragma unroll
+                    for (int second = 0; second < 2; ++second) {
+                        if (part * 32 % kGroup == 0) {
+                            const int word = part * 32 / kGroup;
+                            const uint32_t at = (stage * kFeatures + row + second * 8) * kWords + word;
+                            // What is behind the last input may be anything.
+                            scales[second] = Scale(word * kGroup < left ? load_shared4(groups + at * 4) : 0);
+                        }
+#pragma unroll
+                        for (int piece = 0; piece < 4; ++piece) {
+                            const uint32_t word = i == 0 ? words[second][piece].x : words[second][piece].y;
+                            wide[i * 2 + piece / 2][second + piece % 2 * 2] = scales[second].widen(word, quad);
+                        }
+                    }
+                }
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const uint32_t at = (stage * 2 + half) * uint32_t(kTokens * kPanel * sizeof(bf16)) + k * 32;
+                    Wgmma<kTokens>::rows(acc, wide[k], rows_operand(inputs + at), s > 0 || half > 0 || k > 0);
+                }
+                wgmma_commit();
+            }
+        }
+        wgmma_wait<0>();
+        touch(acc);
+    }
+
+    __device__ __forceinline__ void release(int s) const {
+        if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty + s % kStages);
+    }
+
+    // Sums of 64 rows of weights to [tokens][features].
+    __device__ __forceinline__ void leave(float* sums, const float (&acc)[kTokens / 8][4], int group) const {
+        const int lane = threadIdx.x % kWarp, feature = group * 64 + threadIdx.x % kWarpGroup / kWarp * 16 + lane / 4;
+#pragma unroll
+        for (int j = 0; j < kTokens / 8; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[(j * 8 + lane % 4 * 2 + i % 2) * kSumsPitch + feature + i / 2 * 8] = acc[j][i];
+        }
+    }
+
+    // Adds the parts of the cluster, each block those of some outputs, two neighbours at once.
+    __device__ __forceinline__ void add_up(float* sums) const {
+        const int tokens = min(kTokens, p.m - first_token());
+        const bool pairs = ((p.n | p.pitch) & 1) == 0;
+        for (int i = cluster.rank() * kThreads + threadIdx.x; i < tokens * (kFeatures / 2); i += cluster.parts * kThreads) {
+            const int token = i / (kFeatures / 2), at = i % (kFeatures / 2) * 2, feature = first_feature() + at;
+            if (feature >= p.n) continue;
+            float2 sum = make_float2(0.0f, 0.0f);
+            for (int part = 0; part < cluster.parts; ++part) {
+                const float2 of = *reinterpret_cast<const float2*>(cluster.at(sums + token * kSumsPitch + at, part));
+                sum.x += of.x, sum.y += of.y;
+            }
+            if (p.bias != nullptr) {
+                sum.x += __bfloat162float(p.bias[feature]);
+                if (feature + 1 < p.n) sum.y += __bfloat162float(p.bias[feature + 1]);
+            }
+            bf16* const out = p.out + size_t(first_token() + token) * p.pitch + feature;
+            if (pairs) {
+                *reinterpret_cast<bf162*>(out) = __floats2bfloat162_rn(sum.x, sum.y);
+            } else {
+                out[0] = __float2bfloat16(sum.x);
+                if (feature + 1 < p.n) out[1] = __float2bfloat16(sum.y);
+            }
+        }
+    }
+};
+
+template <int kTokens, int kGroup>
+__device__ __forceinline__ void product(const Problem& p) {
+    using P = Products<kTokens, kGroup>;
+    extern __shared__ uint8_t memory[];
+    // In the same place in all blocks of a cluster, which have as much shared memory.
+    auto& shared = *reinterpret_cast<typename P::Shared*>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
+    P{p, shared, {int(gridDim.x)}}();
+}
+
+#else
+
+template <int kTokens, int kGroup>
+__device__ __forceinline__ void product(const Problem&) {}
+
+#endif
+
+}  // namespace
+
+// gridDim is parts of k, which are a cluster, tiles of rows of x, and tiles of 128 rows of weights.
+#define INT4_PRODUCT(GROUP, TOKENS, BLOCKS)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)                                                            \
+        int4_product_##GROUP##_##TOKENS(const bf16* x, const uint8_t* weight, const uint32_t* groups, const bf16* bias,       \
+                                        bf16* out, int m, int n, int k, int stride, int pitch) {                              \
+        product<TOKENS, GROUP>({x, weight, groups, bias, out, m, n, k, stride, pitch});                                       \
+    }
+
+#define INT4_PRODUCTS(GROUP)    \
+    INT4_PRODUCT(GROUP, 32, 2)  \
+    INT4_PRODUCT(GROUP, 64, 1)  \
+    INT4_PRODUCT(GROUP, 128, 1)
+
+INT4_PRODUCTS(32)
+INT4_PRODUCTS(64)
+INT4_PRODUCTS(128)
