@@ -30,14 +30,19 @@ constexpr int kSumsPitch = kFeatures + 4;
 
 // Stages, as `SHAPES` in crates/kernels/src/cuda/linear/int4_products.rs has them too.
 template <int kTokens>
-constexpr int kStagesOf = kTokens == 32 ? 6 : kTokens == 64 ? 6 : 5;
+constexpr int kStagesOf = kTokens == 32 ? 6 : kTokens == 64 ? 4 : 5;
+// Blocks on a multiprocessor, and the registers of the warp groups: of the one that copies, and of those that multiply.
+template <int kTokens>
+constexpr int kBlocksOf = kTokens == 128 ? 1 : 2;
+template <int kTokens>
+constexpr int kProducerRegisters = kBlocksOf<kTokens> == 1 ? 56 : 40;
+template <int kTokens>
+constexpr int kConsumerRegisters = kBlocksOf<kTokens> == 1 ? 224 : 96;
 
 template <int kTokens, int kGroup>
 struct Products {
     static constexpr int kStages = kStagesOf<kTokens>;
     static constexpr int kWords = kWindow / kGroup;  // of groups, of a row of a stage
-    // Of widened weights: while products read one, the other is filled. With few tokens two blocks on a multiprocessor do as well.
-    static constexpr int kBuffers = kTokens == 32 ? 1 : 2;
 
     struct __align__(1024) Shared {
         bf16 inputs[kStages][2][kTokens * kPanel];
@@ -68,16 +73,18 @@ struct Products {
         const int begin = window(cluster.rank()), count = window(cluster.rank() + 1) - begin;
         // The compiler must see that it is the same for all lanes.
         const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0);
-        float acc[kTokens / 8][4];
+        float* const sums = reinterpret_cast<float*>(&shared);
         if (group == 0) {
+            give_registers<kProducerRegisters<kTokens>>();
             produce(begin, count);
         } else {
+            take_registers<kConsumerRegisters<kTokens>>();
+            float acc[kTokens / 8][4];
             multiply(acc, begin, count, group - 1);
+            // All copies have arrived, and both groups have read them.
+            asm volatile("bar.sync 1, %0;" ::"n"(2 * kWarpGroup) : "memory");
+            leave(sums, acc, group - 1);
         }
-        // All copies have arrived, and were read.
-        __syncthreads();
-        float* const sums = reinterpret_cast<float*>(&shared);
-        if (group > 0) leave(sums, acc, group - 1);
         cluster.sync();
         add_up(sums);
         // Others may still read this block's.
@@ -127,6 +134,30 @@ struct Products {
         }
     }
 
+    // What a thread that multiplies looks up once, and the compiler would in the loop.
+    struct Lane {
+        uint32_t stages;                               // the address of `Shared`
+        int row = 0;                                   // the first of its rows of weights
+        int shift;
+        uint32_t mask = 0x000f000f, bias = 0x43004300;  // see int4.cuh
+
+        __device__ __forceinline__ Lane(const Shared& shared, int group) : stages(shared_address(&shared)) {
+            row = group * 64 + threadIdx.x % kWarpGroup / kWarp * 16 + threadIdx.x % kWarp / 4;
+            shift = threadIdx.x % 4 * 4;
+            asm volatile("" : "+r"(stages), "+r"(row), "+r"(shift), "+r"(mask), "+r"(bias));
+        }
+
+        __device__ __forceinline__ uint32_t inputs(int stage, int half) const {
+            return stages + (stage * 2 + half) * uint32_t(kTokens * kPanel * sizeof(bf16));
+        }
+        __device__ __forceinline__ uint32_t codes(int stage, int piece) const {
+            return stages + uint32_t(offsetof(Shared, codes)) + stage * uint32_t(kFeatures * kRowBytes) + code_place(row, piece);
+        }
+        __device__ __forceinline__ uint32_t word(int stage, int second, int at) const {
+            return stages + uint32_t(offsetof(Shared, groups)) + ((stage * kFeatures + row + second * 8) * kWords + at) * 4;
+        }
+    };
+
     // What the codes of a group become: less its zero, times its scale in two parts, so that a weight is rounded once.
     struct Scale {
         uint32_t zeros;
@@ -140,9 +171,11 @@ struct Products {
             low = __bfloat162bfloat162(__float2bfloat16_rn(scale - __bfloat162float(rounded)));
         }
 
-        // Pair `quad` of a word.
-        __device__ __forceinline__ uint32_t widen(uint32_t word, int quad) const {
-            const uint32_t bits = (word >> 4 * quad & 0x000f000fu) | 0x43004300u;
+        // Pair `shift / 4` of a word.
+        __device__ __forceinline__ uint32_t widen(uint32_t word, const Lane& lane) const {
+            uint32_t bits;
+            // (word & mask) | bias
+            asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(word >> lane.shift), "r"(lane.mask), "r"(lane.bias));
             const bf162 steps = __hsub2(reinterpret_cast<const bf162&>(bits), reinterpret_cast<const bf162&>(zeros));
             const bf162 wide = __hfma2(steps, high, __hmul2(steps, low));
             return reinterpret_cast<const uint32_t&>(wide);
@@ -157,10 +190,9 @@ struct Products {
 
     // Sums of 64 rows of weights, `group` times that on, over this block's windows.
     __device__ __forceinline__ void multiply(float (&acc)[kTokens / 8][4], int begin, int count, int group) const {
-        const int row = group * 64 + threadIdx.x % kWarpGroup / kWarp * 16 + threadIdx.x % kWarp / 4, quad = threadIdx.x % 4;
-        const uint32_t codes = shared_address(shared.codes), groups = shared_address(shared.groups);
-        const uint32_t inputs = shared_address(shared.inputs);
-        uint32_t a[kBuffers][4][4];
+        const Lane lane(shared, group);
+        // While products read one half of a window, the other is widened.
+        uint32_t a[2][4][4];
         for (int s = 0; s < count; ++s) {
             const int stage = s % kStages;
             barrier_wait(shared.full + stage, s / kStages & 1);
@@ -170,17 +202,16 @@ struct Products {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 // The products whose weights these registers had have ended.
-                wgmma_wait<kBuffers - 1>();
-                if (half == kBuffers - 1 && s > 0) release(s - 1);
-                uint32_t(&wide)[4][4] = a[half % kBuffers];
+                wgmma_wait<1>();
+                if (half == 1 && s > 0) release(s - 1);
+                uint32_t(&wide)[4][4] = a[half];
                 uint2 words[2][4];
 #pragma unroll
                 for (int second = 0; second < 2; ++second) {
 #pragma unroll
                     for (int piece = 0; piece < 4; ++piece) {
                         // Of rows eight apart a piece lies at the same place.
-                        const uint32_t at = stage * uint32_t(kFeatures * kRowBytes) + code_place(row, piece) + second * 8 * kRowBytes;
-                        words[second][piece] = load_shared8(codes + at + half * 8);
+                        words[second][piece] = load_shared8(lane.codes(stage, piece) + second * 8 * kRowBytes + half * 8);
                     }
                 }
 #pragma unroll
@@ -190,22 +221,21 @@ struct Products {
                     for (int second = 0; second < 2; ++second) {
                         if (part * 32 % kGroup == 0) {
                             const int word = part * 32 / kGroup;
-                            const uint32_t at = (stage * kFeatures + row + second * 8) * kWords + word;
                             // What is behind the last input may be anything.
-                            scales[second] = Scale(word * kGroup < left ? load_shared4(groups + at * 4) : 0);
+                            scales[second] = Scale(word * kGroup < left ? load_shared4(lane.word(stage, second, word)) : 0);
                         }
 #pragma unroll
                         for (int piece = 0; piece < 4; ++piece) {
                             const uint32_t word = i == 0 ? words[second][piece].x : words[second][piece].y;
-                            wide[i * 2 + piece / 2][second + piece % 2 * 2] = scales[second].widen(word, quad);
+                            wide[i * 2 + piece / 2][second + piece % 2 * 2] = scales[second].widen(word, lane);
                         }
                     }
                 }
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    const uint32_t at = (stage * 2 + half) * uint32_t(kTokens * kPanel * sizeof(bf16)) + k * 32;
-                    Wgmma<kTokens>::rows(acc, wide[k], rows_operand(inputs + at), s > 0 || half > 0 || k > 0);
+                    const uint64_t b = rows_operand(lane.inputs(stage, half) + k * uint32_t(16 * sizeof(bf16)));
+                    Wgmma<kTokens>::rows(acc, wide[k], b, s > 0 || half > 0 || k > 0);
                 }
                 wgmma_commit();
             }
@@ -274,17 +304,17 @@ __device__ __forceinline__ void product(const Problem&) {}
 }  // namespace
 
 // gridDim is parts of k, which are a cluster, tiles of rows of x, and tiles of 128 rows of weights.
-#define INT4_PRODUCT(GROUP, TOKENS, BLOCKS)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)                                                            \
+#define INT4_PRODUCT(GROUP, TOKENS)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(kThreads, TOKENS == 128 ? 1 : 2)                                             \
         int4_product_##GROUP##_##TOKENS(const bf16* x, const uint8_t* weight, const uint32_t* groups, const bf16* bias,       \
                                         bf16* out, int m, int n, int k, int stride, int pitch) {                              \
         product<TOKENS, GROUP>({x, weight, groups, bias, out, m, n, k, stride, pitch});                                       \
     }
 
-#define INT4_PRODUCTS(GROUP)    \
-    INT4_PRODUCT(GROUP, 32, 2)  \
-    INT4_PRODUCT(GROUP, 64, 1)  \
-    INT4_PRODUCT(GROUP, 128, 1)
+#define INT4_PRODUCTS(GROUP) \
+    INT4_PRODUCT(GROUP, 32)  \
+    INT4_PRODUCT(GROUP, 64)  \
+    INT4_PRODUCT(GROUP, 128)
 
 INT4_PRODUCTS(32)
 INT4_PRODUCTS(64)
