@@ -122,7 +122,7 @@ struct Products {
             }
             barrier_arrive_after_copies(shared.full + stage);
         };
-        // Weights never change, inputs are those of the kernel ahead.
+        // Weights never change, inputs are those of the kernel ahead; the groups that multiply write nothing before they have them.
         for (int s = 0; s < min(kStages, count); ++s) copy_weights(s);
         pdl_wait();
         for (int s = 0; s < min(kStages, count); ++s) copy_inputs(s);
