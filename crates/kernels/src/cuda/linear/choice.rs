@@ -28,7 +28,7 @@ impl Choice {
         }
     }
 
-    /// The same on all GPUs that have this way of a product: see [`TimedWay`].
+    /// The same on all GPUs that have this way of a product: see [`TimedWay`](super::TimedWay).
     pub(super) fn number(self) -> u32 {
         match self {
             Self::Stream(cut) => ((cut.row_warps * 16 + cut.cluster) * 16 + cut.blocks_per_sm) as u32,
