@@ -1,4 +1,4 @@
-// Products of weights of four bits with more rows than linear.cu takes, by products of warp groups (sm_90a).
+// Products of weights of four bits by warp groups (sm_90a): from some rows on, where that is measured to be faster than linear.cu.
 //
 // A block has 128 rows of weights, a tile of rows of x, and a part of k. One warp group copies, ahead of the two that multiply 64 rows of
 // weights each: codes become bf16 in registers, the left operand, while the products before are under way.
@@ -91,6 +91,7 @@ struct Products {
         if (cluster.parts > 1) cluster.sync();
     }
 
+    // Where a piece of 16 bytes of a row of codes lies in a stage: permuted, so that rows that are read together are in different banks.
     __device__ __forceinline__ static int code_place(int row, int piece) { return row * kRowBytes + (piece ^ row / 2 % 4) * 16; }
 
     __device__ __forceinline__ void produce(int begin, int count) const {
@@ -134,7 +135,7 @@ struct Products {
         }
     }
 
-    // What a thread that multiplies looks up once, and the compiler would in the loop.
+    // What a thread that multiplies keeps in registers; without the `asm` the compiler would compute it again in the loop.
     struct Lane {
         uint32_t stages;                               // the address of `Shared`
         int row = 0;                                   // the first of its rows of weights
@@ -188,7 +189,7 @@ struct Products {
         return v;
     }
 
-    // Sums of 64 rows of weights, `group` times that on, over this block's windows.
+    // Sums over this block's windows, of 64 rows of weights from row 64 * group on.
     __device__ __forceinline__ void multiply(float (&acc)[kTokens / 8][4], int begin, int count, int group) const {
         const Lane lane(shared, group);
         // While products read one half of a window, the other is widened.

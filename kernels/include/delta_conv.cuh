@@ -220,7 +220,7 @@ __device__ __forceinline__ void normalise(Four (&x)[kParts], float length) {
     }
 }
 
-// Goes through the rows of a tile, of which a run's first has recalled what is before it: `each` gets the row and the heads' outputs.
+// Goes through the rows of a tile: `each` gets the row and the heads' outputs. For a run's first tile the caller has called `recall`.
 template <int kHeads, int kParts, typename Each>
 __device__ __forceinline__ void walk(const Conv& conv, const StateRun& run, int first, int count,
                                      ConvHead<kParts> (&heads)[kHeads], const Each& each) {

@@ -91,8 +91,7 @@ impl Linear {
         (packed + self.bias.as_ref().map_or(0, |bias| size_of_val(&bias[..]))) as u64
     }
 
-    /// `x` is `[m, inputs]`, `out` is `[m, outputs]` or wider: then what is behind the outputs of a row stays as it is. A row of `out`
-    /// depends on its row of `x` alone, to the bit.
+    /// `x` is `[m, inputs]`, `out` is `[m, outputs]`. A row of `out` depends on its row of `x` alone, to the bit.
     ///
     /// # Errors
     /// [`Oom`] if the arena has no room for the quantised input.
@@ -100,11 +99,21 @@ impl Linear {
         self.forward_in_room(x.len() / self.inputs, x, out, arena)
     }
 
-    /// The same, for which the arena is asked for as much as `room` rows need, at least those of `x`.
+    /// The same where rows of `out` may be wider than the outputs: what is behind them stays as it is.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn forward_to_wider(&self, x: &[f32], out: &mut [f32], arena: &Arena) -> Result<(), Oom> {
+        self.forward_at(Level::detect(), x.len() / self.inputs, x, out, arena)
+    }
+
+    /// As [`Self::forward`], for which the arena is asked for as much as `room` rows need, at least those of `x`.
     ///
     /// # Errors
     /// As [`Self::forward`].
     pub fn forward_in_room(&self, room: usize, x: &[f32], out: &mut [f32], arena: &Arena) -> Result<(), Oom> {
+        let rows = x.len() / self.inputs;
+        assert_eq!(out.len(), rows * self.outputs, "out is not [m, {}]", self.outputs);
         self.forward_at(Level::detect(), room, x, out, arena)
     }
 

@@ -297,7 +297,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
     ) -> Result<(), StepError> {
         self.add_norm(norms);
         let (x, out) = (self.rows * linear.inputs(), self.rows * width);
-        linear.forward(&self.normed[..x], &mut self.qkv[..out], self.arena)?;
+        linear.forward_to_wider(&self.normed[..x], &mut self.qkv[..out], self.arena)?;
         Ok(())
     }
 

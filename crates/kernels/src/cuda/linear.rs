@@ -2,8 +2,8 @@
 //!
 //! e4m3 weights meet e4m3 inputs in cuBLASLt and bf16 inputs in our kernels, which also compute any number of rows, in parts, on GPUs
 //! whose tensor cores do not know e4m3 values. Weights of four bits and in GGUF's types meet bf16 inputs too: with more rows than are
-//! streamed, those of four bits in a kernel of warp groups where the GPU has such (`kernels/int4_products.cu`), and with many, and
-//! elsewhere, by cuBLASLt, for which they become bf16 in room of the caller's.
+//! streamed, those of four bits by a kernel for warp groups, which GPUs of Hopper's generation have (`kernels/int4_products.cu`), and with
+//! many, and elsewhere, by cuBLASLt, for which they become bf16 in room of the caller's.
 
 mod choice;
 mod cublas_lt;
@@ -96,7 +96,7 @@ pub enum LinearPath {
     CublasLt,
     /// Our kernels for few rows, cut in one of the ways there are; where that one cannot be used, cuBLASLt.
     Stream(LinearCut),
-    /// Weights of four bits by warp groups, so many blocks dividing k; where that cannot be, cuBLASLt.
+    /// Weights of four bits by warp groups, k divided among so many blocks; where that cannot be, cuBLASLt.
     Int4(usize),
 }
 
@@ -172,7 +172,7 @@ impl Linears {
         Ok(None)
     }
 
-    /// `x` `[m, k]` to `out` `[m, n]`, or wider: then what is behind the outputs of a row stays as it is.
+    /// `x` `[m, k]` to `out` `[m, n]`.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -185,10 +185,18 @@ impl Linears {
         linear: &GpuLinear,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
+        let x = x.into();
+        assert_eq!(
+            out.len(),
+            x.len() / linear.k * linear.n,
+            "out of [m, {}]",
+            linear.n
+        );
         self.forward_in(LinearRoom::default(), x, linear, LinearOutput::Bf16, out)
     }
 
-    /// As [`Self::forward`] or [`Self::forward_glu`], of weights in four bits or GGUF's types too.
+    /// As [`Self::forward`] or [`Self::forward_glu`], of weights in four bits or GGUF's types too. Rows of `out` may be wider than the
+    /// outputs: what is behind them stays as it is.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -241,6 +249,12 @@ impl Linears {
         out: GpuSlice<'_, f32>,
     ) -> Result<(), GpuError> {
         assert!(linear.bias.is_none(), "a bias with f32 outputs");
+        assert_eq!(
+            out.len(),
+            x.len() / linear.k * linear.n,
+            "out of [m, {}]",
+            linear.n
+        );
         self.run(room, x.into(), linear, out, LinearOutput::F32)
     }
 

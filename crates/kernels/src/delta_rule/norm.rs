@@ -34,7 +34,7 @@ impl DeltaGates<'_> {
         );
     }
 
-    /// `ba` is one row.
+    /// `ba` is b and a of one row.
     #[inline(always)]
     pub(super) fn of(&self, head: usize, ba: &[f32]) -> Gates {
         let (b, a) = ba.split_at(self.a_log.len());

@@ -23,7 +23,11 @@ fn check_parts(parts: &[Matrix]) -> Result<(), ModelError> {
         let outputs: usize = product.iter().map(|part| part.outputs).sum();
         !outputs.is_multiple_of(PART_OUTPUTS)
     };
-    match ahead.find(is_odd).and_then(|product| product.last()) {
+    let odd = ahead.find(is_odd).and_then(|product| {
+        let mut parts = product.iter();
+        parts.find(|part| !part.outputs.is_multiple_of(PART_OUTPUTS))
+    });
+    match odd {
         Some(odd) => Err(ModelError::unsupported(
             odd.name(),
             format!("{} of shape [{}, {}]", odd.format, odd.outputs, odd.inputs),
@@ -34,6 +38,61 @@ fn check_parts(parts: &[Matrix]) -> Result<(), ModelError> {
         )),
         None => Ok(()),
     }
+}
+
+/// Matrices that are one product.
+fn check_product(parts: &[Matrix]) -> Result<(), ModelError> {
+    for (at, part) in parts.iter().enumerate() {
+        let is_int4 = matches!(part.format, MatrixFormat::Int4(_));
+        let (inputs_of, outputs_of) = match part.format.kept_scales() {
+            // Words of codes, and as cuBLASLt takes them in 16 bits.
+            None if is_int4 => (INT4_WORD, 1),
+            None => continue,
+            // The blocks of stacked matrices are those of one matrix: the last alone may be smaller.
+            Some(Fp8Scales::Block) if at + 1 < parts.len() => (FP8_BLOCK, FP8_BLOCK),
+            Some(Fp8Scales::Block) => (FP8_BLOCK, VECTOR),
+            Some(Fp8Scales::Tensor | Fp8Scales::Channel) => (VECTOR, VECTOR),
+        };
+        let refuse = |value: String, supported: String| {
+            Err(ModelError::unsupported("quantization_config", value, supported))
+        };
+        let Matrix {
+            module,
+            outputs,
+            inputs,
+            format,
+            order: _,
+            expert,
+            // Of an encoder, which is stored in floats.
+            stored_as: _,
+            // Outputs and inputs are the rank's.
+            share: _,
+        } = part;
+        if is_int4 && expert.is_some() {
+            let value = format!("{format} for `{module}`");
+            let supported = "on a GPU experts in floats, FP8 and MXFP4 are; --device cpu takes it";
+            return refuse(value, supported.to_owned());
+        }
+        let is_router = part.is_router();
+        if module == "lm_head" || is_router {
+            let value = format!("{format} for `{module}`");
+            let what = if is_router {
+                "what chooses experts"
+            } else {
+                "the head"
+            };
+            let supported = format!("on a GPU {what} is stored in floats; --device cpu takes it");
+            return refuse(value, supported);
+        }
+        if !inputs.is_multiple_of(inputs_of) || !outputs.is_multiple_of(outputs_of) {
+            let value = format!("{format} for `{module}` of shape [{outputs}, {inputs}]");
+            let supported = format!(
+                "on a GPU multiples of [{outputs_of}, {inputs_of}] are; --device cpu has no such bound"
+            );
+            return refuse(value, supported);
+        }
+    }
+    Ok(())
 }
 
 struct Products;
@@ -54,57 +113,7 @@ impl Visitor for Products {
 
     fn linear(&mut self, stack: &Stack) -> Result<(), ModelError> {
         check_parts(&stack.parts)?;
-        for part in &stack.parts {
-            let is_int4 = matches!(part.format, MatrixFormat::Int4(_));
-            let (inputs_of, outputs_of) = match part.format.kept_scales() {
-                // Words of codes, and as cuBLASLt takes them in 16 bits.
-                None if is_int4 => (INT4_WORD, 1),
-                None => continue,
-                // The blocks of stacked matrices are those of one matrix.
-                Some(Fp8Scales::Block) if stack.parts.len() > 1 => (FP8_BLOCK, FP8_BLOCK),
-                Some(Fp8Scales::Block) => (FP8_BLOCK, VECTOR),
-                Some(Fp8Scales::Tensor | Fp8Scales::Channel) => (VECTOR, VECTOR),
-            };
-            let refuse = |value: String, supported: String| {
-                Err(ModelError::unsupported("quantization_config", value, supported))
-            };
-            let Matrix {
-                module,
-                outputs,
-                inputs,
-                format,
-                order: _,
-                expert,
-                // Of an encoder, which is stored in floats.
-                stored_as: _,
-                // Outputs and inputs are the rank's.
-                share: _,
-            } = part;
-            if is_int4 && expert.is_some() {
-                let value = format!("{format} for `{module}`");
-                let supported = "on a GPU experts in floats, FP8 and MXFP4 are; --device cpu takes it";
-                return refuse(value, supported.to_owned());
-            }
-            let is_router = part.is_router();
-            if module == "lm_head" || is_router {
-                let value = format!("{format} for `{module}`");
-                let what = if is_router {
-                    "what chooses experts"
-                } else {
-                    "the head"
-                };
-                let supported = format!("on a GPU {what} is stored in floats; --device cpu takes it");
-                return refuse(value, supported);
-            }
-            if !inputs.is_multiple_of(inputs_of) || !outputs.is_multiple_of(outputs_of) {
-                let value = format!("{format} for `{module}` of shape [{outputs}, {inputs}]");
-                let supported = format!(
-                    "on a GPU multiples of [{outputs_of}, {inputs_of}] are; --device cpu has no such bound"
-                );
-                return refuse(value, supported);
-            }
-        }
-        Ok(())
+        products(&stack.parts).try_for_each(check_product)
     }
 
     fn embedding(&mut self, _: &Matrix) -> Result<(), ModelError> {
@@ -133,8 +142,14 @@ mod tests {
             stored_as: StoredAs::Weight,
             share: None,
         };
-        let [odd, wide] = [("a.q_proj", 12), ("a.k_proj", 64)];
-        let parts = |dtype| vec![part(odd.0, odd.1, dtype), part(wide.0, wide.1, WeightType::Q4K)];
+        let parts = |dtype| {
+            vec![
+                part("a.q_proj", 12, dtype),
+                part("a.k_proj", 64, dtype),
+                // The last may be of any size.
+                part("a.v_proj", 12, WeightType::Q4K),
+            ]
+        };
         // One product, whatever its size.
         check_parts(&parts(WeightType::Q4K)).unwrap();
         let error = check_parts(&parts(WeightType::Q6K)).unwrap_err().to_string();

@@ -14,7 +14,7 @@ use super::{Fp8Scaling, Key, LinearCut, LinearPath, Linears, stream};
 pub(super) enum Choice {
     /// In parts of the most rows that the kernels take.
     Stream(LinearCut),
-    /// Weights of four bits by warp groups, so many blocks dividing k.
+    /// Weights of four bits by warp groups, k divided among so many blocks.
     Int4(usize),
     Lt(Algorithm),
 }
@@ -42,7 +42,7 @@ impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Stream(cut) => write!(f, "own {cut}"),
-            Self::Int4(parts) => write!(f, "own, k in {parts}"),
+            Self::Int4(parts) => write!(f, "own, k among {parts} blocks"),
             Self::Lt(algorithm) => write!(f, "cuBLASLt {algorithm}"),
         }
     }

@@ -1,5 +1,4 @@
-//! Products of weights of four bits with more rows than are streamed, by the matrix instructions of warp groups
-//! (`kernels/int4_products.cu`).
+//! Products of weights of four bits by the matrix instructions of warp groups (`kernels/int4_products.cu`).
 
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, Launch};
 
@@ -15,7 +14,7 @@ const ALIGN: usize = 1024;
 /// Rows of inputs of a tile, and stages.
 const TILES: [(usize, usize); 3] = [(32, 6), (64, 4), (128, 5)];
 
-/// From so many rows on they are measured: fewer are streamed, at the speed of reading.
+/// From so many rows on they are measured; fewer are streamed faster, where they can be.
 pub(super) const LEAST_ROWS: usize = 8;
 /// Blocks for each multiprocessor above which it is not worth a measurement to divide k among more.
 const MOST_BLOCKS_PER_SM: usize = 4;
@@ -53,7 +52,7 @@ impl Int4Products {
         let blocks = shape.m.div_ceil(tile(shape.m).0) * shape.n.div_ceil(FEATURES);
         let parts = [1, 2, 4, 8].into_iter().filter(|&parts| {
             let is_useful = parts == 1 || blocks * parts <= MOST_BLOCKS_PER_SM * self.gpu.info().sm_count;
-            shape.m >= LEAST_ROWS && is_useful && self.can(shape, output, parts)
+            is_useful && self.can(shape, output, parts)
         });
         parts.collect()
     }
@@ -63,7 +62,9 @@ impl Int4Products {
         !self.kernels.is_empty()
             && matches!(shape.values, GpuValues::Int4(_))
             && output == LinearOutput::Bf16
-            && parts <= shape.k.div_ceil(WINDOW)
+            // Others have no tests.
+            && shape.k.is_multiple_of(WINDOW)
+            && parts <= shape.k / WINDOW
     }
 
     /// Launches a product.

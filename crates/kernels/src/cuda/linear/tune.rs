@@ -7,7 +7,7 @@ use half::bf16;
 use plimsoll_device::cuda::{Event, GpuError, GpuSlice};
 
 use super::cublas_lt::{Operands, Shape};
-use super::{Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears, stream};
+use super::{Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products, stream};
 
 /// Bytes of weights that a measurement reads, and most layers that it takes them from: long enough for the clock.
 const BYTES: usize = 192 << 20;
@@ -300,8 +300,10 @@ impl Clock<'_> {
             .into_iter()
             .take(MOST_CUTS * stream::most_blocks(shape.values));
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
-        let parts = linears.int4_products.parts(shape, key.output);
-        candidates.extend(parts.into_iter().map(Choice::Int4));
+        if candidates.is_empty() || shape.m >= int4_products::LEAST_ROWS {
+            let parts = linears.int4_products.parts(shape, key.output);
+            candidates.extend(parts.into_iter().map(Choice::Int4));
+        }
         // With a row or two, what quantises the inputs of a library's e4m3 products costs more than they win, and ours can have the
         // norm in them.
         let is_lone_fp8 = shape.scaling().is_some() && shape.m <= FEW_ROWS && !candidates.is_empty();
