@@ -272,6 +272,47 @@ fn products_match_the_reference() {
     }
 }
 
+/// Several tiles of rows, inputs that are whole windows and no more, and rows of outputs that are wider: what is behind the outputs stays.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn warp_groups_compute_any_number_of_rows() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("int4, tiles of rows");
+    let mut linears = linears(&gpu);
+    for (group, parts) in GROUPS
+        .into_iter()
+        .flat_map(|group| [1, 2, 4, 8].map(|parts| (group, parts)))
+    {
+        linears.fix(Some(LinearPath::Int4(parts)));
+        for (m, n, k, wider) in [
+            (1, 130, 1024, 6),
+            (128, 130, 1152, 0),
+            (129, 257, 1664, 0),
+            (300, 96, 1920, 7),
+        ] {
+            let bias = rng.random();
+            let case = Case::random(&mut rng, group, [m, n, k], bias, false);
+            let what = case.what(&format!("k among {parts} blocks, rows wider by {wider}"));
+            let (layer, x) = (case.layer(&gpu), common::upload(&gpu, &case.x));
+            let (pitch, room) = (n + wider, LinearRoom::default());
+            let all: Vec<bf16> = written(&gpu, m * pitch, |out| {
+                let out = out.slice().range(0..m * pitch);
+                linears.forward_in(room, x.slice(), &layer, LinearOutput::Bf16, out)
+            });
+            let rows = all.chunks_exact(pitch).map(|row| row.split_at(n));
+            let (found, behind): (Vec<&[bf16]>, Vec<&[bf16]>) = rows.unzip();
+            common::assert_close(
+                &what,
+                &common::widen(&found.concat()),
+                &case.reference(&wide(&case.x)),
+                TOLERANCE,
+            );
+            let untouched = behind.concat().iter().all(|x| x.to_bits() == u16::MAX);
+            assert!(untouched, "{what}: behind the outputs");
+        }
+    }
+}
+
 /// Same bits in every run, whatever the other rows hold.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
