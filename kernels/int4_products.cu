@@ -11,6 +11,9 @@
 namespace {
 
 constexpr int kThreads = 3 * 128;
+// Blocks on a multiprocessor, by rows of x in a tile.
+template <int kTokens>
+constexpr int kBlocksOf = kTokens == 128 ? 1 : 2;
 
 struct Problem {
     const bf16* x;           // [m, k]
@@ -28,12 +31,10 @@ constexpr int kRowBytes = kWindow / 2;
 constexpr int kPanel = 64;        // inputs of a panel of x
 constexpr int kSumsPitch = kFeatures + 4;
 
-// Stages, as `SHAPES` in crates/kernels/src/cuda/linear/int4_products.rs has them too.
+// Stages, as `TILES` in crates/kernels/src/cuda/linear/int4_products.rs has them too.
 template <int kTokens>
 constexpr int kStagesOf = kTokens == 32 ? 6 : kTokens == 64 ? 4 : 5;
-// Blocks on a multiprocessor, and the registers of the warp groups: of the one that copies, and of those that multiply.
-template <int kTokens>
-constexpr int kBlocksOf = kTokens == 128 ? 1 : 2;
+// Registers of the warp groups: of the one that copies, and of those that multiply.
 template <int kTokens>
 constexpr int kProducerRegisters = kBlocksOf<kTokens> == 1 ? 56 : 40;
 template <int kTokens>
@@ -138,7 +139,7 @@ struct Products {
     // What a thread that multiplies keeps in registers; without the `asm` the compiler would compute it again in the loop.
     struct Lane {
         uint32_t stages;                               // the address of `Shared`
-        int row = 0;                                   // the first of its rows of weights
+        int row;                                       // the first of its rows of weights
         int shift;
         uint32_t mask = 0x000f000f, bias = 0x43004300;  // see int4.cuh
 
@@ -182,12 +183,6 @@ struct Products {
             return reinterpret_cast<const uint32_t&>(wide);
         }
     };
-
-    __device__ __forceinline__ static uint2 load_shared8(uint32_t from) {
-        uint2 v;
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from));
-        return v;
-    }
 
     // Sums over this block's windows, of 64 rows of weights from row 64 * group on.
     __device__ __forceinline__ void multiply(float (&acc)[kTokens / 8][4], int begin, int count, int group) const {
@@ -306,7 +301,7 @@ __device__ __forceinline__ void product(const Problem&) {}
 
 // gridDim is parts of k, which are a cluster, tiles of rows of x, and tiles of 128 rows of weights.
 #define INT4_PRODUCT(GROUP, TOKENS)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(kThreads, TOKENS == 128 ? 1 : 2)                                             \
+    extern "C" __global__ void __launch_bounds__(kThreads, kBlocksOf<TOKENS>)                                                 \
         int4_product_##GROUP##_##TOKENS(const bf16* x, const uint8_t* weight, const uint32_t* groups, const bf16* bias,       \
                                         bf16* out, int m, int n, int k, int stride, int pitch) {                              \
         product<TOKENS, GROUP>({x, weight, groups, bias, out, m, n, k, stride, pitch});                                       \

@@ -29,6 +29,12 @@ __device__ __forceinline__ uint4 load_shared16(uint32_t from) {
     return v;
 }
 
+__device__ __forceinline__ uint2 load_shared8(uint32_t from) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from));
+    return v;
+}
+
 __device__ __forceinline__ uint32_t load_shared4(uint32_t from) {
     uint32_t v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from));

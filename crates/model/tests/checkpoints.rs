@@ -294,14 +294,16 @@ fn scales_of_what_is_not_quantised_are_errors() {
     }
 }
 
+/// Of a prompt, its first and last row.
+fn logits(path: &Path) -> Vec<f32> {
+    let step = plan(vec![run(1, 0, &[3, 14, 15, 92, 65], &blocks(0..1))]);
+    let model = Model::load(path, LoadOptions::default(), &budget(), &mut |_| ()).unwrap();
+    runner(&model, 16, 8).logits(&step, &[0, 4]).unwrap()
+}
+
 /// To the bit, as both are kept in bf16.
 #[test]
 fn some_of_the_matrices_of_an_input_may_be_in_floats() {
-    let step = plan(vec![run(1, 0, &[3, 14, 15, 92, 65], &blocks(0..1))]);
-    let logits = |path: &Path| {
-        let model = Model::load(path, LoadOptions::default(), &budget(), &mut |_| ()).unwrap();
-        runner(&model, 16, 8).logits(&step, &[0, 4]).unwrap()
-    };
     for name in ["llama-fp8-block", "llama-fp8-channel"] {
         let mixed = partly_in_floats(name);
         assert_eq!(logits(mixed.path()), logits(&golden_path(name)), "{name}");
@@ -311,11 +313,6 @@ fn some_of_the_matrices_of_an_input_may_be_in_floats() {
 /// To the bit, as both are kept in bf16.
 #[test]
 fn integers_of_four_bits_are_their_dequantised_weights() {
-    let step = plan(vec![run(1, 0, &[3, 14, 15, 92, 65], &blocks(0..1))]);
-    let logits = |path: &Path| {
-        let model = Model::load(path, LoadOptions::default(), &budget(), &mut |_| ()).unwrap();
-        runner(&model, 16, 8).logits(&step, &[0, 4]).unwrap()
-    };
     for name in MODELS.into_iter().filter(|name| is_int4(name)) {
         let directory = copy(name);
         edit(directory.path(), |tensors| {

@@ -183,15 +183,19 @@ fn cuts() -> impl Iterator<Item = LinearCut> {
     })
 }
 
+/// Room for the largest matrix of a layer in bf16, which cuBLASLt's products of few bits need.
+fn room_for_bf16(gpu: &Gpu) -> GpuSlab {
+    gpu.alloc(Component::Arena, 28672 * 4096 * size_of::<bf16>())
+        .expect("room")
+}
+
 /// Weights of four bits and more rows than are streamed: by warp groups, and dequantised for cuBLASLt.
 pub(crate) fn bench_int4(gpu: &Gpu) {
     let workspace = gpu
         .alloc(Component::Runtime, Linears::WORKSPACE_BYTES)
         .expect("room");
     let mut linears = Linears::load(gpu, workspace).expect("cuBLASLt and kernels");
-    let widened = gpu
-        .alloc(Component::Arena, 28672 * 4096 * size_of::<bf16>())
-        .expect("room");
+    let widened = room_for_bf16(gpu);
     let room = LinearRoom {
         weights: Some(widened.slice()),
         inputs: None,
@@ -224,10 +228,7 @@ pub(crate) fn bench_int4(gpu: &Gpu) {
 
 fn stream_few_bits(gpu: &Gpu, linears: &mut Linears, values: GpuValues) {
     let model = Model::new(gpu, values);
-    // Of the four linear layers; cuBLASLt's products of few bits need room for one.
-    let widened = gpu
-        .alloc(Component::Arena, 28672 * 4096 * size_of::<bf16>())
-        .expect("room");
+    let widened = room_for_bf16(gpu);
     let room = LinearRoom {
         weights: Some(widened.slice()),
         inputs: None,

@@ -36,9 +36,9 @@ pub struct GpuDeltaGates<'a> {
 
 /// What [`DeltaKernels::forward`] works on.
 ///
-/// `runs`, `tiles`, `conv_states` and `head_states` are read while kernels ahead of this one may still run, back to the last that was launched
-/// without programmatic dependent launch, copy or graph. The same step must not write them in other kernels, and a layer's
-/// states are of one call in a step.
+/// `runs`, `tiles`, `conv_states` and `head_states` are read while kernels ahead of this one may still run, back to the last
+/// that was launched without programmatic dependent launch, copy or graph. The same step must not write them in other kernels,
+/// and a layer's states are of one call in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct DeltaArgs<'a> {
     /// For which [`DeltaKernels::check`] has no complaint.

@@ -31,7 +31,7 @@ pub fn dequantised(stored: &Tensors) -> Tensors {
         .collect()
 }
 
-/// A golden model of which one matrix is in floats, whose neighbours that take the same input are in eight bits.
+/// A golden model in FP8 with one matrix in floats: the k projection of a layer.
 pub fn partly_in_floats(name: &str) -> TempDir {
     let module = "model.layers.1.self_attn.k_proj";
     let weight = format!("{module}.weight");

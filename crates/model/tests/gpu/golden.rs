@@ -79,7 +79,7 @@ fn logits_are_as_close_to_transformers_as_bf16_allows() {
     }
 }
 
-/// Of a layer some matrices of the same input are in eight bits and one is in floats: products of their own.
+/// One matrix in floats beside others of the same input in FP8.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn matrices_in_floats_beside_others_in_eight_bits() {

@@ -16,6 +16,8 @@ const TILES: [(usize, usize); 3] = [(32, 6), (64, 4), (128, 5)];
 
 /// From so many rows on they are measured; fewer are streamed faster, where they can be.
 pub(super) const LEAST_ROWS: usize = 8;
+/// Up to so many: with more, dequantising for cuBLASLt was faster for every shape (H100, 1,024 rows).
+const MOST_ROWS: usize = 512;
 /// Blocks for each multiprocessor above which it is not worth a measurement to divide k among more.
 const MOST_BLOCKS_PER_SM: usize = 4;
 
@@ -52,7 +54,7 @@ impl Int4Products {
         let blocks = shape.m.div_ceil(tile(shape.m).0) * shape.n.div_ceil(FEATURES);
         let parts = [1, 2, 4, 8].into_iter().filter(|&parts| {
             let is_useful = parts == 1 || blocks * parts <= MOST_BLOCKS_PER_SM * self.gpu.info().sm_count;
-            is_useful && self.can(shape, output, parts)
+            shape.m <= MOST_ROWS && is_useful && self.can(shape, output, parts)
         });
         parts.collect()
     }
@@ -62,7 +64,7 @@ impl Int4Products {
         !self.kernels.is_empty()
             && matches!(shape.values, GpuValues::Int4(_))
             && output == LinearOutput::Bf16
-            // Others have no tests.
+            // Other numbers of inputs are not tested.
             && shape.k.is_multiple_of(WINDOW)
             && parts <= shape.k / WINDOW
     }
