@@ -4,6 +4,8 @@ import socket
 import struct
 import threading
 
+import conftest
+
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
@@ -25,7 +27,7 @@ class Client:
     """Answers pings and settings, and lets the server send `window` bytes of each answer."""
 
     def __init__(self, port: int, window: int):
-        self.connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+        self.connection = socket.create_connection(("127.0.0.1", port), timeout=conftest.PATIENCE)
         self.writing = threading.Lock()
         self.streams = 0
         # Bytes of data, and streams whose head came.

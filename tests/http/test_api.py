@@ -132,7 +132,7 @@ def test_a_unix_socket(tmp_path):
     path = tmp_path / "socket"
     with process(tmp_path, "sim", "--served-model-name", "sim", "--uds", str(path)) as (child, _, log):
         transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as client:
+        with httpx.Client(transport=transport, base_url="http://localhost", timeout=PATIENCE) as client:
             for _ in range(600):
                 try:
                     if client.get("/ready").status_code == 200:

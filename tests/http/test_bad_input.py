@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import conftest
 import pytest
 
 from endpoints import EVERY
@@ -52,7 +53,7 @@ class Load:
 def latencies(server, go_on) -> list[float]:
     """Seconds that small requests take, one after the other, while `go_on()`, and until there are enough of them."""
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "seed": 1, "ignore_eos": True})
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=conftest.PATIENCE)
     taken, answers = [], set()
     while go_on() or len(taken) < MIN_SAMPLES:
         began = time.perf_counter()

@@ -4,6 +4,7 @@ import json
 import signal
 import time
 
+import conftest
 import openai
 import pytest
 
@@ -20,7 +21,7 @@ def upload(client, *lines: str):
     return client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
 
 
-def ended(client, batch, timeout=60):
+def ended(client, batch, timeout=conftest.PATIENCE):
     end = time.monotonic() + timeout
     while True:
         batch = client.batches.retrieve(batch.id)

@@ -267,7 +267,7 @@ def test_text_alone_is_served_as_before(start, tmp_path):
 def test_images_that_were_asked_for_and_cannot_be_served_end_a_start(tmp_path, flags, named, ranks):
     write(tmp_path, Gemma3)
     plan = [BINARY, "plan", str(tmp_path), "--load-format", "dummy", "--tensor-parallel-size", ranks, *flags]
-    ended = subprocess.run(plan, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(plan, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode != 0 and named in ended.stderr, ended.stderr
 
 
@@ -276,7 +276,7 @@ def test_images_that_were_asked_for_and_cannot_be_served_end_a_start(tmp_path, f
 def test_gpus_are_planned_with_an_encoder(tmp_path, family, ranks):
     write(tmp_path, FAMILIES[family])
     flags = ["--device", "cuda", "--device-memory", "80GiB", "--tensor-parallel-size", ranks, "--json"]
-    ended = subprocess.run([BINARY, "plan", str(tmp_path), "--load-format", "dummy", *flags], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([BINARY, "plan", str(tmp_path), "--load-format", "dummy", *flags], capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr
     parts = {part["name"]: part["bytes"] for part in json.loads(ended.stdout)["ready"]["components"]}
     assert parts["encoder"] > 0, parts

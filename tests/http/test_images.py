@@ -12,7 +12,7 @@ import anthropic
 import openai
 import pytest
 
-from conftest import BINARY, ROOT
+from conftest import BINARY, PATIENCE, ROOT
 from test_hybrid import DATA
 
 MODEL = "qwen3.5"
@@ -190,5 +190,5 @@ def test_text_alone_reserves_nothing(start, tmp_path):
 def test_a_processor_that_does_not_fit_the_encoder_is_refused(tmp_path):
     write(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | {"temporal_patch_size": 1}))
-    ended = subprocess.run([BINARY, "plan", str(tmp_path), "--device", "cpu"], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([BINARY, "plan", str(tmp_path), "--device", "cpu"], capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 3 and "temporal_patch_size" in ended.stderr and "preprocessor_config.json" in ended.stderr, ended.stderr

@@ -22,7 +22,7 @@ def listening(child, port: int, log) -> http.client.HTTPConnection:
     end = time.monotonic() + conftest.PATIENCE
     while True:
         assert child.poll() is None and time.monotonic() < end, log.read_text()
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=conftest.PATIENCE)
         with contextlib.suppress(ConnectionRefusedError):
             connection.connect()
             return connection
@@ -65,7 +65,7 @@ def test_the_port_answers_from_the_first_moment_to_the_last(tmp_path):
             assert 1 <= int(response.headers["retry-after"]) <= 60
             seen.append(report)
             # A new connection each time, and the old one for the rest.
-            fresh = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            fresh = http.client.HTTPConnection("127.0.0.1", port, timeout=conftest.PATIENCE)
             response, text = ask(fresh, CHAT, {"messages": HELLO, "max_tokens": 1})
             if response.status != 200:
                 refused.append(json.loads(text)["error"])
@@ -176,7 +176,7 @@ def test_a_step_that_hangs_fails_readiness_within_seconds_and_ends_the_process(s
         assert server.process.wait(conftest.PATIENCE) == 11
         assert time.monotonic() - began < 50
         for thread in threads:
-            thread.join(60)
+            thread.join(conftest.PATIENCE)
         assert len(answers) == 4
         failed = [answer for answer in answers if answer.status_code == 500]
         assert len(failed) == 3 and all("watchdog" in error(answer, 500)["message"] for answer in failed)
@@ -308,7 +308,7 @@ def test_who_asks_again_at_once_hears_of_the_drain(start):
     step, tokens, moment = 0.02, 30, 0.3
     for _ in range(5):
         with start(f"sim:{step}", "--max-model-len", "1024", "--enable-admin-api") as server:
-            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=conftest.PATIENCE)
             began = time.monotonic()
             response = begin(connection, CHAT, asks_for(tokens))
             in_flight = server.http.post("/admin/drain").json()["requests_in_flight"]
@@ -362,7 +362,7 @@ def swallow(server) -> None:
 
 def test_an_idle_server_drains_by_request_and_closes_idle_connections(start):
     with start("sim", "--enable-admin-api", "--api-key", "secret") as server:
-        idle = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        idle = http.client.HTTPConnection("127.0.0.1", server.port, timeout=conftest.PATIENCE)
         assert ask(idle, "/ready")[0].status == 200
         assert error(server.http.post("/admin/drain"), 401)["code"] == "invalid_api_key"
         key = {"authorization": "Bearer secret"}

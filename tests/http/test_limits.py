@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anthropic
+import conftest
 import httpx2 as httpx
 import openai
 import pytest
@@ -73,7 +74,7 @@ def test_keys(keyed):
 def test_a_refused_request_leaves_its_connection_usable(keyed):
     """Clients send head and body in two pieces, and try again on the same connection."""
     body = json.dumps({"messages": HELLO, "max_tokens": 2}).encode()
-    with socket.create_connection(("127.0.0.1", keyed.port), timeout=60) as connection, connection.makefile("rb") as answers:
+    with socket.create_connection(("127.0.0.1", keyed.port), timeout=conftest.PATIENCE) as connection, connection.makefile("rb") as answers:
         for key, status in [("secret-of-mallory", 401), ("secret-of-mallory", 401), ("secret-of-alice", 200)]:
             connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                                f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n".encode())

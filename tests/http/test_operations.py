@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import conftest
 import moe_model
 import pytest
 import yaml
@@ -83,6 +85,16 @@ def test_every_query_names_metrics_that_are_exported(exported):
         assert named(expression) <= exported, f"{expression}: not exported: {named(expression) - exported}"
 
 
+def test_steps_are_compared_with_those_of_the_start(start):
+    with start("sim:0.01", "--served-model-name", "sim") as server, ThreadPoolExecutor(4) as pool:
+        asks = [{"prompt": str(turn), "max_tokens": 10 + 5 * turn, "ignore_eos": True} for turn in range(8)]
+        assert {answer.status_code for answer in pool.map(lambda ask: server.http.post("/v1/completions", json=ask), asks)} == {200}
+        for kind in "decode", "mixed":
+            actual = server.metric("plimsoll_step_actual_seconds_total", kind=kind)
+            # Neither takes less than the model waits in each.
+            assert actual > 0.01 and server.metric("plimsoll_step_expected_seconds_total", kind=kind) > 0.01
+
+
 def test_documented_metrics_are_exported(exported):
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported}
     unknown = named((ROOT / "docs/operations.md").read_text()) - exported - families
@@ -92,7 +104,7 @@ def test_documented_metrics_are_exported(exported):
 def test_metrics_are_read_by_the_parser_of_prometheus(sim, promtool):
     """Pickers of the inference gateway use the same, which is Go's."""
     page = sim.http.get("/metrics").raise_for_status().text
-    report = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True, timeout=60)
+    report = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True, timeout=conftest.PATIENCE)
     # It was read, and found wanting in style: by names that are vLLM's.
     assert report.returncode == 3, report.stderr
     assert [line for line in report.stderr.splitlines() if not line.startswith("vllm:")] == []

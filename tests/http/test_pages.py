@@ -403,7 +403,7 @@ def test_images_are_sent_with_the_question(sim, open_page):
         asked.append(json.loads(json.dumps(body)))
         for message in body["messages"]:
             if isinstance(message["content"], list):
-                message["content"] = "An image"
+                message["content"] = "<say>A picture.</say>"
         route.continue_(post_data=body)
 
     chat.route(CHAT, answers)

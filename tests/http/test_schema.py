@@ -1,6 +1,7 @@
 """schemathesis over the server's own OpenAPI document: whatever the document allows is answered as the document says, and
 whatever it forbids is refused."""
 
+import conftest
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -28,7 +29,7 @@ def problems(operation, mode: GenerationMode, url: str) -> list[str]:
               suppress_health_check=list(HealthCheck))
     def check(case):
         # A schema cannot say everything: an empty prompt, or one that is too long, is refused all the same.
-        response = case.call(base_url=url, timeout=60)
+        response = case.call(base_url=url, timeout=conftest.PATIENCE)
         excluded = [positive_data_acceptance]
         if isinstance(case.body, dict) and None in case.body.values():
             # Null is as absent, also in a field that there is not.

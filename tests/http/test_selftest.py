@@ -34,7 +34,7 @@ def assert_holds(server, full: float) -> None:
     assert reached["rows at once"] == 4 and reached["KV cache in use"] >= full and reached["full length"] >= 1
 
 
-LIMITS = ["--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-total-token-num", "384"]
+LIMITS = ["--max-model-len", "64", "--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--max-total-token-num", "192"]
 
 
 @pytest.mark.parametrize(("model", "full"), [(str(SMOLLM2), 0.95), ("sim:0.005,window=40", 0.8)])

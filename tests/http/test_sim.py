@@ -389,9 +389,10 @@ def test_unknown_fields_can_be_ignored(start):
     """What clients of Ollama and llama.cpp send, on a server that lets it pass."""
     with start("sim", "--unknown-fields", "warn", "--served-model-name", "sim") as server:
         extra = {"keep_alive": 300, "options": {"num_ctx": 4096}, "repeat_penalty": 1.1, "think": False}
-        raw = server.openai.chat.completions.with_raw_response.create(model="sim", messages=HELLO, max_tokens=-1, extra_body=extra)
+        ask = [{"role": "user", "content": "<say>Ignored.</say>"}]
+        raw = server.openai.chat.completions.with_raw_response.create(model="sim", messages=ask, max_tokens=-1, extra_body=extra)
         assert raw.headers["x-ignored-fields"] == "keep_alive, options, think"
-        assert raw.parse().choices[0].message.content
+        assert raw.parse().choices[0].message.content == "Ignored."
         assert server.metric("plimsoll_ignored_fields_total", field="keep_alive") == 1
         assert "x-ignored-fields" not in server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).headers
 
@@ -515,7 +516,7 @@ def test_server_flags_take_effect(start):
         return [chat(server) for _ in range(2)]
 
     def chat(server):
-        ask = {"messages": HELLO, "temperature": 1, "max_tokens": 32}
+        ask = {"messages": HELLO, "temperature": 1, "max_tokens": 32, "ignore_eos": True}
         return server.http.post(CHAT, json=ask).raise_for_status().json()["choices"][0]["message"]["content"]
 
     with start("sim", *flags) as one, start("sim", *flags) as two, start("sim") as other:
@@ -536,12 +537,12 @@ def test_all_origins_among_others(start):
 
 
 def test_sigterm_drains(start):
-    # Eight times eight thousand tokens take a while where the machine is busy.
+    # Twice eight thousand tokens take a while where the machine is busy.
     with start("sim", *ONE_BY_ONE, "--drain-timeout", "3m") as server:
         finished = []
 
         def read():
-            with contextlib.closing(long_stream(server, 8)) as response:
+            with contextlib.closing(long_stream(server, 2)) as response:
                 finished.append([line for line in response.iter_lines() if line][-1])
 
         reader = threading.Thread(target=read)
@@ -561,7 +562,7 @@ def test_sigterm_drains(start):
         if refused[-1:] == [503]:
             with pytest.raises((httpx.TransportError, AssertionError)):
                 assert server.http.get("/ready").status_code == 200
-        reader.join(180)
+        reader.join(PATIENCE)
         assert finished == ["data: [DONE]"], "a drain finishes what is in"
         assert server.process.wait(PATIENCE) == 0
 

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 
+import conftest
 import pytest
 from test_sim import CHAT, HELLO, error
 
@@ -51,7 +52,7 @@ def test_sleep_gives_memory_back_and_waking_takes_it_again(start, model):
 
 def test_sleep_waits_for_those_that_run_and_cuts_nobody_off(start):
     with start("sim", "--enable-sleep-mode", "--max-model-len", "8192", "--max-num-seqs", "1") as server:
-        body = {"messages": HELLO, "max_tokens": 8000, "ignore_eos": True, "stream": True, "n": 4}
+        body = {"messages": HELLO, "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 4}
         request = server.http.build_request("POST", CHAT, json=body)
         with contextlib.closing(server.http.send(request, stream=True)) as stream:
             lines = stream.iter_lines()
@@ -59,9 +60,9 @@ def test_sleep_waits_for_those_that_run_and_cuts_nobody_off(start):
             assert "still in progress" in error(server.http.post("/sleep", params={"timeout": "0.05"}), 409)["message"]
             assert server.http.get("/ready").status_code == 200
             slept = []
-            sleeper = threading.Thread(target=lambda: slept.append(server.http.post("/sleep", params={"timeout": "60"})))
+            sleeper = threading.Thread(target=lambda: slept.append(server.http.post("/sleep", params={"timeout": str(conftest.PATIENCE)})))
             sleeper.start()
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        sleeper.join(60)
+        sleeper.join(conftest.PATIENCE)
         assert slept[0].json() == {"is_sleeping": True}
         # It ends, asleep, when it is told to.

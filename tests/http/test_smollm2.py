@@ -94,18 +94,17 @@ def test_a_prompt_that_is_too_long_says_so(smollm2):
     assert info.value.code == "context_length_exceeded"
 
 
-def test_32_chats_with_kv_for_few(start, smollm2):
+def test_many_chats_with_kv_for_few(start, smollm2):
     topics = "sea moon bread clocks rain wolves maps salt trains fire glass owls rivers chess honey snow".split()
-    prompts = [f"Tell me {what} about {topic}." for what in ["a fact", "a story"] for topic in topics]
-    assert len(prompts) == 32
+    prompts = [f"Tell me a fact about {topic}." for topic in topics]
 
     def text(server, prompt):
         return ask(server, [{"role": "user", "content": prompt}], max_tokens=32).choices[0].message.content
 
     # 40 prompt tokens and 32 of output each: 512 tokens of KV are enough for about seven at once.
     args = ["--served-model-name", "smollm2", "--max-model-len", "512", "--max-total-token-num", "512"]
-    with start(str(SMOLLM2), *args, "--max-num-seqs", "32") as small:
-        with ThreadPoolExecutor(32) as pool:
+    with start(str(SMOLLM2), *args, "--max-num-seqs", "16") as small:
+        with ThreadPoolExecutor(16) as pool:
             together = list(pool.map(lambda prompt: text(small, prompt), prompts))
         assert small.metric("plimsoll_preemptions_total", cause="kv_full") > 0, "KV was meant to be scarce"
         small.wait_until_empty()

@@ -80,7 +80,7 @@ def test_tls(tls, tmp_path):
         time.sleep(0.2)
 
     # As without TLS: a stop lets streams end, and then the process.
-    body = {"messages": HELLO, "max_tokens": 8000, "ignore_eos": True, "stream": True, "n": 4}
+    body = {"messages": HELLO, "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 4}
     with httpx.Client(verify=ssl.create_default_context(cafile=str(certificate)), timeout=conftest.PATIENCE) as renewed:
         with renewed.stream("POST", f"https://127.0.0.1:{port}{CHAT}", json=body) as response:
             lines = response.iter_lines()

@@ -24,6 +24,7 @@ mod shared;
 mod source;
 mod stall;
 mod stats;
+mod step_times;
 mod stream;
 mod thread;
 
@@ -39,4 +40,5 @@ pub use shape::StepShape;
 pub use source::{RebuildError, StateSource};
 pub use stall::{Activity, Stall, StepInFlight};
 pub use stats::{EngineStats, Health, Phase};
+pub use step_times::{StepTimes, TimesByKind};
 pub use stream::RequestStream;

@@ -337,6 +337,7 @@ impl<E: Executor> EngineThread<E> {
         let prompts = prompt_tokens(plan);
         let tokens = prompts + generated.count();
         state.stats.iteration_tokens.observe(tokens as f64);
+        let failed = failure.is_some();
         let took = state.end_step(
             plan.step,
             plan.num_tokens(),
@@ -344,6 +345,9 @@ impl<E: Executor> EngineThread<E> {
             failure.map(|error| error.to_string()),
             now,
         );
+        if let (Some(took), Some(costs), false) = (took, self.scheduler.step_costs(), failed) {
+            state.stats.times.count(plan, costs, took);
+        }
         if continues_outputs(plan) {
             let is_late = took
                 .zip(self.target_itl)

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use plimsoll_core::{
     CacheEvent, Constraints, Event, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId,
-    Run, Sampled, StepError, StepLimits, StepOutput, StepPlan, TokenEvent, TokenId,
+    Run, Sampled, StepCosts, StepError, StepLimits, StepOutput, StepPlan, TokenEvent, TokenId,
 };
 use plimsoll_kv::{BlockTable, KvManager};
 
@@ -131,6 +131,11 @@ impl Scheduler {
     /// From now on, `budget` limits the prompt tokens of steps in which requests generate. Without one, prompts fill each step.
     pub fn limit_prompts(&mut self, budget: Option<PromptBudget>) {
         self.prompt_budget = budget.map(|budget| budget.in_chunks_of(self.kv.state_chunk()));
+    }
+
+    /// How long steps take, if [`limit_prompts`](Self::limit_prompts) was told.
+    pub fn step_costs(&self) -> Option<&StepCosts> {
+        self.prompt_budget.as_ref().map(PromptBudget::costs)
     }
 
     /// True if the KV cache can hold all of `request`. After a [`reset`](Self::reset) it may be smaller than when the request was

@@ -294,9 +294,20 @@ impl Metrics {
         if let Some(loads) = &model.expert_loads {
             experts::write(&mut page, &self.label_text(), loads);
         }
+        let kinds = [("decode", stats.times.decode), ("mixed", stats.times.mixed)];
+        self.write_seconds(
+            &mut page,
+            &STEP_ACTUAL,
+            kinds.map(|(kind, times)| (Some(kind), times.actual)),
+        );
+        self.write_seconds(
+            &mut page,
+            &STEP_EXPECTED,
+            kinds.map(|(kind, times)| (Some(kind), times.expected)),
+        );
         if let Some(time) = stats.device_time {
-            self.write_seconds(&mut page, &GPU_BUSY, time.busy_seconds);
-            self.write_seconds(&mut page, &GPU_IDLE, time.idle_seconds);
+            self.write_seconds(&mut page, &GPU_BUSY, [(None, time.busy_seconds)]);
+            self.write_seconds(&mut page, &GPU_IDLE, [(None, time.idle_seconds)]);
         }
         process::write(&mut page);
         page
@@ -327,11 +338,25 @@ impl Metrics {
         );
     }
 
-    /// Written by hand: the recorder's counters are integers.
-    fn write_seconds(&self, page: &mut String, name: &Name, seconds: f64) {
+    /// A counter for each kind of what is counted. Written by hand: the recorder's counters are integers.
+    fn write_seconds<const N: usize>(
+        &self,
+        page: &mut String,
+        name: &Name,
+        by_kind: [(Option<&str>, f64); N],
+    ) {
         let Name(text, _, help) = name;
         page.push_str(&head(text, "counter", help));
-        let _ = writeln!(page, "{text}{{{}}} {seconds}\n", self.label_text());
+        for (kind, seconds) in by_kind {
+            let kind = kind.map(|kind| format!(",{}", label("kind", kind)));
+            let _ = writeln!(
+                page,
+                "{text}{{{}{}}} {seconds}",
+                self.label_text(),
+                kind.unwrap_or_default()
+            );
+        }
+        page.push('\n');
     }
 
     fn label_text(&self) -> String {

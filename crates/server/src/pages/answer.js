@@ -44,14 +44,15 @@ export class AnswerView {
 
   // Shows how the answer ended, and what can be done with it.
   end(regenerate) {
-    const { content, error, finish } = this.message;
+    const { content, reasoning, error, finish } = this.message;
     if (error) {
       this.node.append(element("div", { className: "error", role: "alert" }, element("b", {}, "Error. "), error));
     }
     const after = element("div", { className: "after" });
     if (content) after.append(copyButton(() => content));
     after.append(button(error ? "Try again" : "Regenerate", regenerate));
-    if (ENDS[finish]) after.append(element("span", {}, ENDS[finish]));
+    const note = ENDS[finish] ?? (content || reasoning || error ? null : "empty answer");
+    if (note) after.append(element("span", {}, note));
     this.node.append(after);
   }
 }
