@@ -29,6 +29,7 @@ fn main() -> ExitCode {
 fn run() -> Result<(), String> {
     let out = directory("OUT_DIR")?;
     let mut images = Vec::new();
+    let mut hopper = false;
     if env::var_os("CARGO_FEATURE_CUDA").is_some() {
         let root = directory("CARGO_MANIFEST_DIR")?.join("../..");
         let kernels = root.join("kernels");
@@ -37,9 +38,10 @@ fn run() -> Result<(), String> {
         println!("cargo::rerun-if-env-changed=CUDA_ARCHS");
         let compiler = Compiler::new(&root, &kernels)?;
         images = compile_all(&compiler, &files(&kernels, "cu")?, &out)?;
+        hopper = compiler.hopper;
     }
     let path = out.join("images.rs");
-    fs::write(&path, list(&images)).map_err(|e| format!("{}: {e}", path.display()))
+    fs::write(&path, list(&images, hopper)).map_err(|e| format!("{}: {e}", path.display()))
 }
 
 /// A directory that cargo names. Asked for at run time: checkouts that share a target directory share this program.
@@ -48,8 +50,8 @@ fn directory(variable: &str) -> Result<PathBuf, String> {
     Ok(PathBuf::from(path))
 }
 
-/// `images.rs`: `static IMAGES: &[(&str, &[u8])]`, name and bytes of each file.
-fn list(images: &[Image]) -> String {
+/// `images.rs`: `static IMAGES: &[(&str, &[u8])]`, name and bytes of each file, and whether there is code for Hopper alone.
+fn list(images: &[Image], hopper: bool) -> String {
     // `include_bytes!` promises no alignment; the driver reads the header of an image in words.
     let mut text = String::new();
     if !images.is_empty() {
@@ -59,7 +61,7 @@ fn list(images: &[Image]) -> String {
     for Image { name, file } in images {
         text += &format!("    ({name:?}, &Aligned(*include_bytes!({file:?})).0),\n");
     }
-    text + "];\n"
+    text + &format!("];\nconst HOPPER: bool = {hopper};\n")
 }
 
 /// One compiled file: its name without ending, and its file in `OUT_DIR`.
@@ -72,6 +74,8 @@ struct Image {
 struct Compiler {
     nvcc: PathBuf,
     arguments: Vec<String>,
+    /// Whether it compiles for Hopper with its own instructions.
+    hopper: bool,
     /// Of the arguments, the compiler's version and all headers.
     hash: DefaultHasher,
 }
@@ -83,7 +87,8 @@ impl Compiler {
         let mut arguments: Vec<String> = ["-fatbin", "-std=c++17", "-O3", "-Xptxas", "--warn-on-spills"]
             .map(str::to_owned)
             .to_vec();
-        arguments.extend(architectures(&env::var("CUDA_ARCHS").unwrap_or_default())?);
+        let architectures = architectures(&env::var("CUDA_ARCHS").unwrap_or_default())?;
+        arguments.extend(architectures.iter().map(Architecture::argument));
         let mut hash = DefaultHasher::new();
         (&version, &arguments).hash(&mut hash);
         for header in files(&include, "cuh")? {
@@ -93,6 +98,9 @@ impl Compiler {
         Ok(Self {
             nvcc,
             arguments,
+            hopper: architectures
+                .iter()
+                .any(|architecture| architecture.number == "90a"),
             hash,
         })
     }
@@ -161,16 +169,32 @@ fn compile_all(compiler: &Compiler, sources: &[PathBuf], out: &Path) -> Result<V
     Ok(images)
 }
 
-/// nvcc's arguments for a list such as `80 90a compute_90`: a number is machine code for that compute capability,
-/// `compute_` and a number PTX.
-fn architectures(list: &str) -> Result<Vec<String>, String> {
+/// What kernels are compiled for.
+struct Architecture {
+    /// PTX instead of machine code.
+    ptx: bool,
+    /// Compute capability without its point; with an `a`, for this one alone.
+    number: String,
+}
+
+impl Architecture {
+    /// For nvcc.
+    fn argument(&self) -> String {
+        let Self { ptx, number } = self;
+        let code = if *ptx { "compute" } else { "sm" };
+        format!("-gencode=arch=compute_{number},code={code}_{number}")
+    }
+}
+
+/// Those of a list such as `80 90a compute_90`: a number is machine code for that compute capability, `compute_` and a number PTX.
+fn architectures(list: &str) -> Result<Vec<Architecture>, String> {
     let list = if list.trim().is_empty() {
         DEFAULT_ARCHS
     } else {
         list
     };
     let entries = list.split([' ', ',']).filter(|entry| !entry.is_empty());
-    let arguments = entries.map(|entry| {
+    let architectures = entries.map(|entry| {
         let (ptx, number) = match entry.strip_prefix("compute_") {
             Some(number) => (true, number),
             None => (false, entry.strip_prefix("sm_").unwrap_or(entry)),
@@ -184,10 +208,12 @@ fn architectures(list: &str) -> Result<Vec<String>, String> {
         }
         // Hopper's own instructions need the `a`, and no other GPU has capability 9.0.
         let number = if number == "90" && !ptx { "90a" } else { number };
-        let code = if ptx { "compute" } else { "sm" };
-        Ok(format!("-gencode=arch=compute_{number},code={code}_{number}"))
+        Ok(Architecture {
+            ptx,
+            number: number.to_owned(),
+        })
     });
-    arguments.collect()
+    architectures.collect()
 }
 
 /// The first nvcc that is new enough, of `CUDA_HOME`, `PATH` and what `scripts/install-cuda` installs; its version text.

@@ -6,6 +6,7 @@ import math
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2 as httpx
 import openai
 import pytest
-from conftest import PATIENCE
+from conftest import BINARY, PATIENCE
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
@@ -397,6 +398,11 @@ def test_unknown_fields_can_be_ignored(start):
         assert "x-ignored-fields" not in server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).headers
 
 
+def test_a_model_is_not_taken_for_a_name():
+    ended = subprocess.run([BINARY, "serve", "--served-model-name", "a", "sim"], capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 2 and "no MODEL was given, and `sim` is taken as a name" in ended.stderr, ended
+
+
 def test_wrong_model_is_404(sim):
     with pytest.raises(openai.NotFoundError) as info:
         sim.openai.chat.completions.create(model="gpt-4o", messages=HELLO)
@@ -429,7 +435,12 @@ def test_huge_body_is_413(sim):
 
 def test_paths_methods_media_types(sim):
     assert error(sim.http.get("/v1/nothing"), 404)["code"] == "unknown_url"
-    assert error(sim.http.get(CHAT), 405)["code"] == "method_not_supported"
+    wrong = sim.http.get(CHAT)
+    assert error(wrong, 405)["code"] == "method_not_supported" and wrong.headers["allow"] == "POST"
+    for method, path, flag in [("POST", "/sleep", "--enable-sleep-mode"), ("POST", "/admin/drain", "--enable-admin-api"),
+                               ("GET", "/load", "--enable-server-load-tracking"), ("GET", "/tokenizer_info", "--enable-tokenizer-info-endpoint")]:
+        off = error(sim.http.request(method, path), 404)
+        assert off["code"] == "unknown_url" and off["message"] == f"{path} is turned off: start the server with {flag}"
     assert error(sim.http.post("/health"), 405)
     headers = {"content-type": "text/plain"}
     assert error(sim.http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers), 415)

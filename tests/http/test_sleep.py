@@ -51,8 +51,9 @@ def test_sleep_gives_memory_back_and_waking_takes_it_again(start, model):
 
 
 def test_sleep_waits_for_those_that_run_and_cuts_nobody_off(start):
-    with start("sim", "--enable-sleep-mode", "--max-model-len", "8192", "--max-num-seqs", "1") as server:
-        body = {"messages": HELLO, "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 4}
+    # One after the other, four answers take at least four seconds.
+    with start("sim:0.002", "--enable-sleep-mode", "--max-model-len", "8192", "--max-num-seqs", "1") as server:
+        body = {"messages": HELLO, "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 4}
         request = server.http.build_request("POST", CHAT, json=body)
         with contextlib.closing(server.http.send(request, stream=True)) as stream:
             lines = stream.iter_lines()

@@ -28,8 +28,8 @@ def make_certificate(directory: Path, name: str) -> tuple[Path, Path]:
 def tls(tmp_path):
     """A process that serves TLS, ready, with its port and its certificate."""
     certificate, key = make_certificate(tmp_path, "first")
-    # What is drained takes a while where the machine is busy.
-    with conftest.process(tmp_path, "sim", "--max-model-len", "8192", "--max-num-seqs", "1", "--drain-timeout", "3m",
+    # One after the other, what is drained takes at least four seconds.
+    with conftest.process(tmp_path, "sim:0.002", "--max-model-len", "8192", "--max-num-seqs", "1", "--drain-timeout", "3m",
                           "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)) as (process, port, log):
         trust = ssl.create_default_context(cafile=str(certificate))
         with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trust, timeout=conftest.PATIENCE) as client:
@@ -80,7 +80,7 @@ def test_tls(tls, tmp_path):
         time.sleep(0.2)
 
     # As without TLS: a stop lets streams end, and then the process.
-    body = {"messages": HELLO, "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 4}
+    body = {"messages": HELLO, "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 4}
     with httpx.Client(verify=ssl.create_default_context(cafile=str(certificate)), timeout=conftest.PATIENCE) as renewed:
         with renewed.stream("POST", f"https://127.0.0.1:{port}{CHAT}", json=body) as response:
             lines = response.iter_lines()

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
-use reqwest::{Client, ClientBuilder};
+use reqwest::{Client, ClientBuilder, Url};
 
 use crate::args::Secret;
 use crate::error::Error;
@@ -30,18 +30,18 @@ impl ClientArgs {
         built(self.builder()?)
     }
 
-    /// A client for the server at `url`, and what stands before the path in its requests. `url` is a URL with or without `/v1`, or
-    /// `unix:PATH`.
+    /// A client for the server at `url`, and what stands before the path in its requests. `url` is a URL with or without `http://` and
+    /// `/v1`, or `unix:PATH`.
     ///
     /// # Errors
-    /// As [`Self::http`].
+    /// As [`Self::http`]; where `url` is none.
     pub(crate) fn server(&self, url: &str) -> Result<(Client, String), Error> {
         match url.strip_prefix("unix:") {
             Some(path) => {
                 let path = path.strip_prefix("//").unwrap_or(path);
                 Ok((self.http_at(path.into())?, SOCKET_BASE.to_owned()))
             }
-            None => Ok((self.http()?, base(url).to_owned())),
+            None => Ok((self.http()?, base(url)?)),
         }
     }
 
@@ -79,11 +79,24 @@ fn built(client: ClientBuilder) -> Result<Client, Error> {
 /// How requests to a socket name their host.
 pub(crate) const SOCKET_BASE: &str = "http://localhost";
 
-/// The server's address from a URL with or without `/v1`.
-fn base(url: &str) -> &str {
-    url.trim_end_matches('/')
-        .trim_end_matches("/v1")
+/// The server's address from a URL with or without `http://` and `/v1`.
+fn base(url: &str) -> Result<String, Error> {
+    let base = url
         .trim_end_matches('/')
+        .trim_end_matches("/v1")
+        .trim_end_matches('/');
+    let base = match base.contains("://") {
+        true => base.to_owned(),
+        false => format!("http://{base}"),
+    };
+    match Url::parse(&base) {
+        Ok(parsed) if matches!(parsed.scheme(), "http" | "https") => Ok(base),
+        Ok(_) => Err(Error::configuration(
+            "URL",
+            format!("{url}: it must begin with http:// or https://"),
+        )),
+        Err(error) => Err(Error::configuration("URL", format!("{url}: {error}"))),
+    }
 }
 
 /// What a server-sent event's line carries, if it carries anything.
@@ -146,8 +159,24 @@ mod tests {
 
     #[test]
     fn urls_with_and_without_the_version() {
-        for url in ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"] {
-            assert_eq!(base(url), "http://a:1", "{url}");
+        for url in [
+            "http://a:1",
+            "http://a:1/",
+            "http://a:1/v1",
+            "http://a:1/v1/",
+            "a:1",
+            "a:1/v1",
+        ] {
+            assert_eq!(base(url).unwrap(), "http://a:1", "{url}");
+        }
+        assert_eq!(base("https://a").unwrap(), "https://a");
+        for (url, message) in [
+            ("ftp://a", "must begin with http://"),
+            ("http://a:b", "port"),
+            ("", "host"),
+        ] {
+            let error = base(url).unwrap_err().to_string();
+            assert!(error.contains(message), "{url}: {error}");
         }
     }
 }

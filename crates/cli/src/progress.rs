@@ -138,7 +138,10 @@ fn in_short(record: &PhaseRecord) -> Option<(&'static str, String)> {
         }
         (Phase::Skip, None) => (
             "probe",
-            format!("none: --{} sets the size", field("bound").unwrap_or_default()),
+            format!(
+                "not needed: --{} sets the size",
+                field("bound").unwrap_or_default()
+            ),
         ),
         (Phase::Rebuild, Some("built")) => {
             let bytes = Bytes(count("kv").0);
@@ -156,7 +159,7 @@ fn in_short(record: &PhaseRecord) -> Option<(&'static str, String)> {
             ("proof", steps)
         }
         (Phase::Rebuild | Phase::Validate, Some("out_of_memory")) => {
-            ("KV cache", format!("{} do not fit, trying fewer", tokens()))
+            ("KV cache", format!("{} do not fit", tokens()))
         }
         _ => return None,
     })
@@ -269,7 +272,7 @@ mod tests {
         ];
         assert_eq!(
             short(Phase::Skip, &pinned).unwrap().1,
-            "none: --max-total-token-num sets the size"
+            "not needed: --max-total-token-num sets the size"
         );
         assert_eq!(
             short(Phase::Skip, &[("reason", "cached"), ("tokens", "64")])
@@ -278,10 +281,7 @@ mod tests {
             "probe"
         );
         let failed = [("tokens", "64"), ("outcome", "out_of_memory")];
-        assert_eq!(
-            short(Phase::Rebuild, &failed).unwrap().1,
-            "64 tokens do not fit, trying fewer"
-        );
+        assert_eq!(short(Phase::Rebuild, &failed).unwrap().1, "64 tokens do not fit");
         assert_eq!(short(Phase::Baseline, &[("total", "1")]), None);
     }
 

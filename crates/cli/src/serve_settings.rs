@@ -69,6 +69,11 @@ impl ServeSettings {
             pages,
             events,
         } = args;
+        if let (Some([_, .., last]), None) = (server.served_model_name.as_deref(), engine.model.given()) {
+            let message =
+                format!("no MODEL was given, and `{last}` is taken as a name; put MODEL before the flag");
+            return Err(Error::configuration("--served-model-name", message));
+        }
         let engine = Arc::new(EngineSettings::new(engine)?);
         let template = server.chat_template.as_deref().map(chat_template).transpose()?;
         if let Some(source) = &template {

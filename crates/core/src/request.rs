@@ -64,7 +64,7 @@ pub enum RequestError {
     #[error("the prompt is empty: at least one token is needed")]
     EmptyPrompt,
     /// The prompt alone, or with `max_tokens`, does not fit.
-    #[error("this server's maximum context length is {limit} tokens, but {}", asked_for(*prompt, *output))]
+    #[error("this server's maximum context length is {limit} tokens, but {}", asked_for(*prompt, *output, *limit))]
     TooLong {
         /// Prompt tokens.
         prompt: usize,
@@ -92,9 +92,10 @@ pub enum RequestError {
     Param(#[from] ParamError),
 }
 
-fn asked_for(prompt: usize, output: usize) -> String {
+fn asked_for(prompt: usize, output: usize, limit: usize) -> String {
     match output {
         0 => format!("there are {prompt} tokens"),
+        _ if prompt >= limit => format!("the prompt has {prompt}, which leaves no room for an answer"),
         _ => format!("{prompt} prompt tokens and {output} output tokens were requested"),
     }
 }

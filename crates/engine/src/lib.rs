@@ -24,7 +24,7 @@ mod shared;
 mod source;
 mod stall;
 mod stats;
-mod step_times;
+mod step_seconds;
 mod stream;
 mod thread;
 
@@ -40,5 +40,5 @@ pub use shape::StepShape;
 pub use source::{RebuildError, StateSource};
 pub use stall::{Activity, Stall, StepInFlight};
 pub use stats::{EngineStats, Health, Phase};
-pub use step_times::{StepTimes, TimesByKind};
+pub use step_seconds::{SecondsByKind, StepSeconds};
 pub use stream::RequestStream;

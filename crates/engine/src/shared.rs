@@ -9,7 +9,7 @@ use plimsoll_scheduler::{MAX_IN_FLIGHT, SchedulerStats};
 use tokio::sync::{mpsc::UnboundedSender, oneshot, watch};
 
 use crate::stall::{Activity, CurrentActivity, Stall, StepInFlight};
-use crate::{EngineStats, Health, Histogram, OutOfMemory, Phase, TimesByKind};
+use crate::{EngineStats, Health, Histogram, OutOfMemory, Phase, SecondsByKind};
 
 /// Commands to the engine thread.
 #[derive(Debug)]
@@ -129,7 +129,7 @@ impl Shared {
             iteration_tokens: Histogram::new(STEP_TOKENS),
             step_prompt_tokens: Histogram::new(STEP_TOKENS),
             steps_above_target_itl: 0,
-            times: TimesByKind::default(),
+            seconds_by_kind: SecondsByKind::default(),
             step_requests: Histogram::new(STEP_REQUESTS),
             high_water_above_proof: 0,
             rebuilds_oom: 0,

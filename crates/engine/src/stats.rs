@@ -4,7 +4,7 @@ use std::time::Duration;
 use plimsoll_core::{CacheEventCounts, DeviceTime};
 use plimsoll_scheduler::SchedulerStats;
 
-use crate::{Histogram, OutOfMemory, TimesByKind};
+use crate::{Histogram, OutOfMemory, SecondsByKind};
 
 /// Counters of the engine; a copy, cheap to take.
 #[derive(Clone, Debug)]
@@ -31,8 +31,8 @@ pub struct EngineStats {
     pub step_prompt_tokens: Histogram,
     /// Steps in which requests were generating that took longer than `--target-itl`.
     pub steps_above_target_itl: u64,
-    /// Times of the steps in which requests generated; zero where no steps were measured at start.
-    pub times: TimesByKind,
+    /// Seconds of the steps in which requests generated and no image was encoded; zero where no steps were measured at start.
+    pub seconds_by_kind: SecondsByKind,
     /// Requests in each step: the batch size.
     pub step_requests: Histogram,
     /// Steps that raised the memory held above the proved peak (or above the last such rise), or failed because they needed

@@ -346,7 +346,7 @@ impl<E: Executor> EngineThread<E> {
             now,
         );
         if let (Some(took), Some(costs), false) = (took, self.scheduler.step_costs(), failed) {
-            state.stats.times.count(plan, costs, took);
+            state.stats.seconds_by_kind.count(plan, costs, took);
         }
         if continues_outputs(plan) {
             let is_late = took

@@ -77,8 +77,8 @@ impl Default for Sharing<'_> {
 #[derive(Debug)]
 pub struct KvManager {
     config: KvConfig,
-    /// Tokens that one step computes of a request, at most.
-    chunk: usize,
+    /// Most tokens of a request that a step computes.
+    longest_run: usize,
     /// As [`Self::with_state_chunk`].
     state_chunk: usize,
     prefix_caching: bool,
@@ -95,11 +95,11 @@ pub struct KvManager {
 }
 
 impl KvManager {
-    /// All pages and slots free, nothing cached. A step computes at most `chunk` tokens of a request.
-    pub fn new(config: KvConfig, chunk: usize, prefix_caching: bool) -> Self {
+    /// All pages and slots free, nothing cached. A step computes at most `longest_run` tokens of a request.
+    pub fn new(config: KvConfig, longest_run: usize, prefix_caching: bool) -> Self {
         Self {
             config,
-            chunk,
+            longest_run,
             state_chunk: 1,
             prefix_caching,
             references: vec![0; config.num_pages],
@@ -170,12 +170,12 @@ impl KvManager {
 
     /// Whether the cache can hold all of a request of `tokens` tokens, alone.
     pub fn fits(&self, tokens: usize) -> bool {
-        self.config.request_pages(tokens, self.chunk) <= self.config.num_pages
+        self.config.request_pages(tokens, self.longest_run) <= self.config.num_pages
     }
 
     /// Tokens of the longest request that fits.
     pub fn longest_request(&self) -> usize {
-        self.config.longest_request(self.chunk)
+        self.config.longest_request(self.longest_run)
     }
 
     /// True if [`Self::open`] looks up prefixes.
@@ -207,7 +207,7 @@ impl KvManager {
         let ends = |table: &BlockTable| {
             let mut ends = [0; CacheGroups::MAX];
             for ((end, group), held) in ends.iter_mut().zip(&groups).zip(&table.groups) {
-                let most = group.most_blocks(self.config.block_size, tokens.len(), self.chunk);
+                let most = group.most_blocks(self.config.block_size, tokens.len(), self.longest_run);
                 *end = total.min(held.first + most).max(held.end(group));
             }
             ends

@@ -20,8 +20,8 @@ pub struct SlotStats {
 /// When a snapshot is given up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Worth {
-    /// That of the end of a chunk: before all others.
-    Chunk,
+    /// That of a place within a prompt: before all others.
+    Within,
     /// That of the end of an output: before those of prompts, the least recently used first. Without it, the answer is computed again.
     Output,
     /// That of a prompt, the least recently used first. Without it, all of the prompt is computed again.
@@ -34,7 +34,7 @@ pub(crate) struct Slots {
     /// Tables that hold each slot.
     references: Vec<u32>,
     free: FreeList<StateSlot>,
-    /// Idle snapshots of chunks, then those of outputs.
+    /// Idle snapshots within prompts, then those of outputs.
     passing: FreeList<StateSlot>,
     /// Idle snapshots of prompts.
     prompts: FreeList<StateSlot>,
@@ -113,7 +113,7 @@ impl Slots {
         self.used -= 1;
         match worth {
             None => self.free.push_front(slot),
-            Some(Worth::Chunk) => self.passing.push_front(slot),
+            Some(Worth::Within) => self.passing.push_front(slot),
             Some(Worth::Output) => self.passing.push_back(slot),
             Some(Worth::Prompt) => {
                 self.prompts.push_back(slot);

@@ -4,8 +4,8 @@ use plimsoll_core::StateSlot;
 
 use crate::slots::Worth;
 
-/// Tokens between snapshots at the ends of chunks, or those of a chunk where that is less.
-const CHUNK_INTERVAL: usize = 512;
+/// Tokens between snapshots within a prompt, or those of the longest run where that is less.
+const INTERVAL: usize = 512;
 
 /// The state of one request, as its runs are planned.
 #[derive(Debug)]
@@ -45,15 +45,10 @@ impl TableState {
         left.chain(std::iter::once(self.own))
     }
 
-    /// What the state behind the next run's first token would be worth as a snapshot; `None` if none is wanted there. They lie at
-    /// multiples of so many tokens in the output, and in the prompt.
-    pub(crate) fn worth(&self, (in_output, in_prompt): (usize, usize), chunk: usize) -> Option<Worth> {
+    /// What the state before the next run would be worth as a snapshot; `None` if none is wanted there. They lie at multiples of
+    /// `unit` tokens. No run is longer than `longest_run` tokens.
+    pub(crate) fn worth(&self, unit: usize, longest_run: usize) -> Option<Worth> {
         let start = self.planned;
-        let unit = if start <= self.prompt {
-            in_prompt
-        } else {
-            in_output
-        };
         if start == 0 || !start.is_multiple_of(unit) {
             return None;
         }
@@ -63,6 +58,6 @@ impl TableState {
         if start >= self.prompt {
             return Some(Worth::Output);
         }
-        (start >= self.last + CHUNK_INTERVAL.min(chunk)).then_some(Worth::Chunk)
+        (start >= self.last + INTERVAL.min(longest_run)).then_some(Worth::Within)
     }
 }

@@ -250,7 +250,7 @@ fn a_turn_takes_the_place_of_the_last_one() {
 }
 
 #[test]
-fn those_of_chunks_are_given_up_before_others() {
+fn those_within_prompts_are_given_up_before_others() {
     let mut manager = KvManager::new(config(200, 3), 40, true);
     let prompt = text(0, 44);
     live(&mut manager, &prompt, 44);

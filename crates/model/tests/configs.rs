@@ -129,6 +129,10 @@ fn unsupported_fields_are_named() {
             json!({"attention_sinks": 4}),
             "LlamaForCausalLM has no such field here",
         ),
+        llama(
+            json!({"attention_sinks": 4, "magic": 1, "use_cache": true}),
+            "nor `magic`. If they have no effect, remove them with --hf-overrides '{\"attention_sinks\":null,\"magic\":null}'",
+        ),
         llama(json!({"sliding_window": 64}), "sliding_window"),
         llama(json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
         llama(json!({"dtype": "float8_e4m3fn"}), "dtype"),

@@ -1,6 +1,8 @@
 //! The routes and their middleware.
 
 use std::any::Any;
+use std::collections::HashMap;
+use std::sync::Arc;
 
 use axum::http::{HeaderName, Method, Uri, header};
 use axum::middleware::{from_fn, from_fn_with_state};
@@ -32,10 +34,18 @@ pub fn router(state: AppState) -> Router {
         .layer(from_fn_with_state(state.clone(), observe))
         .layer(CatchPanicLayer::custom(panicked));
     let (router, api) = routes(&options).split_for_parts();
+    let off = Arc::new(turned_off(&options));
     router
         .layer(Extension(endpoints(&state)))
         .layer(Extension(openapi::Document::new(api, &options.root_path)))
-        .fallback(|uri: Uri| async move { ApiError::PathNotFound(uri.path().to_owned()) })
+        .fallback(move |uri: Uri| {
+            let path = uri.path().to_owned();
+            let error = match off.get(&path) {
+                Some(&flag) => ApiError::TurnedOff { path, flag },
+                None => ApiError::PathNotFound(path),
+            };
+            async { error }
+        })
         .method_not_allowed_fallback(|method: Method| async move {
             ApiError::MethodNotAllowed(method.to_string())
         })
@@ -76,18 +86,52 @@ fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
         .routes(routes!(admin::memory))
         .routes(routes!(admin::version))
         .routes(routes!(openapi::openapi));
-    [
-        (options.enable_sleep_mode, sleep::routes as fn() -> _),
-        (options.enable_admin_api, drain::routes),
-        (options.enable_admin_api, prefix_cache::routes),
-        (options.tokenizer_info, tokenizer_info::routes),
-        (options.load_tracking, admin::load_routes),
-        (options.files.is_some(), batches::routes),
+    let optional = [
+        (options.files.is_some(), batches::routes as Routes),
         (options.pages, pages::routes),
+    ];
+    let flagged = flagged(options).map(|(enabled, routes, _)| (enabled, routes));
+    optional
+        .into_iter()
+        .chain(flagged)
+        .filter(|(enabled, _)| *enabled)
+        .fold(routes, |routes, (_, further)| routes.merge(further()))
+}
+
+/// Makes routes.
+type Routes = fn() -> OpenApiRouter<AppState>;
+
+/// The routes of each flag, and whether they are there.
+fn flagged(options: &ServerOptions) -> [(bool, Routes, &'static str); 5] {
+    [
+        (options.enable_sleep_mode, sleep::routes, "--enable-sleep-mode"),
+        (options.enable_admin_api, drain::routes, "--enable-admin-api"),
+        (
+            options.enable_admin_api,
+            prefix_cache::routes,
+            "--enable-admin-api",
+        ),
+        (
+            options.tokenizer_info,
+            tokenizer_info::routes,
+            "--enable-tokenizer-info-endpoint",
+        ),
+        (
+            options.load_tracking,
+            admin::load_routes,
+            "--enable-server-load-tracking",
+        ),
     ]
-    .into_iter()
-    .filter(|(enabled, _)| *enabled)
-    .fold(routes, |routes, (_, further)| routes.merge(further()))
+}
+
+/// Paths that are not there, and the flags that would turn them on.
+fn turned_off(options: &ServerOptions) -> HashMap<String, &'static str> {
+    let off = flagged(options).into_iter().filter(|(enabled, ..)| !enabled);
+    let paths = off.flat_map(|(_, routes, flag)| {
+        let paths = routes().get_openapi().paths.paths.clone();
+        paths.into_keys().map(move |path| (path, flag))
+    });
+    paths.collect()
 }
 
 pub(crate) fn cors(options: &ServerOptions) -> Option<CorsLayer> {

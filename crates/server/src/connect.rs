@@ -185,10 +185,10 @@ where
     A: Accept<I, S> + 'static,
     A::Future: Send + 'static,
     S: 'static,
-    A::Stream: Send,
+    A::Stream: Io + 'static,
     A::Service: Send,
 {
-    type Stream = Connection<A::Stream>;
+    type Stream = Connection;
     type Service = AddExtension<A::Service, Arc<Activity>>;
     type Future = Pin<Box<dyn Future<Output = io::Result<(Self::Stream, Self::Service)>> + Send>>;
 
@@ -206,7 +206,7 @@ where
             let (stream, service) = accepted.await?;
             let activity = Arc::new(Activity::new());
             let connection = Connection {
-                stream,
+                stream: Box::new(stream),
                 _place: place,
                 activity: Arc::clone(&activity),
                 header_timeout,
@@ -220,10 +220,15 @@ where
     }
 }
 
+/// What a connection carries, encrypted or not. Behind a pointer HTTP is compiled once, and not for each kind of connection.
+trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> Io for S {}
+
 /// A connection that counts against the limit. It fails with a timeout if the client sends no protocol preface or request,
 /// or does not read its responses: on HTTP/2 the socket alone does not show that.
-struct Connection<S> {
-    stream: S,
+struct Connection {
+    stream: Box<dyn Io>,
     _place: OwnedSemaphorePermit,
     activity: Arc<Activity>,
     header_timeout: Duration,
@@ -238,7 +243,7 @@ struct Connection<S> {
 /// Length of HTTP/2's connection preface: after it the protocol is known.
 const PREFACE: usize = 24;
 
-impl<S> Connection<S> {
+impl Connection {
     /// Ready when a timeout has expired.
     fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<io::Error> {
         loop {
@@ -276,7 +281,7 @@ impl<S> Connection<S> {
 /// Longest interval between checks of the timeouts.
 const LOOK_EVERY: Duration = Duration::from_secs(60);
 
-impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
+impl AsyncRead for Connection {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -289,7 +294,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
+impl AsyncWrite for Connection {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

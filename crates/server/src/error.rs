@@ -57,8 +57,16 @@ pub enum ApiError {
     /// No such path.
     #[error("no such path: {0}")]
     PathNotFound(String),
+    /// A path that a flag turns on.
+    #[error("{path} is turned off: start the server with {flag}")]
+    TurnedOff {
+        /// The path.
+        path: String,
+        /// The flag.
+        flag: &'static str,
+    },
     /// The path exists, the method does not.
-    #[error("{0} is not allowed here")]
+    #[error("{0} is not allowed here; the header `allow` names the methods that are")]
     MethodNotAllowed(String),
     /// The body is larger than allowed.
     #[error("the request body is larger than {0} bytes")]
@@ -210,7 +218,9 @@ impl ApiError {
             Self::ContextLength { .. } => invalid(Status::BAD_REQUEST, "context_length_exceeded"),
             Self::ModelNotFound(..) => invalid(Status::NOT_FOUND, "model_not_found"),
             Self::NotStored { .. } => invalid(Status::NOT_FOUND, "not_found"),
-            Self::PathNotFound(_) | Self::NoEmbeddings { .. } => invalid(Status::NOT_FOUND, "unknown_url"),
+            Self::PathNotFound(_) | Self::TurnedOff { .. } | Self::NoEmbeddings { .. } => {
+                invalid(Status::NOT_FOUND, "unknown_url")
+            }
             Self::MethodNotAllowed(_) => invalid(Status::METHOD_NOT_ALLOWED, "method_not_supported"),
             Self::ForeignOrigin(_) => invalid(Status::FORBIDDEN, "origin_not_allowed"),
             Self::NoRequestMemory { .. } => unavailable("too_many_large_requests"),

@@ -294,16 +294,13 @@ impl Metrics {
         if let Some(loads) = &model.expert_loads {
             experts::write(&mut page, &self.label_text(), loads);
         }
-        let kinds = [("decode", stats.times.decode), ("mixed", stats.times.mixed)];
-        self.write_seconds(
-            &mut page,
-            &STEP_ACTUAL,
-            kinds.map(|(kind, times)| (Some(kind), times.actual)),
-        );
+        let (decode, mixed) = (stats.seconds_by_kind.decode, stats.seconds_by_kind.mixed);
+        let by_kind = |decode, mixed| [(Some("decode"), decode), (Some("mixed"), mixed)];
+        self.write_seconds(&mut page, &STEP_ACTUAL, by_kind(decode.actual, mixed.actual));
         self.write_seconds(
             &mut page,
             &STEP_EXPECTED,
-            kinds.map(|(kind, times)| (Some(kind), times.expected)),
+            by_kind(decode.expected, mixed.expected),
         );
         if let Some(time) = stats.device_time {
             self.write_seconds(&mut page, &GPU_BUSY, [(None, time.busy_seconds)]);

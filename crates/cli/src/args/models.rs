@@ -24,7 +24,7 @@ pub struct PullArgs {
 
 /// `plimsoll list`.
 #[derive(Clone, Debug, Args)]
-#[command(args_override_self = true, after_help = LIST_HELP)]
+#[command(args_override_self = true, after_help = LIST_HELP, mut_arg("model", |model| model.help(LIST_MODEL).long_help(LIST_MODEL)))]
 pub struct ListArgs {
     /// Which model, and with which settings it would be served.
     #[command(flatten)]
@@ -34,9 +34,10 @@ pub struct ListArgs {
     pub json: bool,
 }
 
+const LIST_MODEL: &str = "List this repository of the Hub alone (owner/name) [default: all]";
+
 const LIST_HELP: &str = "\
-Takes the arguments of plan, which decide what fits; MODEL, a Hub id, lists only that repository, and --download-dir another \
-cache. No weights are read.";
+Takes the arguments of plan, which decide what fits; --download-dir lists another cache. No weights are read.";
 
 /// `plimsoll rm`.
 #[derive(Clone, Debug, Args)]

@@ -162,7 +162,6 @@ impl Backend for GpuBackend {
             ..self.settings.load_options()
         };
         let model = GpuModel::load_rank(&self.model, load_options, gpu, link.clone(), progress)?;
-        let capability = gpu.info().compute_capability;
         let mut head_dims: Vec<usize> = model
             .spec()
             .attention()
@@ -174,7 +173,11 @@ impl Backend for GpuBackend {
             weights: model.spec().quantization.kept_scales().next().is_some(),
             kv: self.settings.kv_cache_dtype == KvDtype::Fp8,
         };
-        let mut disabled = disabled(capability, &head_dims, fp8, self.settings.enforce_eager);
+        let kernels = Kernels {
+            capability: gpu.info().compute_capability,
+            hopper: plimsoll_kernels::cuda::has_hopper_kernels(gpu),
+        };
+        let mut disabled = disabled(kernels, &head_dims, fp8, self.settings.enforce_eager);
         if let Some(stored) = converted_from(&self.model, &self.settings, model.config()) {
             disabled.push(Disabled {
                 path: "weights as they are stored",
@@ -294,8 +297,18 @@ struct Fp8Use {
     kv: bool,
 }
 
+/// What decides which kernels a GPU takes.
+#[derive(Clone, Copy, Debug)]
+struct Kernels {
+    /// Its compute capability.
+    capability: (u32, u32),
+    /// Whether those made for Hopper run.
+    hopper: bool,
+}
+
 /// `head_dims` are those of layers.
-fn disabled(capability: (u32, u32), head_dims: &[usize], fp8: Fp8Use, enforce_eager: bool) -> Vec<Disabled> {
+fn disabled(kernels: Kernels, head_dims: &[usize], fp8: Fp8Use, enforce_eager: bool) -> Vec<Disabled> {
+    let Kernels { capability, hopper } = kernels;
     let (major, minor) = capability;
     let mut disabled = Vec::new();
     let mut add = |path, reason| disabled.push(Disabled { path, reason });
@@ -307,6 +320,9 @@ fn disabled(capability: (u32, u32), head_dims: &[usize], fp8: Fp8Use, enforce_ea
         let reason =
             format!("made for compute capability 9.0, this GPU has {major}.{minor}: portable ones are used");
         add("Hopper prefill attention", reason);
+    } else if !hopper {
+        let reason = "this binary was built without machine code for Hopper (CUDA_ARCHS=90a): portable ones are used, which are slower";
+        add("Hopper kernels", reason.to_owned());
     } else if fp8.kv {
         let reason = "not made for an fp8 KV cache: the portable kernel is used";
         add("Hopper prefill attention", reason.to_owned());
@@ -490,8 +506,12 @@ mod tests {
 
     #[test]
     fn what_a_gpu_does_without_is_named() {
+        let of = |capability| Kernels {
+            capability,
+            hopper: capability == (9, 0),
+        };
         let paths = |capability, head_dims: &[usize], eager| {
-            let disabled = disabled(capability, head_dims, Fp8Use::default(), eager);
+            let disabled = disabled(of(capability), head_dims, Fp8Use::default(), eager);
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()
         };
         assert!(paths((9, 0), &[64, 128, 256], false).is_empty());
@@ -499,14 +519,20 @@ mod tests {
             paths((9, 0), &[96], true),
             ["CUDA graphs", "Hopper prefill attention"]
         );
-        let heads = disabled((9, 0), &[256, 512], Fp8Use::default(), false);
+        let without = Kernels {
+            hopper: false,
+            ..of((9, 0))
+        };
+        let without = disabled(without, &[128], Fp8Use::default(), false);
+        assert!(without.len() == 1 && without[0].reason.contains("CUDA_ARCHS=90a"));
+        let heads = disabled(of((9, 0)), &[256, 512], Fp8Use::default(), false);
         assert!(heads.len() == 1 && heads[0].reason.contains("heads of 512"));
         assert_eq!(
             paths((8, 6), &[128], false),
             ["Hopper prefill attention", "thread block clusters in sampling"]
         );
         assert_eq!(paths((12, 0), &[128], false), ["Hopper prefill attention"]);
-        let fp8 = |capability, weights, kv| disabled(capability, &[128], Fp8Use { weights, kv }, false);
+        let fp8 = |capability, weights, kv| disabled(of(capability), &[128], Fp8Use { weights, kv }, false);
         let kv = fp8((9, 0), false, true);
         assert!(kv.len() == 1 && kv[0].reason.contains("fp8 KV cache"));
         assert!(fp8((9, 0), true, false).is_empty());

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use futures::future::try_join_all;
 use futures::{StreamExt, TryStreamExt};
 use plimsoll_core::{DeviceTime, Event, ImageSpan, Request, RequestOptions, SamplingOptions, TokenId};
-use plimsoll_engine::EngineHandle;
+use plimsoll_engine::{EngineHandle, SecondsByKind, StepSeconds};
 use plimsoll_images::{DecodeLimits, decode};
 use plimsoll_server::{ImageInput, Memory};
 use plimsoll_text::grammar::{CompiledGrammar, GrammarCompiler, GrammarSpec};
@@ -102,6 +102,7 @@ pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
     let samples = warmups.split_off(args.num_warmups);
     bench.run(&warmups, &indicatif::ProgressBar::hidden()).await?;
     let idle_before = bench.device_time();
+    let steps_before = bench.engine.stats().seconds_by_kind;
     let bar = count_bar("requests", args.num_prompts as u64);
     let timing = bench.run(&samples, &bar).await?;
     bar.finish_and_clear();
@@ -122,6 +123,7 @@ pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
     }
     report.rate("Generation throughput (tok/s)", "output_throughput", output);
     report.rate("Total throughput (tok/s)", "tokens_per_second", prompt + output);
+    bench.report_steps(&mut report, steps_before);
     bench.report_idle(&mut report, idle_before);
     bench.end().await;
     report.publish(" Throughput Benchmark Result ", args.output_json.as_deref())
@@ -221,6 +223,27 @@ impl Bench {
             let (busy, idle) = (spent.busy_seconds, spent.idle_seconds);
             let percent = 100.0 * idle / (busy + idle).max(1e-9);
             report.number("GPU idle (%)", "gpu_idle_percent", percent);
+        }
+    }
+
+    /// How long the steps in which requests generated have taken since `before`, also as a percentage of what
+    /// the steps measured at start predict.
+    fn report_steps(&self, report: &mut Report, before: SecondsByKind) {
+        let now = self.engine.stats().seconds_by_kind;
+        for (kind, key, now, before) in [
+            ("Decode steps", "decode_steps", now.decode, before.decode),
+            ("Mixed steps", "mixed_steps", now.mixed, before.mixed),
+        ] {
+            let StepSeconds { actual, expected } = now.since(before);
+            if expected > 0.0 {
+                report.number(&format!("{kind} (s)"), &format!("{key}_time"), actual);
+                let percent = 100.0 * actual / expected;
+                report.number(
+                    &format!("{kind} (% of expected)"),
+                    &format!("{key}_percent"),
+                    percent,
+                );
+            }
         }
     }
 

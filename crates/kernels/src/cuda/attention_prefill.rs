@@ -6,7 +6,9 @@ use half::bf16;
 use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
 
 use super::fused::int;
-use super::{AssumedGpu, GpuAttentionOptions, GpuKv, GpuKvElement, GpuRun, HEAD_DIMS, load};
+use super::{
+    AssumedGpu, GpuAttentionOptions, GpuKv, GpuKvElement, GpuRun, HEAD_DIMS, has_hopper_kernels, load,
+};
 use crate::KvLayout;
 
 /// Keys by which the planner measures work and cuts contexts; a multiple of what a kernel takes at once.
@@ -304,8 +306,7 @@ impl PrefillKernels {
     /// # Errors
     /// [`GpuError`] if this binary has none for it.
     pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
-        // The instructions of those kernels exist in this generation alone.
-        Self::load_with(gpu, gpu.info().compute_capability == (9, 0))
+        Self::load_with(gpu, has_hopper_kernels(gpu))
     }
 
     /// Loads the kernels that run on all GPUs.

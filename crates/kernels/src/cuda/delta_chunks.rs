@@ -2,8 +2,8 @@ use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
 use super::fused::int;
-use super::load;
 use super::state_runs::{CHUNK, GpuStateRun, GpuStateTile};
+use super::{has_hopper_kernels, load};
 use crate::DeltaLayout;
 
 /// Constants of `kernels/delta_chunks.cu` and `delta_chunk.cuh`.
@@ -36,9 +36,9 @@ pub(super) struct ChunkKernels {
 }
 
 impl ChunkKernels {
-    /// `None` unless the GPU is of Hopper, whose matrix instructions the kernels use.
+    /// `None` where kernels made for Hopper do not run.
     pub(super) fn load(gpu: &Gpu) -> Result<Option<Self>, GpuError> {
-        if gpu.info().compute_capability != (9, 0) {
+        if !has_hopper_kernels(gpu) {
             return Ok(None);
         }
         let module = load(gpu, "delta_chunks")?;

@@ -1,11 +1,18 @@
 use plimsoll_device::cuda::{Gpu, GpuError, Module};
 
 // `static IMAGES: &[(&str, &[u8])]`: name and fatbin of each file of `kernels/`; empty without the feature `cuda`.
+// `const HOPPER: bool`: whether they have code for `90a`.
 include!(concat!(env!("OUT_DIR"), "/images.rs"));
 
 /// Whether this binary carries GPU code: it was built with the feature `cuda`.
 pub fn has_images() -> bool {
     !IMAGES.is_empty()
+}
+
+/// Whether the kernels that are made for Hopper alone (H100, H200: compute capability 9.0) run on `gpu`. The instructions they need are in
+/// code for `90a`, and not in that for `compute_90`, which newer GPUs can run too.
+pub fn has_hopper_kernels(gpu: &Gpu) -> bool {
+    HOPPER && gpu.info().compute_capability == (9, 0)
 }
 
 /// Whether this binary can compute on `gpu`: it carries GPU code for it, and cuBLAS is on this machine.

@@ -33,7 +33,7 @@ pub use encoder::{EncoderKernels, GpuLayerNorm, KeptRows, PatchAttention, PatchG
 pub use fused::{
     FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, PairAxes, rope_turns,
 };
-pub use image::{check, has_images, load};
+pub use image::{check, has_hopper_kernels, has_images, load};
 pub use kv::{GpuKv, GpuKvElement};
 pub use linear::{
     FP8_BLOCK, FP8_CAPABILITY, Fp8Scaling, GgufKernels, GpuFp8Rows, GpuInputs, GpuLinear, GpuMatrix,

@@ -10,6 +10,7 @@ use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
 
 use super::fused::int;
+use super::has_hopper_kernels;
 use super::linear::mxfp4_pitch;
 use crate::{Activation, ExpertActivation, RouterSoftmax};
 
@@ -62,8 +63,7 @@ impl MoeKernels {
     /// # Errors
     /// [`GpuError`] if this binary carries no code for this GPU.
     pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
-        // The instructions of those kernels exist in this generation alone.
-        Self::load_with(gpu, gpu.info().compute_capability == (9, 0))
+        Self::load_with(gpu, has_hopper_kernels(gpu))
     }
 
     /// Loads the kernels that run on all GPUs.

@@ -404,6 +404,15 @@ fn long_prompts(load: Load) {
     }
 }
 
+/// Here and in the tests of experts, kernels made for a GPU are told from portable ones.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn hopper_gpus_run_the_kernels_made_for_them() {
+    let gpu = gpu();
+    let is_hopper = gpu.info().compute_capability == (9, 0);
+    assert_eq!(plimsoll_kernels::cuda::has_hopper_kernels(&gpu), is_hopper);
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn attention_prefill_of_random_steps() {

@@ -11,7 +11,7 @@
 //! - where a prompt leaves a prefix whose KV is cached, without a state there: what two requests have in common, others will have
 //!   too (Marconi, arXiv:2411.19379);
 //! - in the output, where only the last one stays: that of the end of a turn;
-//! - where a long prompt is cut into chunks anyway.
+//! - where a long prompt is cut into steps anyway.
 //!
 //! [`Worth`] says which are given up first.
 
@@ -59,11 +59,19 @@ impl KvManager {
         self.config.block_size.tokens().max(self.state_chunk)
     }
 
+    /// Snapshots behind `tokens` tokens of a request lie at multiples of so many: larger ones up to the end of its prompt.
+    fn unit_behind(&self, tokens: usize, prompt: usize) -> usize {
+        match tokens <= prompt {
+            true => self.snapshot_unit(),
+            false => self.config.block_size.tokens(),
+        }
+    }
+
     /// Plans the table's next run, up to `end` tokens: where its state is. `None` in a model without states.
     pub fn next_state(&mut self, table: &mut BlockTable, end: usize) -> Option<RunState> {
         let mut state = table.state.take()?;
-        let units = (self.config.block_size.tokens(), self.snapshot_unit());
-        if let Some(worth) = state.worth(units, self.chunk)
+        let unit = self.unit_behind(state.planned, state.prompt);
+        if let Some(worth) = state.worth(unit, self.longest_run)
             && state.before == Some(state.own)
             && self.prefix_caching
         {
@@ -163,10 +171,7 @@ impl KvManager {
     /// Gives back the slots of a table. The state behind its last token stays as a snapshot where a block ends there.
     pub(super) fn release_state(&mut self, table: &BlockTable, mut state: TableState) {
         let is_settled = state.before == Some(state.own) && state.planned == table.computed;
-        let unit = match table.computed <= state.prompt {
-            true => self.snapshot_unit(),
-            false => self.config.block_size.tokens(),
-        };
+        let unit = self.unit_behind(table.computed, state.prompt);
         let is_aligned = table.computed.is_multiple_of(unit);
         if let Some(prefix) = table
             .prefix

@@ -272,16 +272,17 @@ pub(super) fn unwrap_text(
         "tie_word_embeddings",
         "torch_dtype",
     ];
-    let mut around_text = Map::new();
+    let (mut around_text, mut others) = (Map::new(), Map::new());
     for (field, value) in std::mem::take(fields) {
         if SHARED.contains(&field.as_str()) {
             text.entry(field).or_insert(value);
         } else if around.contains(&field.as_str()) {
             around_text.insert(field, value);
         } else if !OF_ALL.contains(&field.as_str()) {
-            check_other(name, &field, &value)?;
+            others.insert(field, value);
         }
     }
+    check_others(name, others.iter())?;
     // Text parts name no architecture, or the one without a head.
     text.insert("architectures".to_owned(), Value::Null);
     text.entry("model_type")
@@ -302,23 +303,47 @@ pub(super) fn check(architecture: Architecture, fields: &Map<String, Value>) -> 
     let others = fields
         .iter()
         .filter(|(field, _)| !COMMON.contains(&field.as_str()) && !own.contains_key(*field));
-    for (field, value) in others {
-        check_other(architecture.hf_name(), field, value)?;
-    }
-    Ok(())
+    check_others(architecture.hf_name(), others)
 }
 
-/// Whether a field that is not interpreted changes nothing.
-fn check_other(family: &str, field: &str, value: &Value) -> Result<(), ModelError> {
-    if value.is_null() || INERT.contains(&field) {
-        return Ok(());
+/// Refuses fields that are not interpreted and may change something; all that the family does not know at once.
+fn check_others<'a>(
+    family: &str,
+    others: impl Iterator<Item = (&'a String, &'a Value)>,
+) -> Result<(), ModelError> {
+    let mut unknown = Vec::new();
+    for (field, value) in others.filter(|(field, value)| !value.is_null() && !is_inert(field)) {
+        match NEUTRAL.iter().find(|(neutral, _)| *neutral == field) {
+            Some((_, neutral)) if is(value, neutral) => {}
+            Some((_, neutral)) => {
+                return Err(ModelError::unsupported(
+                    field,
+                    value,
+                    format!("only {neutral} is"),
+                ));
+            }
+            None => unknown.push((field, value)),
+        }
     }
-    let supported = match NEUTRAL.iter().find(|(neutral, _)| *neutral == field) {
-        Some((_, neutral)) if is(value, neutral) => return Ok(()),
-        Some((_, neutral)) => format!("only {neutral} is"),
-        None => format!(
-            "{family} has no such field here. If it has no effect, remove it with --hf-overrides '{{\"{field}\": null}}'"
+    let Some((&(field, value), others)) = unknown.split_first() else {
+        return Ok(());
+    };
+    let removed: Map<String, Value> = unknown
+        .iter()
+        .map(|(field, _)| ((*field).clone(), Value::Null))
+        .collect();
+    let overrides = Value::from(removed);
+    let supported = match others.len() {
+        0 => format!(
+            "{family} has no such field here. If it has no effect, remove it with --hf-overrides '{overrides}'"
         ),
+        _ => {
+            let others: Vec<_> = others.iter().map(|(field, _)| format!("`{field}`")).collect();
+            format!(
+                "{family} has no such field here, nor {}. If they have no effect, remove them with --hf-overrides '{overrides}'",
+                others.join(", ")
+            )
+        }
     };
     Err(ModelError::unsupported(field, value, supported))
 }

@@ -65,9 +65,9 @@ catalog! {
     ABOVE_TARGET_ITL: "plimsoll_steps_above_target_itl_total":
         "Steps in which requests were generating that took longer than --target-itl; 0 without it.";
     STEP_ACTUAL: "plimsoll_step_actual_seconds_total":
-        "Duration of the steps in which requests generated, by kind: `decode` without and `mixed` with prompts.";
+        "Duration of the steps in which requests generated and no image was encoded, by kind: `decode` without and `mixed` with prompts; 0 where no steps were measured.";
     STEP_EXPECTED: "plimsoll_step_expected_seconds_total":
-        "What these steps should have taken by the few that were measured at start, which the scheduler relies on.";
+        "How long the steps of plimsoll_step_actual_seconds_total should have taken, by those that were measured at start, which the scheduler relies on.";
     STEP_REQUESTS: "plimsoll_step_requests": "Requests computed in a step: the batch size.";
     GPU_BUSY: "plimsoll_gpu_busy_seconds_total": "Time the GPU spent in steps, by GPU timestamps.";
     GPU_IDLE: "plimsoll_gpu_idle_seconds_total":

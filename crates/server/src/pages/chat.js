@@ -97,7 +97,7 @@ const conversation = new Conversation({
   ended(stream, problem) {
     const facts = stream.timings(model.max_model_len);
     TIMINGS.forEach((id) => ($(id).textContent = facts[id]));
-    const parts = [`${facts.tokens} ${facts.tokens === "1" ? "token" : "tokens"}`, facts.rate, `first after ${facts.ttft}`];
+    const parts = [`${facts.tokens} ${/(^| )1$/.test(facts.tokens) ? "token" : "tokens"}`, facts.rate, `first after ${facts.ttft}`];
     $("status").textContent = problem ? "" : parts.filter((part) => !part.includes("–")).join(" · ");
     if (problem) failed(problem);
     loadMemory();

@@ -5,6 +5,7 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, Launch};
 use super::LinearOutput;
 use super::cublas_lt::{Operands, Shape};
 use super::matrix::{GpuValues, Int4Group};
+use crate::cuda::{has_hopper_kernels, load};
 
 /// Constants of `kernels/int4_products.cu`.
 const THREADS: usize = 384;
@@ -24,15 +25,15 @@ const MOST_BLOCKS_PER_SM: usize = 4;
 #[derive(Debug)]
 pub(super) struct Int4Products {
     gpu: Gpu,
-    /// For each of [`TILES`], by the groups of weights; none but for GPUs of Hopper's generation.
+    /// For each of [`TILES`], by the groups of weights; none where kernels made for Hopper do not run.
     kernels: Vec<(Int4Group, Vec<Function>)>,
 }
 
 impl Int4Products {
     pub(super) fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let mut kernels = Vec::new();
-        if gpu.info().compute_capability == (9, 0) {
-            let module = crate::cuda::load(gpu, "int4_products")?;
+        if has_hopper_kernels(gpu) {
+            let module = load(gpu, "int4_products")?;
             for group in [Int4Group::Of32, Int4Group::Of64, Int4Group::Of128] {
                 let of_tile = |(rows, stages)| -> Result<Function, GpuError> {
                     let function = module.function(&format!("int4_product_{}_{rows}", group.inputs()))?;

@@ -7,23 +7,33 @@ use plimsoll_core::{Run, StepCosts, StepPlan};
 /// Seconds of steps in which requests generated: as measured, and as [`StepCosts`] expects them from a few steps that were
 /// measured at start. The scheduler relies on the latter.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct StepTimes {
+pub struct StepSeconds {
     /// Wall-clock time.
     pub actual: f64,
     /// Expected time.
     pub expected: f64,
 }
 
-/// [`StepTimes`] by kind of step. A step that encodes a part of an image counts in neither.
+/// [`StepSeconds`] by kind of step. A step that encodes a part of an image counts in neither.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct TimesByKind {
+pub struct SecondsByKind {
     /// Steps of outputs alone.
-    pub decode: StepTimes,
+    pub decode: StepSeconds,
     /// Steps with prompts beside the outputs.
-    pub mixed: StepTimes,
+    pub mixed: StepSeconds,
 }
 
-impl TimesByKind {
+impl StepSeconds {
+    /// Of the steps after `before` was taken.
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            actual: self.actual - before.actual,
+            expected: self.expected - before.expected,
+        }
+    }
+}
+
+impl SecondsByKind {
     /// Counts a step that succeeded, if requests generated in it.
     pub(crate) fn count(&mut self, plan: &StepPlan, costs: &StepCosts, took: Duration) {
         let generates = |run: &&Run| run.sample.as_ref().is_some_and(|sample| sample.index > 0);
@@ -79,7 +89,7 @@ mod tests {
         let decode = vec![cost(1, 1.0), cost(3, 3.0)];
         let mixed = vec![cost(2, 10.0), cost(102, 110.0)];
         let costs = StepCosts::new(decode, mixed, 0.25).unwrap();
-        let mut times = TimesByKind::default();
+        let mut times = SecondsByKind::default();
         let mut step = |runs: Vec<Run>, took: u64| {
             let plan = StepPlan {
                 step: 0,
@@ -89,24 +99,24 @@ mod tests {
             times.count(&plan, &costs, Duration::from_secs(took));
             times
         };
-        let none = TimesByKind::default();
+        let none = SecondsByKind::default();
         assert_eq!(
             step(vec![run(0, 50, None), run(0, 7, Some(0))], 9),
             none,
             "prompts alone"
         );
-        let decode = StepTimes {
+        let decode = StepSeconds {
             actual: 4.0,
             expected: 2.0 + 0.25 * 30.0,
         };
         let outputs = || vec![run(10, 1, Some(1)), run(20, 1, Some(5))];
-        assert_eq!(step(outputs(), 4), TimesByKind { decode, ..none });
+        assert_eq!(step(outputs(), 4), SecondsByKind { decode, ..none });
         // An answer of three tokens is computed again, one of a prompt's tokens too.
         let runs = [outputs(), vec![run(0, 3, Some(3)), run(0, 1, None)]].concat();
-        let mixed = StepTimes {
+        let mixed = StepSeconds {
             actual: 40.0,
             expected: 14.0 + 0.25 * 30.0,
         };
-        assert_eq!(step(runs, 40), TimesByKind { decode, mixed });
+        assert_eq!(step(runs, 40), SecondsByKind { decode, mixed });
     }
 }
