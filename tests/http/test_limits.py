@@ -115,6 +115,17 @@ def test_access_log(keyed, files):
     assert line["status"] == 400 and "prompt_tokens" not in line
 
 
+def test_the_only_key_has_the_whole_queue(start):
+    """Where there are others, some of it would be kept for them."""
+    with start("sim:0.005", "--api-key", "sesame", "--max-num-seqs", "1", "--max-queue", "9") as server, contextlib.ExitStack() as streams:
+        body = {"messages": HELLO, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        ask = lambda: streams.enter_context(server.http.stream("POST", CHAT, json=body, headers=bearer("sesame")))
+        assert {ask().status_code for _ in range(10)} == {200}
+        refused = ask()
+        refused.read()
+        assert error(refused, 429)["code"] == "queue_full"
+
+
 def first_token(server, key: str, **fields) -> float:
     """When the first token of a stream came."""
     body = {"messages": HELLO, "max_tokens": 1, "ignore_eos": True, "stream": True, **fields}

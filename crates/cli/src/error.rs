@@ -319,6 +319,7 @@ impl From<ModelError> for Error {
         match error {
             ModelError::Oom(oom) => Self::WeightsDoNotFit(oom),
             ModelError::Gpu(error) => Self::Gpu(error),
+            ModelError::Flag { flag, message } => Self::configuration(flag, message),
             error => Self::Model(error),
         }
     }

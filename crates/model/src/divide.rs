@@ -11,14 +11,11 @@ use crate::{DecoderSpec, ModelError};
 /// GPUs exchange so many logits of a row at a time.
 const VOCABULARY_UNIT: usize = 4;
 
-/// The flag.
-const FLAG: &str = "--tensor-parallel-size";
-
 impl DecoderSpec {
     /// The part of the network that a rank has.
     ///
     /// # Errors
-    /// [`ModelError::Unsupported`] where something cannot be divided so, which says by how many it can be.
+    /// [`ModelError::Flag`] where something cannot be divided so, which says by how many it can be.
     pub fn shard(&self, shard: Shard) -> Result<Self, ModelError> {
         let ranks = shard.ranks;
         if ranks == 1 {
@@ -30,11 +27,10 @@ impl DecoderSpec {
                 .map(|ranks| ranks.to_string())
                 .collect();
             let fit = fit.join(", ");
-            return Err(ModelError::unsupported(
-                FLAG,
-                format!("{ranks} for {why}"),
-                format!("{fit} is"),
-            ));
+            return Err(ModelError::Flag {
+                flag: "--tensor-parallel-size",
+                message: format!("{ranks} ranks cannot share {why} equally; {fit} can"),
+            });
         }
         let mut own = self.clone();
         own.shard = shard;

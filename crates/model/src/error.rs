@@ -58,6 +58,14 @@ pub enum ModelError {
         /// What would have been right.
         supported: String,
     },
+    /// A flag asks for something that this model cannot do.
+    #[error("{flag}: {message}")]
+    Flag {
+        /// The flag.
+        flag: &'static str,
+        /// What is wrong, and what would be right.
+        message: String,
+    },
     /// The weights lack a tensor.
     #[error("tensor `{name}` is missing (expected shape {expected})")]
     MissingTensor {

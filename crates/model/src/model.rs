@@ -217,11 +217,11 @@ impl ModelConfig {
 pub(crate) fn check_cpu(spec: &DecoderSpec) -> Result<(), ModelError> {
     match spec.quantization.is_online() {
         false => Ok(()),
-        true => Err(ModelError::unsupported(
-            "--quantization",
-            "fp8",
-            "on a CPU weights are kept as they are stored: the model runs without the flag, or with it on a GPU",
-        )),
+        true => Err(ModelError::Flag {
+            flag: "--quantization",
+            message: "fp8 is made on a GPU; a CPU serves weights as they are stored: leave the flag out"
+                .to_owned(),
+        }),
     }
 }
 

@@ -338,13 +338,21 @@ fn a_step_that_fails_on_one_rank_ends_on_all() {
 #[test]
 fn what_cannot_be_divided_is_named_with_what_can() {
     for (name, ranks, parts) in [
-        ("llama", 3, ["3 for 4 attention heads", "1, 2, 4 is"]),
-        ("smollm3", 2, ["2 for 1 attention heads", "1 is"]),
-        ("qwen3-moe", 8, ["8 for 4 attention heads", "1, 2, 4 is"]),
+        (
+            "llama",
+            3,
+            ["3 ranks cannot share 4 attention heads", "1, 2, 4 can"],
+        ),
+        ("smollm3", 2, ["2 ranks cannot share 1 attention heads", "1 can"]),
+        (
+            "qwen3-moe",
+            8,
+            ["8 ranks cannot share 4 attention heads", "1, 2, 4 can"],
+        ),
         (
             "qwen3-next-moe",
             4,
-            ["4 for 2 key heads of linear attention", "1, 2 is"],
+            ["4 ranks cannot share 2 key heads of linear attention", "1, 2 can"],
         ),
         (
             "qwen2-int4-group-32",

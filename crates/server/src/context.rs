@@ -167,7 +167,15 @@ impl Context {
         Ok(())
     }
 
-    /// The tenant, for fair scheduling.
+    /// For whom the engine keeps places free of others: the tenant, unless it is the only one.
+    pub(crate) fn queued_as(&self) -> TenantId {
+        match self.0.state.options().keys.are_several() {
+            true => self.tenant(),
+            false => TenantId::default(),
+        }
+    }
+
+    /// The tenant; the default one where no key is required.
     pub(crate) fn tenant(&self) -> TenantId {
         self.0
             .tenant

@@ -273,7 +273,7 @@ impl Job {
                 seed,
                 stop_token_ids: stop_token_ids.clone(),
                 priority: parameters.priority,
-                tenant: context.tenant(),
+                tenant: context.queued_as(),
                 constraints: constraints.collect(),
                 prompt_logprobs: choices.prompt_logprobs,
                 bans: parameters.bans.clone(),

@@ -108,6 +108,12 @@ impl ApiKeys {
         self.required
     }
 
+    /// Whether there are keys of several owners, who take turns.
+    pub(crate) fn are_several(&self) -> bool {
+        let keys = self.keys.read();
+        keys.windows(2).any(|pair| pair[0].name != pair[1].name)
+    }
+
     /// The sender of a request with these headers; `None` where no key is required.
     pub(crate) fn tenant(&self, headers: &HeaderMap) -> Result<Option<Tenant>, ApiError> {
         if !self.required {
@@ -168,6 +174,16 @@ mod tests {
             HeaderValue::from_static(value),
         )]);
         Some(keys.tenant(&headers).ok()??.name.to_string())
+    }
+
+    #[test]
+    fn keys_of_one_name_have_one_owner() {
+        let alice = |secret| ApiKey::new(Some("alice"), secret).unwrap();
+        assert!(!ApiKeys::default().are_several());
+        let of_one = ApiKeys::new(vec![alice("a"), alice("b")]);
+        assert!(keys().are_several() && !of_one.are_several());
+        of_one.replace(vec![alice("a"), ApiKey::new(None, "c").unwrap()]);
+        assert!(of_one.are_several());
     }
 
     #[test]

@@ -277,7 +277,7 @@ impl EmbeddingInfo {
         let options = RequestOptions {
             prompt: tokens.to_vec(),
             pooling: Some(self.pooling),
-            tenant: context.tenant(),
+            tenant: context.queued_as(),
             ..Default::default()
         };
         let request = Request::new(state.engine().next_id(), options, limits);

@@ -80,7 +80,7 @@ pub struct ModelArgs {
     )]
     pub load_format: LoadFormat,
     /// Format to which the linear layers of a model that is stored in floats are quantised at load, on a GPU: fp8 (8 bits, a
-    /// scale per output) [default: none; a model that is stored in 8 bits is served so]
+    /// scale per output) [default: none; models stored in 8 bits are served as they are]
     #[arg(long, value_name = "FORMAT", value_parser = quantization)]
     pub quantization: Option<OnlineQuantization>,
     /// Fields of the model's config.json to replace, as JSON; null removes a field
@@ -146,8 +146,8 @@ pub struct DeviceArgs {
     )]
     pub dtype: DType,
     /// Ranks that serve the model together, each with a part of every layer: 1 to 8, as many as heads and widths of the model can
-    /// be divided among. On GPUs (1, 2, 4 or 8) each rank has one; on a CPU they are threads, each with an equal part of the memory,
-    /// or with --device-memory. Also -tp N, as in vLLM
+    /// be divided among. On GPUs (1, 2, 4 or 8) each rank has one; on a CPU they are threads, and each gets an equal part of the memory,
+    /// or --device-memory. Also -tp N, as in vLLM
     #[arg(long, aliases = ["tp-size", "tp"], value_name = "N", default_value = "1", value_parser = ranks)]
     pub tensor_parallel_size: usize,
     /// Directory of lock files, by which servers that start on the same device wait for each other. Containers that share a
@@ -185,8 +185,8 @@ pub struct LimitArgs {
     /// (--max-num-batched-tokens) has no room for a token of each]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
-    /// Of a model whose layers keep a state of fixed size per request (Qwen3.5): tokens that a request has on average. States and
-    /// KV share the memory, and as many requests run at once as leave KV for so many tokens to each, unless --max-num-seqs
+    /// For models whose layers keep a state of fixed size per request (Qwen3.5): mean length of a request in tokens, prompt and answer.
+    /// States and KV share the memory: as many requests run at once as have KV for this many tokens each, unless --max-num-seqs
     /// says how many [default: 8192, or --max-model-len if that is less]
     #[arg(long, value_name = "TOKENS", value_parser = tokens)]
     pub mean_request_len: Option<usize>,

@@ -287,8 +287,12 @@ async fn the_binary_serves_with_ranks_and_says_so() {
     ];
     let with = |ranks: &'static str| [&flags[..], &[ranks]].concat();
     let mut refused = Process::start("serve", model.dir.path(), locks.path(), &with("3"));
-    assert_eq!(refused.finish(), Some(3), "{}", refused.log.join("\n"));
-    refused.expect(&["--tensor-parallel-size", "3 for 4 attention heads", "1, 2, 4 is"]);
+    assert_eq!(refused.finish(), Some(2), "{}", refused.log.join("\n"));
+    refused.expect(&[
+        "--tensor-parallel-size",
+        "3 ranks cannot share 4 attention heads",
+        "1, 2, 4 can",
+    ]);
     let mut server = Process::start("serve", model.dir.path(), locks.path(), &with("2"));
     server.expect(&["2 ranks on threads of the CPU"]);
     let ready = server.expect(&["ready: ", "http://"]);
