@@ -30,18 +30,18 @@ impl ClientArgs {
         built(self.builder()?)
     }
 
-    /// A client for the server at `url`, and what stands before the path in its requests. `url` is a URL with or without `http://` and
-    /// `/v1`, or `unix:PATH`.
+    /// A client for the server at `url`, the value of `flag`, and what stands before the path in its requests. `url` is a URL with or
+    /// without `http://` and `/v1`, or `unix:PATH`.
     ///
     /// # Errors
-    /// As [`Self::http`]; where `url` is none.
-    pub(crate) fn server(&self, url: &str) -> Result<(Client, String), Error> {
+    /// As [`Self::http`]; where `url` is not a URL.
+    pub(crate) fn server(&self, flag: &str, url: &str) -> Result<(Client, String), Error> {
         match url.strip_prefix("unix:") {
             Some(path) => {
                 let path = path.strip_prefix("//").unwrap_or(path);
                 Ok((self.http_at(path.into())?, SOCKET_BASE.to_owned()))
             }
-            None => Ok((self.http()?, base(url)?)),
+            None => Ok((self.http()?, base(flag, url)?)),
         }
     }
 
@@ -80,23 +80,21 @@ fn built(client: ClientBuilder) -> Result<Client, Error> {
 pub(crate) const SOCKET_BASE: &str = "http://localhost";
 
 /// The server's address from a URL with or without `http://` and `/v1`.
-fn base(url: &str) -> Result<String, Error> {
-    let base = url
-        .trim_end_matches('/')
-        .trim_end_matches("/v1")
-        .trim_end_matches('/');
-    let base = match base.contains("://") {
-        true => base.to_owned(),
-        false => format!("http://{base}"),
-    };
-    match Url::parse(&base) {
-        Ok(parsed) if matches!(parsed.scheme(), "http" | "https") => Ok(base),
-        Ok(_) => Err(Error::configuration(
-            "URL",
-            format!("{url}: it must begin with http:// or https://"),
-        )),
-        Err(error) => Err(Error::configuration("URL", format!("{url}: {error}"))),
+fn base(flag: &str, url: &str) -> Result<String, Error> {
+    let wrong = |why: String| Error::configuration(flag, format!("{url}: {why}"));
+    if url.starts_with('/') {
+        return Err(wrong(format!("a Unix socket is named by unix:{url}")));
     }
+    let whole = match url.contains("://") {
+        true => url.to_owned(),
+        false => format!("http://{url}"),
+    };
+    let parsed = Url::parse(&whole).map_err(|error| wrong(error.to_string()))?;
+    if !matches!(parsed.scheme(), "http" | "https") {
+        return Err(wrong("it must begin with http:// or https://".to_owned()));
+    }
+    let base = whole.trim_end_matches('/').trim_end_matches("/v1");
+    Ok(base.trim_end_matches('/').to_owned())
 }
 
 /// What a server-sent event's line carries, if it carries anything.
@@ -167,15 +165,17 @@ mod tests {
             "a:1",
             "a:1/v1",
         ] {
-            assert_eq!(base(url).unwrap(), "http://a:1", "{url}");
+            assert_eq!(base("--url", url).unwrap(), "http://a:1", "{url}");
         }
-        assert_eq!(base("https://a").unwrap(), "https://a");
+        assert_eq!(base("--url", "https://a").unwrap(), "https://a");
         for (url, message) in [
             ("ftp://a", "must begin with http://"),
             ("http://a:b", "port"),
+            ("http://", "host"),
             ("", "host"),
+            ("/run/a.sock", "unix:/run/a.sock"),
         ] {
-            let error = base(url).unwrap_err().to_string();
+            let error = base("--url", url).unwrap_err().to_string();
             assert!(error.contains(message), "{url}: {error}");
         }
     }

@@ -69,9 +69,12 @@ impl ServeSettings {
             pages,
             events,
         } = args;
-        if let (Some([_, .., last]), None) = (server.served_model_name.as_deref(), engine.model.given()) {
-            let message =
-                format!("no MODEL was given, and `{last}` is taken as a name; put MODEL before the flag");
+        if let (Some([_, .., last]), None) = (server.served_model_name.as_deref(), engine.model.given())
+            && (last.starts_with("sim") || last.contains('/') || Path::new(last).exists())
+        {
+            let message = format!(
+                "no MODEL was given, and `{last}` is taken as a name; put MODEL first, or name it with --model"
+            );
             return Err(Error::configuration("--served-model-name", message));
         }
         let engine = Arc::new(EngineSettings::new(engine)?);

@@ -70,11 +70,8 @@ impl ModelConfig {
         match (serve_as.quantization, stored.name()) {
             (Some(OnlineQuantization::Fp8), None) => self.spec.quantization = Quantization::to_fp8(),
             (Some(OnlineQuantization::Fp8), Some(name)) if !stored.is_fp8() => {
-                return Err(ModelError::unsupported(
-                    "--quantization",
-                    "fp8",
-                    format!("the model is stored in {name}, and is served so without the flag"),
-                ));
+                let message = format!("the model is stored in {name}, and is served so: leave the flag out");
+                return Err(ModelError::flag("--quantization", message));
             }
             // A model that is stored so is kept as it is.
             _ => {}

@@ -27,10 +27,8 @@ impl DecoderSpec {
                 .map(|ranks| ranks.to_string())
                 .collect();
             let fit = fit.join(", ");
-            return Err(ModelError::Flag {
-                flag: "--tensor-parallel-size",
-                message: format!("{ranks} ranks cannot share {why} equally; {fit} can"),
-            });
+            let message = format!("{ranks} ranks cannot share {why}; {fit} can");
+            return Err(ModelError::flag("--tensor-parallel-size", message));
         }
         let mut own = self.clone();
         own.shard = shard;
@@ -48,7 +46,7 @@ impl DecoderSpec {
         }
         let even = |what: &str, count: usize| match count.is_multiple_of(ranks) {
             true => Ok(()),
-            false => Err(format!("{count} {what}")),
+            false => Err(format!("{count} {what} equally")),
         };
         for layer in &self.layers {
             match &layer.mixer {

@@ -163,6 +163,13 @@ impl ModelError {
         }
     }
 
+    pub(crate) fn flag(flag: &'static str, message: impl Into<String>) -> Self {
+        Self::Flag {
+            flag,
+            message: quotable(&message.into()),
+        }
+    }
+
     /// Of a rank's part of a model, where the whole is supported.
     pub(crate) fn because_divided(self, ranks: usize) -> Self {
         match self {

@@ -78,7 +78,7 @@ impl Model {
     /// As [`Self::load`], for the rank of `options`, which meets the others at `exchange`.
     ///
     /// # Errors
-    /// As [`Self::load`]; [`ModelError::Unsupported`] where the model cannot be divided among so many ranks.
+    /// As [`Self::load`]; [`ModelError::Flag`] where the model cannot be divided among so many ranks.
     pub fn load_rank(
         path: &Path,
         options: LoadOptions,
@@ -217,11 +217,10 @@ impl ModelConfig {
 pub(crate) fn check_cpu(spec: &DecoderSpec) -> Result<(), ModelError> {
     match spec.quantization.is_online() {
         false => Ok(()),
-        true => Err(ModelError::Flag {
-            flag: "--quantization",
-            message: "fp8 is made on a GPU; a CPU serves weights as they are stored: leave the flag out"
-                .to_owned(),
-        }),
+        true => Err(ModelError::flag(
+            "--quantization",
+            "quantising to fp8 needs a GPU; a CPU serves weights as they are stored: leave the flag out",
+        )),
     }
 }
 

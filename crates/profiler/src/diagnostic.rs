@@ -128,12 +128,9 @@ impl Diagnostic {
         if let Some(peak) = self.measured_peak {
             line("measured peak", human_bytes(peak));
         }
-        // Where a flag sets the size, the first line says what fits.
-        let is_pinned = matches!(
-            self.cause,
-            Cause::PinnedTooLarge { .. } | Cause::PinnedTooSmall { .. }
-        );
-        if let Some(tokens) = self.initial_tokens.filter(|_| !is_pinned) {
+        // Of a size that a flag sets, the first line says what fits.
+        let is_said = matches!(self.cause, Cause::PinnedTooLarge { .. });
+        if let Some(tokens) = self.initial_tokens.filter(|_| !is_said) {
             line("room for KV", format!("{tokens} tokens"));
         }
         if let Some(tokens) = self.last_tokens {

@@ -167,7 +167,7 @@ impl Context {
         Ok(())
     }
 
-    /// For whom the engine keeps places free of others: the tenant, unless it is the only one.
+    /// The tenant in the engine's queue: the default one where all keys are of one owner, as nobody else needs places.
     pub(crate) fn queued_as(&self) -> TenantId {
         match self.0.state.options().keys.are_several() {
             true => self.tenant(),

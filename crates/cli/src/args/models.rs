@@ -34,7 +34,8 @@ pub struct ListArgs {
     pub json: bool,
 }
 
-const LIST_MODEL: &str = "List this repository of the Hub alone (owner/name) [default: all]";
+const LIST_MODEL: &str =
+    "List only this repository (owner/name, or owner/name:Q4_K_M for one of its GGUF files) [default: all]";
 
 const LIST_HELP: &str = "\
 Takes the arguments of plan, which decide what fits; --download-dir lists another cache. No weights are read.";

@@ -321,7 +321,7 @@ fn disabled(kernels: Kernels, head_dims: &[usize], fp8: Fp8Use, enforce_eager: b
             format!("made for compute capability 9.0, this GPU has {major}.{minor}: portable ones are used");
         add("Hopper prefill attention", reason);
     } else if !hopper {
-        let reason = "this binary was built without machine code for Hopper (CUDA_ARCHS=90a): portable ones are used, which are slower";
+        let reason = "built without code for Hopper: the portable kernels are used, which are slower; build with 90a in CUDA_ARCHS";
         add("Hopper kernels", reason.to_owned());
     } else if fp8.kv {
         let reason = "not made for an fp8 KV cache: the portable kernel is used";
@@ -524,7 +524,7 @@ mod tests {
             ..of((9, 0))
         };
         let without = disabled(without, &[128], Fp8Use::default(), false);
-        assert!(without.len() == 1 && without[0].reason.contains("CUDA_ARCHS=90a"));
+        assert!(without.len() == 1 && without[0].reason.contains("90a in CUDA_ARCHS"));
         let heads = disabled(of((9, 0)), &[256, 512], Fp8Use::default(), false);
         assert!(heads.len() == 1 && heads[0].reason.contains("heads of 512"));
         assert_eq!(

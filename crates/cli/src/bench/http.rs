@@ -259,7 +259,7 @@ struct Prepared {
 
 impl Client {
     async fn connect(args: &ServeBenchArgs) -> Result<Self, Error> {
-        let (http, base) = args.client.server(&args.base_url)?;
+        let (http, base) = args.client.server("--base-url", &args.base_url)?;
         let model = match &args.model {
             Some(model) => model.clone(),
             None => {

@@ -38,7 +38,7 @@ enum Found {
 pub(super) async fn connect(args: &ChatCommandArgs, own: &mut Option<OwnServer>) -> Result<Server, Error> {
     if !args.own_server {
         let url = args.url.as_deref().unwrap_or(DEFAULT_URL);
-        let (http, base) = args.client.server(url)?;
+        let (http, base) = args.client.server("--url", url)?;
         // What people call it.
         let place = if base == SOCKET_BASE { url } else { &base };
         match running(&http, &base, place).await? {

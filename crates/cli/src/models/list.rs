@@ -14,7 +14,7 @@ use crate::backend::Place;
 use crate::bytes::Bytes;
 use crate::display::{Align, Size, Table};
 use crate::error::Error;
-use crate::hub::{self, CachedModel, Contents, ModelName, missing_shard};
+use crate::hub::{self, CachedModel, Contents, missing_shard};
 use crate::serve::say;
 use crate::settings::EngineSettings;
 use crate::source::pick;
@@ -60,9 +60,6 @@ struct Row {
 /// Where the cache cannot be read, or flags are wrong.
 pub async fn list(args: ListArgs) -> Result<(), Error> {
     let only = args.engine.model.given().map(str::to_owned);
-    if let Some(Err(why)) = only.as_deref().map(str::parse::<ModelName>) {
-        return Err(Error::configuration("MODEL", why));
-    }
     let settings = EngineSettings::new(args.engine)?;
     let mut cache = hub::models(settings.hub.download_dir.as_deref()).await?;
     if let Some(only) = &only {

@@ -81,7 +81,7 @@ const SETTLE: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
 
 /// Runs the test and prints the verdict: for people on stderr, as one line of JSON on stdout.
 pub async fn run(args: SelftestArgs) -> Result<(), Error> {
-    let (http, base) = args.client.server(&args.url)?;
+    let (http, base) = args.client.server("--url", &args.url)?;
     let server = Server::new(http, base);
     let watch = Watch::default();
     let before = wait_until_idle(&server, &watch, args.wait).await?;

@@ -306,6 +306,9 @@ pub(super) fn check(architecture: Architecture, fields: &Map<String, Value>) -> 
     check_others(architecture.hf_name(), others)
 }
 
+/// Most unknown fields of which an error names all.
+const MOST_LISTED: usize = 8;
+
 /// Refuses fields that are not interpreted and may change something; all that the family does not know at once.
 fn check_others<'a>(
     family: &str,
@@ -328,6 +331,11 @@ fn check_others<'a>(
     let Some((&(field, value), others)) = unknown.split_first() else {
         return Ok(());
     };
+    let is_plain = |name: &str| name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
+    if unknown.len() > MOST_LISTED || !unknown.iter().all(|(field, _)| is_plain(field)) {
+        let message = format!("{family} has no such field here; it is one of {}", unknown.len());
+        return Err(ModelError::unsupported(field, value, message));
+    }
     let removed: Map<String, Value> = unknown
         .iter()
         .map(|(field, _)| ((*field).clone(), Value::Null))

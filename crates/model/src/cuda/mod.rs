@@ -102,7 +102,7 @@ impl GpuModel {
     /// they measure together which way of each product is fastest.
     ///
     /// # Errors
-    /// As [`Self::load`]; [`ModelError::Unsupported`] where the model cannot be divided among so many ranks,
+    /// As [`Self::load`]; [`ModelError::Flag`] where the model cannot be divided among so many ranks,
     /// [`ModelError::Cancelled`] where another rank failed.
     ///
     /// # Panics

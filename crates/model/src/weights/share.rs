@@ -63,7 +63,7 @@ impl Tensor<'_> {
 /// Which units a rank has.
 ///
 /// # Errors
-/// [`ModelError::Unsupported`] where one would be cut.
+/// [`ModelError::Flag`] where one would be cut.
 pub(crate) fn in_units(share: &Share, unit: usize, name: &str) -> Result<Vec<Range<usize>>, ModelError> {
     let own = share.own.iter().map(|range| {
         let is_whole = range.start.is_multiple_of(unit) && range.end.is_multiple_of(unit);
@@ -74,15 +74,12 @@ pub(crate) fn in_units(share: &Share, unit: usize, name: &str) -> Result<Vec<Ran
             Axis::Outputs => "outputs",
             Axis::Inputs => "inputs",
         };
-        ModelError::unsupported(
-            "--tensor-parallel-size",
-            format!(
-                "a part of `{name}` with {} of its {} {what}, which are stored {unit} together",
-                len(&share.own),
-                share.of
-            ),
-            format!("a number of ranks that leaves each a multiple of {unit} is"),
-        )
+        let (own, of) = (len(&share.own), share.of);
+        let message = format!(
+            "a rank would have {own} of its {of} {what} of `{name}`, which are stored {unit} together; a number of ranks that leaves \
+             each a multiple of {unit} can share them"
+        );
+        ModelError::flag("--tensor-parallel-size", message)
     })
 }
 

@@ -72,14 +72,11 @@ impl<'a> Checked<'a> {
                 .as_ref()
                 .is_some_and(|order| !is_in_turn(order, format, inputs));
             if share.axis == Axis::Inputs && is_ordered {
-                return Err(ModelError::unsupported(
-                    "--tensor-parallel-size",
-                    format!(
-                        "a part of the inputs of `{}`, whose groups are out of order",
-                        matrix.module
-                    ),
-                    "only 1 is for such a matrix (`desc_act`)",
-                ));
+                let message = format!(
+                    "ranks cannot share the inputs of `{}`, whose groups are out of order (`desc_act`)",
+                    matrix.module
+                );
+                return Err(ModelError::flag("--tensor-parallel-size", message));
             }
             stored = stored.of_rank(format, share, inputs)?;
         }
