@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(in_units(&share, 16, "t").unwrap(), vec![0..3]);
         let error = in_units(&share, 32, "t").unwrap_err().to_string();
         assert!(
-            error.contains("`t` with 48 of its 96 inputs") && error.contains("multiple of 32"),
+            error.contains("48 of its 96 inputs of `t`") && error.contains("multiple of 32"),
             "{error}"
         );
     }
