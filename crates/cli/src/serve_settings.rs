@@ -18,6 +18,7 @@ use crate::listen::Address;
 use crate::patience::{Patience, StepTimeouts};
 use crate::request_log::RequestLog;
 use crate::settings::EngineSettings;
+use crate::simulated::SimSpec;
 use crate::tls::Certificate;
 use crate::traces::Traces;
 
@@ -70,7 +71,7 @@ impl ServeSettings {
             events,
         } = args;
         if let (Some([_, .., last]), None) = (server.served_model_name.as_deref(), engine.model.given())
-            && (last.starts_with("sim") || last.contains('/') || Path::new(last).exists())
+            && (SimSpec::parse(last).is_some() || last.contains('/') || Path::new(last).exists())
         {
             let message = format!(
                 "no MODEL was given, and `{last}` is taken as a name; put MODEL first, or name it with --model"

@@ -130,8 +130,12 @@ fn unsupported_fields_are_named() {
             "LlamaForCausalLM has no such field here",
         ),
         llama(
+            json!({"it's": 4, "magic": 1}),
+            "LlamaForCausalLM has no such field here, nor 1 others",
+        ),
+        llama(
             json!({"attention_sinks": 4, "magic": 1, "use_cache": true}),
-            "nor `magic`. If they have no effect, remove them with --hf-overrides '{\"attention_sinks\":null,\"magic\":null}'",
+            "nor `magic`. Remove what has no effect with --hf-overrides '{\"attention_sinks\":null,\"magic\":null}'",
         ),
         llama(json!({"sliding_window": 64}), "sliding_window"),
         llama(json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),

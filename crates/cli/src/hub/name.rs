@@ -48,9 +48,6 @@ impl FromStr for ModelName {
             Some((name, revision)) => (name, Some(revision)),
             None => (text, None),
         };
-        if name == "sim" || name.starts_with("sim:") {
-            return Err("`sim` is built in, and not a model of the Hub".to_owned());
-        }
         // The cache has a file of that name.
         let legal = |revision: &str| {
             let character = |c: char| c.is_ascii_alphanumeric() || "-_./+".contains(c);
@@ -107,9 +104,7 @@ mod tests {
             let name: ModelName = text.parse().unwrap();
             assert_eq!(name.to_string(), text);
         }
-        for wrong in [
-            "sim", "sim:0.1", "a/b@", "a/b@../x", "a/b@/x", "a/b@x y", "a@b@c", "@main", "../b",
-        ] {
+        for wrong in ["a/b@", "a/b@../x", "a/b@/x", "a/b@x y", "a@b@c", "@main", "../b"] {
             assert!(wrong.parse::<ModelName>().is_err(), "{wrong}");
         }
     }

@@ -6,6 +6,7 @@ use crate::bytes::Bytes;
 use crate::error::Error;
 use crate::hub::{self, Weights};
 use crate::serve::say;
+use crate::simulated::SimSpec;
 use crate::source::hub_options;
 use crate::start::StartProgress;
 
@@ -15,6 +16,10 @@ use crate::start::StartProgress;
 /// Where it cannot be had, or a revision is given twice.
 pub async fn pull(args: PullArgs) -> Result<(), Error> {
     let (name, mut at) = (args.model, args.hub);
+    if SimSpec::parse(&name.to_string()).is_some() {
+        let message = "the simulated model is built in: there is nothing to download";
+        return Err(Error::configuration("MODEL", message));
+    }
     if let Some(revision) = &name.revision {
         if at.has_revision() && at.revision != *revision {
             let message = format!("{} is given too, and MODEL says {revision}", at.revision);

@@ -331,28 +331,28 @@ fn check_others<'a>(
     let Some((&(field, value), others)) = unknown.split_first() else {
         return Ok(());
     };
+    let mut supported = format!("{family} has no such field here");
+    // Names of any length, or that a shell would read, are not for a message that people paste.
     let is_plain = |name: &str| name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
-    if unknown.len() > MOST_LISTED || !unknown.iter().all(|(field, _)| is_plain(field)) {
-        let message = format!("{family} has no such field here; it is one of {}", unknown.len());
-        return Err(ModelError::unsupported(field, value, message));
-    }
-    let removed: Map<String, Value> = unknown
-        .iter()
-        .map(|(field, _)| ((*field).clone(), Value::Null))
-        .collect();
-    let overrides = Value::from(removed);
-    let supported = match others.len() {
-        0 => format!(
-            "{family} has no such field here. If it has no effect, remove it with --hf-overrides '{overrides}'"
-        ),
-        _ => {
+    let are_named = unknown.len() <= MOST_LISTED && unknown.iter().all(|(field, _)| is_plain(field));
+    match others.len() {
+        0 => {}
+        _ if are_named => {
             let others: Vec<_> = others.iter().map(|(field, _)| format!("`{field}`")).collect();
-            format!(
-                "{family} has no such field here, nor {}. If they have no effect, remove them with --hf-overrides '{overrides}'",
-                others.join(", ")
-            )
+            supported += &format!(", nor {}", others.join(", "));
         }
-    };
+        more => supported += &format!(", nor {more} others"),
+    }
+    if are_named {
+        let removed: Map<String, Value> = unknown
+            .iter()
+            .map(|(field, _)| ((*field).clone(), Value::Null))
+            .collect();
+        supported += &format!(
+            ". Remove what has no effect with --hf-overrides '{}'",
+            Value::from(removed)
+        );
+    }
     Err(ModelError::unsupported(field, value, supported))
 }
 
