@@ -161,7 +161,7 @@ def test_rm_leaves_what_is_in_use(environment, cache, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     with conftest.process(tmp_path, "acme/tiny", "--max-model-len", "64", "--max-num-seqs", "2", "--device", "cpu") as (child, port, log):
         done = run(environment, "rm", "-y", "acme/tiny")
-        assert done.returncode == 2 and f"process {child.pid} ({BINARY.name})" in done.stderr, (done, log.read_text())
+        assert done.returncode == 2 and f"process {child.pid} (plimsoll)" in done.stderr, (done, log.read_text())
     assert directory.exists()
     assert run(environment, "rm", "-y", "acme/tiny").returncode == 0
     assert not directory.exists()
