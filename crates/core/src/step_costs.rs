@@ -11,8 +11,9 @@ pub struct StepCost {
 pub const OUTPUTS_BESIDE_PROMPTS: usize = 16;
 
 /// How long steps take, from a few measured ones. Between them time is linear, beyond the last one too, and it never falls with
-/// the number of rows. Beyond the last step with prompts a row costs at least what it costs on average there: a device that computes
-/// all the time slows down, which a few steps do not show.
+/// the number of rows. Beyond the last step with prompts a row costs what it costs on average in the best one: what two steps differ by
+/// is mostly chance, as sizes suit the products more or less, and a device that computes all the time slows down, which a few steps do
+/// not show.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepCosts {
     /// Only outputs: one row of each request.
@@ -86,19 +87,13 @@ impl StepCosts {
 
     /// Seconds of a step that generates a token for each of `rows` requests with short contexts.
     pub fn decode_seconds(&self, rows: usize) -> f64 {
-        seconds(&self.decode, 0.0, rows)
+        seconds(&self.decode, None, rows)
     }
 
     /// Seconds of a step that generates a token for each of `decoding` requests with short contexts, and computes `prompts` tokens
     /// of prompts.
     pub fn mixed_seconds(&self, decoding: usize, prompts: usize) -> f64 {
         self.mixed_by_rows(decoding + prompts) + self.excess(decoding)
-    }
-
-    /// Most prompt tokens of a step that generates for `decoding` requests too and takes at most `seconds`; 0 where none does.
-    pub fn mixed_tokens(&self, decoding: usize, seconds: f64) -> usize {
-        let rows = self.mixed_rows(seconds - self.excess(decoding));
-        rows.saturating_sub(decoding)
     }
 
     /// Seconds that so many rows of outputs add to those of a step with prompts, beyond what as many rows of prompts take.
@@ -108,50 +103,31 @@ impl StepCosts {
     }
 
     /// Seconds that a row of output takes longer than one of a prompt: it is sampled from, and where a model has states it reads and
-    /// writes one of its own. From the smallest and the largest step without prompts whose rows are within the range of the measured
-    /// steps with prompts.
+    /// writes one of its own. From the largest size that was measured without prompts and with them.
     fn output_seconds(decode: &[StepCost], mixed: &[StepCost]) -> f64 {
-        let [Some(least), Some(most)] = [mixed.first(), mixed.last()] else {
-            return 0.0;
-        };
-        let in_range = |step: &&StepCost| (least.rows..=most.rows).contains(&step.rows);
-        let mut outputs = decode.iter().filter(in_range);
-        let (Some(few), Some(many)) = (outputs.next(), outputs.next_back()) else {
-            return 0.0;
-        };
-        let prompts = seconds(mixed, 0.0, many.rows) - seconds(mixed, 0.0, few.rows);
-        let longer = many.seconds - few.seconds - prompts;
-        (longer / (many.rows - few.rows) as f64).max(0.0)
+        let both = decode
+            .iter()
+            .rev()
+            .filter(|step| step.rows > OUTPUTS_BESIDE_PROMPTS)
+            .find_map(|outputs| {
+                let prompts = mixed.iter().find(|step| step.rows == outputs.rows)?;
+                Some((outputs, prompts))
+            });
+        both.map_or(0.0, |(outputs, prompts)| {
+            let more = outputs.rows - OUTPUTS_BESIDE_PROMPTS;
+            ((outputs.seconds - prompts.seconds) / more as f64).max(0.0)
+        })
     }
 
     /// Seconds of a step of `rows` rows, nearly all of them of prompts.
     fn mixed_by_rows(&self, rows: usize) -> f64 {
-        seconds(&self.mixed, self.mixed_average(), rows)
+        seconds(&self.mixed, Some(self.least_average()), rows)
     }
 
-    /// Seconds per row of the largest step with prompts.
-    fn mixed_average(&self) -> f64 {
-        self.mixed
-            .last()
-            .map_or(0.0, |last| last.seconds / last.rows as f64)
-    }
-
-    /// Most rows of a step of prompts that takes at most `seconds`; 0 where none does.
-    fn mixed_rows(&self, seconds: f64) -> usize {
-        let after = self.mixed.partition_point(|cost| cost.seconds <= seconds);
-        let Some(before) = after.checked_sub(1) else {
-            return 0;
-        };
-        let (from, slope) = (
-            self.mixed[before],
-            slope(&self.mixed, self.mixed_average(), before),
-        );
-        // Of no time at all is only what was measured.
-        let more = match slope > 0.0 {
-            true => (seconds - from.seconds) / slope,
-            false => 0.0,
-        };
-        from.rows + more as usize
+    /// Seconds per row of the step with prompts in which a row costs the least.
+    fn least_average(&self) -> f64 {
+        let averages = self.mixed.iter().map(|step| step.seconds / step.rows as f64);
+        averages.fold(f64::INFINITY, f64::min)
     }
 }
 
@@ -177,21 +153,22 @@ fn ladder(mut costs: Vec<StepCost>) -> Option<Vec<StepCost>> {
     Some(costs)
 }
 
-/// Seconds per row behind the measured step `at`; behind the last one as before it, but at least `least`.
-fn slope(ladder: &[StepCost], least: f64, at: usize) -> f64 {
+/// Seconds per row behind the measured step `at`; behind the last one `beyond`, or as before it.
+fn slope(ladder: &[StepCost], beyond: Option<f64>, at: usize) -> f64 {
     let between = |from: &StepCost, to: &StepCost| (to.seconds - from.seconds) / (to.rows - from.rows) as f64;
-    match (ladder.get(at + 1), ladder) {
-        (Some(next), _) => between(&ladder[at], next),
-        (None, [.., from, to]) => between(from, to).max(least),
-        (None, _) => least,
+    match (ladder.get(at + 1), beyond, ladder) {
+        (Some(next), ..) => between(&ladder[at], next),
+        (None, Some(beyond), _) => beyond,
+        (None, None, [.., from, to]) => between(from, to),
+        (None, None, _) => 0.0,
     }
 }
 
-fn seconds(ladder: &[StepCost], least: f64, rows: usize) -> f64 {
+fn seconds(ladder: &[StepCost], beyond: Option<f64>, rows: usize) -> f64 {
     let after = ladder.partition_point(|cost| cost.rows <= rows);
     let before = after.saturating_sub(1);
     let from = ladder[before];
-    from.seconds + slope(ladder, least, before) * rows.saturating_sub(from.rows) as f64
+    from.seconds + slope(ladder, beyond, before) * rows.saturating_sub(from.rows) as f64
 }
 
 #[cfg(test)]
@@ -213,24 +190,26 @@ mod tests {
             (150, 3.0),
             (300, 7.0),
             (400, 10.0),
-            (500, 13.0),
+            (500, 12.0),
         ] {
             assert!((costs.mixed_seconds(0, rows) - seconds).abs() < 1e-9, "{rows}");
         }
         assert!((costs.decode_seconds(51) - 1.5).abs() < 1e-9);
         assert!((costs.decode_seconds(201) - 3.0).abs() < 1e-9);
-        for (seconds, rows) in [(1.9, 0), (2.0, 100), (3.0, 150), (10.0, 400), (13.0, 500)] {
-            assert_eq!(costs.mixed_tokens(0, seconds), rows, "{seconds}");
-        }
     }
 
-    /// As measured on an H200, where the last slope alone would make steps of 8192 rows look cheaper than any.
+    /// As measured on an H200, where the last slope alone would make steps of 8192 rows look cheaper than any, and where another size
+    /// than the last happened to suit the products best.
     #[test]
-    fn beyond_the_last_step_a_row_costs_no_less_than_there() {
-        let costs = costs(&[(512, 11.34), (1024, 22.75), (2048, 43.07)]).unwrap();
-        let seconds = costs.mixed_seconds(0, 8192);
-        assert!((seconds - 43.07 * 4.0).abs() < 1e-9, "{seconds}");
-        assert_eq!(costs.mixed_tokens(0, 43.07 * 2.0), 4096);
+    fn beyond_the_last_step_a_row_costs_what_it_costs_in_the_best() {
+        for (last, expected) in [
+            ((2048, 43.07), 43.07 + 6144.0 * 43.07 / 2048.0),
+            ((1536, 37.6), 37.6 + 6656.0 * 22.75 / 1024.0),
+        ] {
+            let costs = costs(&[(512, 12.34), (1024, 22.75), last]).unwrap();
+            let seconds = costs.mixed_seconds(0, 8192);
+            assert!((seconds - expected).abs() < 1e-9, "{seconds}, not {expected}");
+        }
     }
 
     #[test]
@@ -245,7 +224,6 @@ mod tests {
                 seconds: 2.0
             }
         );
-        assert_eq!(costs.mixed_tokens(0, 2.0), 200);
     }
 
     /// As of Qwen3.5-9B on an H200: 256 requests that generate take longer alone than 288 rows nearly all of which are of prompts.
@@ -261,12 +239,6 @@ mod tests {
             for prompts in [1, 32, 512] {
                 let seconds = costs.mixed_seconds(decoding, prompts);
                 assert!(seconds > alone, "{decoding} beside {prompts}: {seconds}");
-                let tokens = costs.mixed_tokens(decoding, seconds + 1e-9);
-                assert_eq!(
-                    costs.mixed_seconds(decoding, tokens),
-                    seconds,
-                    "{tokens} of {prompts}"
-                );
             }
         }
         let dense = costs_of_rows();

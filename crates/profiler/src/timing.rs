@@ -13,14 +13,14 @@ use crate::timed_shape::TimedShape;
 use crate::{Phase, StepTimes, Target, TimedStep};
 
 /// Steps without prompts, and with the most that may run at once, if that is less than the last.
-const DECODE_ROWS: [usize; 6] = [1, 64, 128, 256, 512, 1024];
+const DECODE_ROWS: [usize; 7] = [1, 64, 128, 256, 384, 512, 1024];
 
 /// Steps with prompts, and the largest there may be, if that is less than the last. Beyond it a row costs what it costs there.
-const MIXED_ROWS: [usize; 6] = [32, 128, 256, 512, 1024, 2048];
+const MIXED_ROWS: [usize; 8] = [32, 128, 256, 384, 512, 768, 1024, 1536];
 
-/// Larger steps vary less, and are timed once.
-const REPEATED_ROWS: usize = 512;
-const REPEATS: usize = 3;
+/// Steps are timed twice, as the first of a size can take longer than all that follow, and smaller ones, which vary more, once more.
+const REPEATS: usize = 2;
+const REPEATED_ROWS: usize = 256;
 
 /// Tokens before those that are generated: reading them takes no time.
 const SHORT_CONTEXT: usize = 1;
@@ -31,7 +31,7 @@ const LONG_CONTEXT_ROWS: usize = 64;
 const LEAST_LONG_CONTEXT: usize = 256;
 
 /// For all steps together, or this part of the time of the proof if that is longer.
-const LIMIT: Duration = Duration::from_millis(250);
+const LIMIT: Duration = Duration::from_millis(400);
 const LIMIT_OF_PROOF: f64 = 0.1;
 
 impl<T: Target> Profiler<'_, T> {
@@ -57,9 +57,9 @@ impl<T: Target> Profiler<'_, T> {
         let limit = LIMIT.max(proof.mul_f64(LIMIT_OF_PROOF));
         let mut stopwatch = Stopwatch::new(started, limit, depth);
         let shapes = self.timed_shapes(kv);
-        let repeated = || shapes.iter().filter(|shape| shape.rows <= REPEATED_ROWS);
-        let again = (1..REPEATS).flat_map(|_| repeated());
-        for &shape in shapes.iter().chain(again) {
+        let all = (0..REPEATS).flat_map(|_| &shapes);
+        let again = shapes.iter().filter(|shape| shape.rows <= REPEATED_ROWS);
+        for &shape in all.chain(again) {
             let is_time = stopwatch.is_time_for(shape);
             if self.ranks.min(usize::from(is_time))? == 0 {
                 break;

@@ -23,10 +23,14 @@ impl StepSize {
     }
 }
 
+/// Rows that products are computed in.
+const TILE: f64 = 128.0;
+
 /// Times of the parts of a step, in microseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct StepModel {
-    /// Matrix products of a step, by rows: linear between, and beyond the last.
+    /// Matrix products of a step, by rows: linear between, and beyond the last; but more rows than [`TILE`] are computed in whole
+    /// tiles.
     pub products: &'static [(f64, f64)],
     /// LM head, sampling and what else each step has, whatever its size.
     pub step: f64,
@@ -67,22 +71,34 @@ impl StepModel {
         pair: 0.000_525,
     };
 
-    /// Qwen3.5-9B in bfloat16 on one H200: products and the rest as `--profile-report` and `scripts/kernel-times` show them.
+    /// Qwen3.5-9B in bfloat16 on one H200: steps with prompts as the auto-profile times them, for many more sizes.
     pub const H200_HYBRID_9B: Self = Self {
         products: &[
             (1.0, 4500.0),
-            (64.0, 4750.0),
-            (128.0, 5150.0),
-            (256.0, 6750.0),
-            (512.0, 10_800.0),
-            (1024.0, 19_500.0),
-            (8192.0, 149_000.0),
+            (64.0, 5100.0),
+            (128.0, 5600.0),
+            (256.0, 7400.0),
+            (384.0, 10_300.0),
+            (512.0, 13_000.0),
+            (640.0, 15_900.0),
+            (768.0, 18_400.0),
+            (896.0, 21_900.0),
+            (1024.0, 23_500.0),
+            (1280.0, 32_200.0),
+            (1536.0, 36_800.0),
+            (1792.0, 42_500.0),
+            (2048.0, 50_200.0),
+            (2304.0, 56_700.0),
+            (3072.0, 69_200.0),
+            (4096.0, 94_300.0),
+            (6144.0, 140_700.0),
+            (8192.0, 191_500.0),
         ],
-        step: 500.0,
-        row: 1.1,
-        prompt_row: 1.7,
-        mixed: 700.0,
-        state: 28.0,
+        step: 0.0,
+        row: 0.0,
+        prompt_row: 0.0,
+        mixed: 500.0,
+        state: 31.0,
         context: 0.0081,
         pair: 0.000_26,
     };
@@ -100,6 +116,10 @@ impl StepModel {
     }
 
     fn products(&self, rows: f64) -> f64 {
+        let rows = match rows > TILE {
+            true => (rows / TILE).ceil() * TILE,
+            false => rows,
+        };
         let after = self.products.partition_point(|&(known, _)| known < rows);
         let after = after.clamp(1, self.products.len() - 1);
         let ((from, least), (to, most)) = (self.products[after - 1], self.products[after]);
@@ -130,8 +150,8 @@ impl StepModel {
                 seconds: self.seconds(&size),
             }
         };
-        let decode = [1, 64, 128, 256, 512, 1024].map(|rows| timed(rows, 0));
-        let mixed = [32, 128, 256, 512, 1024, 2048].into_iter();
+        let decode = [1, 64, 128, 256, 384, 512, 1024].map(|rows| timed(rows, 0));
+        let mixed = [32, 128, 256, 384, 512, 768, 1024, 1536].into_iter();
         let mixed = mixed.filter(|&rows| rows <= max_num_batched_tokens);
         let mixed = mixed.map(|rows| timed(OUTPUTS_BESIDE_PROMPTS, rows - OUTPUTS_BESIDE_PROMPTS));
         let costs = StepCosts::new(decode.into(), mixed.collect(), self.context * 1e-6);

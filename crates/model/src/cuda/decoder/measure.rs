@@ -13,7 +13,9 @@ use crate::cuda::weights::{GpuLayer, GpuVector, GpuWeights};
 use crate::{DecoderSpec, ModelError, OutputHead};
 
 /// Numbers of rows that linear layers are measured for: those of decode steps, and of prompts.
-const MEASURED_ROWS: [usize; 16] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 2048, 8192];
+const MEASURED_ROWS: [usize; 20] = [
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 8192,
+];
 /// Most rows that are sampled from are fewer.
 const MEASURED_HEAD_ROWS: usize = 256;
 /// Most bytes of device memory that this takes while the model is loaded: with the libraries' workspace, and what allocators round up
