@@ -15,7 +15,7 @@ use crate::{Phase, StepTimes, Target, TimedStep};
 /// Steps without prompts, and with the most that may run at once, if that is less than the last.
 const DECODE_ROWS: [usize; 7] = [1, 64, 128, 256, 384, 512, 1024];
 
-/// Steps with prompts, and the largest there may be, if that is less than the last. Beyond it a row costs what it costs there.
+/// Steps with prompts, and the largest there may be, if that is less than the last.
 const MIXED_ROWS: [usize; 8] = [32, 128, 256, 384, 512, 768, 1024, 1536];
 
 /// Steps are timed twice, as the first of a size can take longer than all that follow, and smaller ones, which vary more, once more.

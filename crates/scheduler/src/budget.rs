@@ -15,13 +15,10 @@ const SHARE_EXPONENT: f64 = 2.0;
 const STRETCH: f64 = 2.0;
 
 /// Added to [`STRETCH`], times the square root of how many requests wait for each one that generates.
-const STRETCH_BY_BACKLOG: f64 = 14.0;
+const STRETCH_BY_BACKLOG: f64 = 7.0;
 
 /// With one image to encode, a step in which requests generate may take this part longer.
 const ENCODE_STRETCH: f64 = 0.2;
-
-/// Added to [`ENCODE_STRETCH`], times the square root of how many other requests wait for each one that generates.
-const ENCODE_STRETCH_BY_BACKLOG: f64 = 7.0;
 
 /// No prompt takes more steps than this, whatever a step may take, and no image.
 const MOST_CHUNKS: usize = 256;
@@ -35,7 +32,7 @@ const MOST_CHUNKS: usize = 256;
 /// `1 - (D / (D + w))^2` of a step's fixed time, `decode(1)`, is the prompts' too: the longer the backlog, the larger the best `P`.
 ///
 /// Latency decides among all `P` that cost at most 1 % more per token than the best: the step shall take at most
-/// `2 + 14 sqrt(w / D)` times as long as without prompts. If nothing generates, the largest of them is taken, or the whole next prompt.
+/// `2 + 7 sqrt(w / D)` times as long as without prompts. If nothing generates, the largest of them is taken, or the whole next prompt.
 ///
 /// `D + P` is a size that was measured, or a power of two beyond: products are computed in tiles of rows, so a step that is a little
 /// larger takes as long as the next size. On an H200 512 rows of an 8B model take 12 ms, and 513 to 640 rows 14.
@@ -194,7 +191,7 @@ impl PromptBudget {
         }
         let alone = self.costs.decode_seconds(decoding) + self.costs.context_seconds() * context as f64;
         let others = prompts.saturating_sub(1) as f64 / decoding as f64;
-        let seconds = (ENCODE_STRETCH + ENCODE_STRETCH_BY_BACKLOG * others.sqrt()) * alone;
+        let seconds = (ENCODE_STRETCH + STRETCH_BY_BACKLOG * others.sqrt()) * alone;
         // Half of what is left, the other half is for prompts.
         let target = self.target.map(|target| (target - alone).max(0.0) / 2.0);
         Some(EncodeTime {

@@ -29,7 +29,7 @@ const TILE: f64 = 128.0;
 /// Times of the parts of a step, in microseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct StepModel {
-    /// Matrix products of a step, by rows: linear between, and beyond the last; but more rows than [`TILE`] are computed in whole
+    /// Matrix products of a step, by rows: linear between, and beyond the last; but more rows than a tile has are computed in whole
     /// tiles.
     pub products: &'static [(f64, f64)],
     /// LM head, sampling and what else each step has, whatever its size.

@@ -202,7 +202,7 @@ fn behind_the_best(loads: u64, wrong: f64) -> [f64; 3] {
 fn random_loads_are_nearly_as_fast_as_with_the_best_fixed_budget() {
     let [mean, above, most] = behind_the_best(2000, 0.0);
     assert!(
-        mean < 0.001 && above < 0.02 && most < 0.075,
+        mean < 0.002 && above < 0.02 && most < 0.075,
         "{mean}, {above} of the loads, {most}"
     );
 }
@@ -211,7 +211,7 @@ fn random_loads_are_nearly_as_fast_as_with_the_best_fixed_budget() {
 fn times_that_were_measured_wrong_cost_little() {
     let [mean, above, most] = behind_the_best(500, 0.03);
     assert!(
-        mean < 0.003 && above < 0.04 && most < 0.1,
+        mean < 0.004 && above < 0.05 && most < 0.1,
         "{mean}, {above} of the loads, {most}"
     );
 }
