@@ -10,10 +10,10 @@ pub struct StepCost {
 /// Most requests that generate in the steps with prompts that are measured.
 pub const OUTPUTS_BESIDE_PROMPTS: usize = 16;
 
-/// How long steps take, from a few measured ones. Between them time is linear, beyond the last one too, and it never falls with
-/// the number of rows. Beyond the last step with prompts a row costs what it costs on average in the best one: what two steps differ by
-/// is mostly chance, as sizes suit the products more or less, and a device that computes all the time slows down, which a few steps do
-/// not show.
+/// How long steps take, from a few measured ones. Time never falls with the number of rows, and is linear between measured steps.
+/// Beyond the last decode step it goes on as before it. Beyond the last step with prompts a row costs what it costs on average in the
+/// best one: what the last two differ by is mostly chance, as some sizes suit the products more than others, and a device that computes
+/// all the time slows down, which a few steps do not show.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepCosts {
     /// Only outputs: one row of each request.
@@ -24,6 +24,8 @@ pub struct StepCosts {
     context_seconds: f64,
     /// Added for each row of output beside prompts beyond the first [`OUTPUTS_BESIDE_PROMPTS`].
     output_seconds: f64,
+    /// Of the step with prompts in which a row costs the least on average.
+    row_seconds: f64,
     encode: Option<EncodeCost>,
 }
 
@@ -53,6 +55,8 @@ impl StepCosts {
         let known = context_seconds.is_finite() && context_seconds >= 0.0;
         (known && mixed.len() > 1).then(|| Self {
             output_seconds: Self::output_seconds(&decode, &mixed),
+            row_seconds: (mixed.iter().map(|step| step.seconds / step.rows as f64))
+                .fold(f64::INFINITY, f64::min),
             decode,
             mixed,
             context_seconds,
@@ -96,6 +100,12 @@ impl StepCosts {
         self.mixed_by_rows(decoding + prompts) + self.excess(decoding)
     }
 
+    /// Most prompt tokens of a step that generates for `decoding` requests too and takes at most `seconds`; 0 where none does.
+    pub fn mixed_tokens(&self, decoding: usize, seconds: f64) -> usize {
+        let rows = self.mixed_rows(seconds - self.excess(decoding));
+        rows.saturating_sub(decoding)
+    }
+
     /// Seconds that so many rows of outputs add to those of a step with prompts, beyond what as many rows of prompts take.
     fn excess(&self, decoding: usize) -> f64 {
         let more = decoding.saturating_sub(OUTPUTS_BESIDE_PROMPTS);
@@ -103,31 +113,45 @@ impl StepCosts {
     }
 
     /// Seconds that a row of output takes longer than one of a prompt: it is sampled from, and where a model has states it reads and
-    /// writes one of its own. From the largest size that was measured without prompts and with them.
+    /// writes one of its own. From the largest size that was measured without prompts and with them; where there is none, from the
+    /// largest without prompts that lies between sizes with them.
     fn output_seconds(decode: &[StepCost], mixed: &[StepCost]) -> f64 {
-        let both = decode
-            .iter()
-            .rev()
-            .filter(|step| step.rows > OUTPUTS_BESIDE_PROMPTS)
-            .find_map(|outputs| {
-                let prompts = mixed.iter().find(|step| step.rows == outputs.rows)?;
-                Some((outputs, prompts))
-            });
-        both.map_or(0.0, |(outputs, prompts)| {
-            let more = outputs.rows - OUTPUTS_BESIDE_PROMPTS;
-            ((outputs.seconds - prompts.seconds) / more as f64).max(0.0)
+        let [Some(least), Some(most)] = [mixed.first(), mixed.last()] else {
+            return 0.0;
+        };
+        let in_range = |step: &&StepCost| {
+            step.rows > OUTPUTS_BESIDE_PROMPTS && (least.rows..=most.rows).contains(&step.rows)
+        };
+        let is_in_both = |step: &&StepCost| mixed.iter().any(|with| with.rows == step.rows);
+        let candidates = || decode.iter().rev().filter(in_range);
+        let outputs = candidates().find(is_in_both).or_else(|| candidates().next());
+        outputs.map_or(0.0, |outputs| {
+            let longer = outputs.seconds - seconds(mixed, None, outputs.rows);
+            (longer / (outputs.rows - OUTPUTS_BESIDE_PROMPTS) as f64).max(0.0)
         })
     }
 
     /// Seconds of a step of `rows` rows, nearly all of them of prompts.
     fn mixed_by_rows(&self, rows: usize) -> f64 {
-        seconds(&self.mixed, Some(self.least_average()), rows)
+        seconds(&self.mixed, Some(self.row_seconds), rows)
     }
 
-    /// Seconds per row of the step with prompts in which a row costs the least.
-    fn least_average(&self) -> f64 {
-        let averages = self.mixed.iter().map(|step| step.seconds / step.rows as f64);
-        averages.fold(f64::INFINITY, f64::min)
+    /// Most rows of a step of prompts that takes at most `seconds`; 0 where none does.
+    fn mixed_rows(&self, seconds: f64) -> usize {
+        let after = self.mixed.partition_point(|cost| cost.seconds <= seconds);
+        let Some(before) = after.checked_sub(1) else {
+            return 0;
+        };
+        let (from, slope) = (
+            self.mixed[before],
+            slope(&self.mixed, Some(self.row_seconds), before),
+        );
+        // Of no time at all is only what was measured.
+        let more = match slope > 0.0 {
+            true => (seconds - from.seconds) / slope,
+            false => 0.0,
+        };
+        from.rows + more as usize
     }
 }
 
@@ -194,6 +218,9 @@ mod tests {
         ] {
             assert!((costs.mixed_seconds(0, rows) - seconds).abs() < 1e-9, "{rows}");
         }
+        for (seconds, rows) in [(1.9, 0), (2.0, 100), (3.0, 150), (10.0, 400), (12.0, 500)] {
+            assert_eq!(costs.mixed_tokens(0, seconds), rows, "{seconds}");
+        }
         assert!((costs.decode_seconds(51) - 1.5).abs() < 1e-9);
         assert!((costs.decode_seconds(201) - 3.0).abs() < 1e-9);
     }
@@ -239,8 +266,24 @@ mod tests {
             for prompts in [1, 32, 512] {
                 let seconds = costs.mixed_seconds(decoding, prompts);
                 assert!(seconds > alone, "{decoding} beside {prompts}: {seconds}");
+                let tokens = costs.mixed_tokens(decoding, seconds + 1e-9);
+                assert_eq!(
+                    costs.mixed_seconds(decoding, tokens),
+                    seconds,
+                    "{tokens} of {prompts}"
+                );
             }
         }
+        let expected = (28.44 - 13.62) / (512.0 - 16.0);
+        assert!((costs.output_seconds - expected).abs() < 1e-9, "{costs:?}");
+        // As with at most 110 requests at once: no size is in both.
+        let few = StepCosts::new(
+            [(1, 5.0), (64, 7.0), (110, 9.0)].map(|step| cost(&step)).into(),
+            [(32, 6.5), (128, 7.1)].map(|step| cost(&step)).into(),
+            0.0,
+        );
+        let expected = (9.0 - (6.5 + 0.6 * 78.0 / 96.0)) / 94.0;
+        assert!((few.unwrap().output_seconds - expected).abs() < 1e-9);
         let dense = costs_of_rows();
         let more = dense.mixed_seconds(256, 256) - dense.mixed_seconds(0, 512);
         assert!(more.abs() < 1e-9, "{more}");

@@ -18,7 +18,8 @@ const DECODE_ROWS: [usize; 7] = [1, 64, 128, 256, 384, 512, 1024];
 /// Steps with prompts, and the largest there may be, if that is less than the last.
 const MIXED_ROWS: [usize; 8] = [32, 128, 256, 384, 512, 768, 1024, 1536];
 
-/// Steps are timed twice, as the first of a size can take longer than all that follow, and smaller ones, which vary more, once more.
+/// As far as there is time, steps are timed twice, as the first of a size can take longer than all that follow, and those of up to 256
+/// rows, which vary more, three times.
 const REPEATS: usize = 2;
 const REPEATED_ROWS: usize = 256;
 
@@ -174,7 +175,9 @@ impl Stopwatch {
 
     /// Whether another step is likely to end in time.
     fn is_time_for(&self, shape: TimedShape) -> bool {
-        self.started.elapsed().as_secs_f64() + self.predicted(shape.rows) < self.limit.as_secs_f64()
+        let known = self.shortest.get(&shape).copied();
+        let seconds = known.unwrap_or_else(|| self.predicted(shape.rows));
+        self.started.elapsed().as_secs_f64() + seconds < self.limit.as_secs_f64()
     }
 
     /// Seconds of a step of so many rows, by the last two that were timed. One alone tells nothing: on a GPU 64 rows take hardly

@@ -34,10 +34,10 @@ pub(super) fn most_blocks(values: GpuValues) -> usize {
 }
 
 /// Bytes of bf16 weights from which on a product starts when the kernel ahead has ended. One that starts early begins to read beside that
-/// kernel, but finds some multiprocessors full, and others take two of its blocks, for which all wait: a token of Llama-3.1-8B's shape
-/// took 4.5 to 5.5 ms that way, by the cuts that a start happened to choose, and of Qwen3.5-9B's 5.4 to 5.6, instead of 4.3 and 4.5 (one
-/// row, an H200). Small products win more by it than they lose, and weights of fewer bits, of which a multiprocessor has room for more
-/// blocks, win too: 2.7 instead of 2.9 ms in FP8, 2.4 instead of 2.6 in four bits.
+/// kernel, but finds some multiprocessors full, and others take two of its blocks, for which all wait: with all products so, a token of
+/// Llama-3.1-8B's and of Qwen3.5-9B's shape took 5.5 ms instead of 4.3 and 4.5 (one row, an H200; tests/bench/h200/tiles.json). Weights of
+/// fewer bits, of which a multiprocessor has room for more blocks, win: 2.8 instead of 2.9 ms in FP8, 2.4 instead of 2.6 in four bits. So
+/// do those of a 0.5B shape (kernels.md there); what lies between was not measured.
 const LARGE_BYTES: usize = 32 << 20;
 
 /// Whether a product starts before the kernel ahead has ended, to read its first weights.
@@ -114,7 +114,7 @@ pub struct LinearCut {
     pub row_warps: usize,
     /// Blocks that share k. A power of two; more than 1 needs compute capability 9.0.
     pub cluster: usize,
-    /// Blocks on a multiprocessor: 1 or 2. Reading bf16 weights needs one, and the next kernel's starts to read beside it. Weights of
+    /// Blocks on a multiprocessor: 1 or 2. Reading bf16 weights needs one, and the next kernel's may start to read beside it. Weights of
     /// fewer bits are unpacked meanwhile, which two hide better.
     pub blocks_per_sm: usize,
 }
@@ -228,7 +228,7 @@ impl StreamKernels {
         });
         let mut cuts: Vec<_> = cuts.filter(|cut| self.can(shape, output, *cut)).collect();
         // A block's part of x should fit, and no multiprocessor should be without a block: one that is gets two of the next
-        // kernel's.
+        // kernel's, if that starts early.
         let sms = self.gpu.info().sm_count;
         let fills = |cut: &LinearCut| 16 * cut.cluster * self.clusters_of(shape.n, output, *cut) >= 15 * sms;
         if cuts.iter().any(fills) {
