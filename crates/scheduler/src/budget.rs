@@ -20,7 +20,7 @@ const STRETCH_BY_BACKLOG: f64 = 7.0;
 /// With one image to encode, a step in which requests generate may take this part longer.
 const ENCODE_STRETCH: f64 = 0.2;
 
-/// Rows that GPUs compute products in; where there are less, some have smaller tiles, and CPUs have none.
+/// GPUs compute products in tiles of about so many rows. Smaller steps have smaller tiles, and on CPUs there are none.
 const TILE: usize = 128;
 
 /// No prompt takes more steps than this, whatever a step may take, and no image.

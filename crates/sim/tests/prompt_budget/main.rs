@@ -138,9 +138,9 @@ fn states_of_requests_that_generate_hold_up_no_prompt() {
     compare_known(&Traffic::equal(Kind::Closed(256), 2560, 512, 128), &device);
 }
 
-/// Throughput of so many loads, each beside the fixed budget that happens to suit it best: how far the rule is behind on average, the part
-/// of the loads where it is more than 3 % behind, and the most.
-fn behind_the_best(loads: u64, wrong: f64) -> [f64; 3] {
+/// Throughput of so many loads, by times that were measured up to so much wrong, each beside the fixed budget that happens to suit it
+/// best: the rule is at most so far behind on average, more than 3 % behind in at most this part of the loads, and this far in each.
+fn assert_nearly_the_best(loads: u64, wrong: f64, [on_average, part, in_each]: [f64; 3]) {
     let (next, results) = (AtomicU64::new(0), Mutex::new(Vec::new()));
     let work = || {
         loop {
@@ -195,25 +195,22 @@ fn behind_the_best(loads: u64, wrong: f64) -> [f64; 3] {
             median(|tail| tail.1)
         );
     }
-    [mean, above as f64 / loads as f64, behind[0].0]
+    assert!(mean < on_average, "{:.2} % behind on average", 100.0 * mean);
+    assert!(
+        (above as f64) < part * loads as f64,
+        "{above} loads are more than 3 % behind"
+    );
+    assert!(behind[0].0 < in_each, "{}", behind[0].1);
 }
 
 #[test]
 fn random_loads_are_nearly_as_fast_as_with_the_best_fixed_budget() {
-    let [mean, above, most] = behind_the_best(2000, 0.0);
-    assert!(
-        mean < 0.002 && above < 0.02 && most < 0.075,
-        "{mean}, {above} of the loads, {most}"
-    );
+    assert_nearly_the_best(2000, 0.0, [0.002, 0.02, 0.07]);
 }
 
 #[test]
 fn times_that_were_measured_wrong_cost_little() {
-    let [mean, above, most] = behind_the_best(500, 0.03);
-    assert!(
-        mean < 0.004 && above < 0.05 && most < 0.1,
-        "{mean}, {above} of the loads, {most}"
-    );
+    assert_nearly_the_best(500, 0.03, [0.003, 0.03, 0.1]);
 }
 
 #[test]
