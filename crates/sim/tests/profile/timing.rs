@@ -26,13 +26,13 @@ fn rows(proved: &Proved<VirtualState>) -> (Vec<usize>, Vec<usize>) {
 #[test]
 fn every_size_that_the_limits_allow_is_timed_beside_the_canary() {
     for (batched, seqs, decode, mixed) in [
-        (512, 16, vec![1, 16], vec![32, 128, 256, 512]),
+        (512, 16, vec![1, 16], vec![32, 128, 256, 384, 512]),
         (300, 100, vec![1, 64, 100], vec![32, 128, 256, 300]),
         (
             4096,
             512,
-            vec![1, 64, 128, 256, 512],
-            vec![32, 128, 256, 512, 1024, 2048],
+            vec![1, 64, 128, 256, 384, 512],
+            vec![32, 128, 256, 384, 512, 768, 1024, 1536],
         ),
     ] {
         for steps_in_flight in [1, 2] {
