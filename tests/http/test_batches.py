@@ -40,7 +40,7 @@ def test_a_batch_with_bad_lines(sim):
     client = sim.openai
     good = [line(i, f"<say>answer {i}</say>") for i in range(20)]
     bad = ["no json", json.dumps({"custom_id": "half"}), line(90, "x", url="/v1/completions"), line(91, "x", stream=True),
-           line(92, "x", temprature=1), line(0, "again")]
+           line(92, "x", temprature=1), json.dumps(json.loads(line(93, "x")) | {"priority": 1}), line(0, "again")]
     file = upload(client, *good[:10], *bad, "", *good[10:])
     assert (file.purpose, file.filename, file.bytes) == ("batch", "in.jsonl", len(client.files.content(file.id).content))
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"})
@@ -48,7 +48,7 @@ def test_a_batch_with_bad_lines(sim):
     batch = ended(client, batch)
     assert batch.status == "completed" and batch.errors is None, batch
     counts = batch.request_counts
-    assert (counts.total, counts.completed, counts.failed) == (26, 20, 6)
+    assert (counts.total, counts.completed, counts.failed) == (27, 20, 7)
     answers = results(client, batch.output_file_id)
     assert len(answers) == 20
     for i in range(20):
@@ -57,10 +57,11 @@ def test_a_batch_with_bad_lines(sim):
         assert response["body"]["choices"][0]["message"]["content"] == f"answer {i}"
     errors = [json.loads(text) for text in client.files.content(batch.error_file_id).text.splitlines()]
     by_id = {one["custom_id"]: one for one in errors}
-    assert len(errors) == 6 and set(by_id) == {None, "half", "id-90", "id-91", "id-92", "id-0"}
+    assert len(errors) == 7 and set(by_id) == {None, "half", "id-90", "id-91", "id-92", "id-93", "id-0"}
     # What the endpoint refuses comes with its own error.
     assert by_id["id-92"]["response"]["status_code"] == 400
     assert by_id["id-92"]["response"]["body"]["error"]["code"] == "unknown_parameter"
+    assert "unknown field `priority`" in by_id["id-93"]["error"]["message"]
     assert "not unique" in by_id["id-0"]["error"]["message"]
     assert client.batches.list(limit=1).data[0].id == batch.id
     assert {one.purpose for one in client.files.list()} == {"batch", "batch_output"}
@@ -87,7 +88,7 @@ def test_what_is_refused(sim):
         client.batches.create(input_file_id="file-none", endpoint=CHAT, completion_window="24h")
     batch = ended(client, client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="1h"))
     assert (batch.status, batch.errors.data[0].code) == ("failed", "empty_file")
-    assert sim.http.post("/v1/files", json={}).status_code == 400
+    assert sim.http.post("/v1/files", json={}).status_code == 415
 
 
 def test_it_yields_stops_and_goes_on_after_a_restart(start, tmp_path):

@@ -437,6 +437,13 @@ def test_paths_methods_media_types(sim):
     assert error(sim.http.get("/v1/nothing"), 404)["code"] == "unknown_url"
     wrong = sim.http.get(CHAT)
     assert error(wrong, 405)["code"] == "method_not_supported" and wrong.headers["allow"] == "POST"
+    for path in ["/v1/files?limit=1&foo=2", "/v1/batches?foo=2"]:
+        wrong = error(sim.http.get(path), 400)
+        assert wrong["param"] == "foo" and "unknown parameter `foo`" in wrong["message"]
+    form = error(sim.http.post("/v1/files", json={"purpose": "batch"}), 415)
+    assert "multipart/form-data" in form["message"]
+    both = error(sim.http.post("/tokenize", json={"prompt": "x", "messages": []}), 400)
+    assert both["message"] == "`prompt` and `messages` cannot both be set"
     for method, path, flag in [("POST", "/sleep", "--enable-sleep-mode"), ("POST", "/admin/drain", "--enable-admin-api"),
                                ("GET", "/load", "--enable-server-load-tracking"), ("GET", "/tokenizer_info", "--enable-tokenizer-info-endpoint")]:
         off = error(sim.http.request(method, path), 404)
@@ -587,6 +594,7 @@ def test_drain_timeout_fails_what_is_left(start):
             server.process.send_signal(signal.SIGINT)
             data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert data[-1] == "[DONE]"
-        assert "shut down" in json.loads(data[-2])["error"]["message"]
+        error = json.loads(data[-2])["error"]
+        assert error["code"] == "shutting_down" and "shut down before" in error["message"]
         server.process.wait(PATIENCE)
         assert time.monotonic() - began < 20

@@ -19,7 +19,8 @@ impl Bans {
     pub(crate) fn check(&self, max_tokens: usize, vocab_size: usize) -> Result<(), ParamError> {
         if self.min_tokens > max_tokens {
             let message = format!(
-                "min_tokens, {}, must not be more than max_tokens, {max_tokens}",
+                "min_tokens is {}, but the answer has at most {max_tokens} tokens (the request's own limit, or what the \
+                 context has room for)",
                 self.min_tokens
             );
             return Err(ParamError::new("min_tokens", message));

@@ -165,6 +165,9 @@ pub enum StepError {
          computed in"
     )]
     NotFinite(RequestId),
+    /// The server ended first.
+    #[error("the server shut down before the request was done")]
+    ShutDown,
     /// The executor reported a defect.
     #[error("the step failed: {0}")]
     Failed(String),

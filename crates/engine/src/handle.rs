@@ -12,7 +12,7 @@ use tokio::sync::mpsc::unbounded_channel;
 use tokio::sync::oneshot;
 
 use crate::masks::MaskPool;
-use crate::shared::{Command, Link, SHUT_DOWN, Shared, Sleeper};
+use crate::shared::{Command, Link, Shared, Sleeper};
 use crate::stall::{Patience, look_every};
 use crate::thread::{Clock, EngineThread};
 use crate::{EngineStats, Health, Phase, RequestStream, Stall, StateSource};
@@ -433,7 +433,7 @@ impl EngineHandle {
             self.link
                 .shared
                 .lock()
-                .fail_all(&StepError::Failed(SHUT_DOWN.into()), Instant::now());
+                .fail_all(&StepError::ShutDown, Instant::now());
             // The thread ends now unless a step hangs.
             let _ = tokio::time::timeout(GRACE, self.ended()).await;
         }

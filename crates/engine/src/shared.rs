@@ -391,9 +391,6 @@ pub(crate) fn is_last(event: &Event) -> bool {
     }
 }
 
-/// Error of requests that a shutdown cuts off.
-pub(crate) const SHUT_DOWN: &str = "the server shut down before the request was done";
-
 const MIN_RETRY: Duration = Duration::from_secs(1);
 const MAX_RETRY: Duration = Duration::from_secs(60);
 

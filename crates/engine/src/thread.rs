@@ -13,7 +13,7 @@ use plimsoll_profiler::ProfileError;
 use plimsoll_scheduler::{PromptBudget, Scheduler};
 
 use crate::masks::MaskPool;
-use crate::shared::{Command, SHUT_DOWN, Shared, Sleeper};
+use crate::shared::{Command, Shared, Sleeper};
 use crate::stall::Activity;
 use crate::{OutOfMemory, Phase, StateSource, StepShape};
 
@@ -92,7 +92,7 @@ impl<E: Executor> EngineThread<E> {
         let error = match outcome {
             Ok(Ok(())) => {
                 state.phase = Phase::Stopped;
-                StepError::Failed(SHUT_DOWN.into())
+                StepError::ShutDown
             }
             Ok(Err(defect)) => {
                 let message = defect.to_string();

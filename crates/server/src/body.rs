@@ -29,7 +29,7 @@ impl<T: RequestBody + Send + 'static> FromRequest<AppState> for Body<T> {
         let policy = options.unknown_fields;
         if body.len() < LARGE {
             let (parsed, unknown) = parse(&body, policy)?;
-            context.ignores(unknown.names);
+            context.ignores(unknown.into_names());
             return Ok(Self(parsed));
         }
         // One at a time: parsed JSON takes many times its size.
@@ -41,7 +41,7 @@ impl<T: RequestBody + Send + 'static> FromRequest<AppState> for Body<T> {
             Ok(parse(&body, policy)?)
         });
         let (parsed, unknown) = parsed.await?;
-        context.ignores(unknown.names);
+        context.ignores(unknown.into_names());
         Ok(Self(parsed))
     }
 }
@@ -131,7 +131,10 @@ fn check_media_type(request: &Request) -> Result<(), ApiError> {
     if essence == "application/json" || essence.ends_with("+json") {
         return Ok(());
     }
-    Err(ApiError::MediaType(essence))
+    Err(ApiError::MediaType {
+        given: essence,
+        wanted: "application/json",
+    })
 }
 
 #[cfg(test)]

@@ -114,7 +114,7 @@ pub(crate) async fn handle(
             roles_to_send: answers.len(),
             echo,
         };
-        return Ok(respond::stream(&state, answers.updates(), chunks));
+        return Ok(respond::stream(&state, &context, answers.updates(), chunks));
     }
     let answers = answers.whole().await?;
     let ends = answers.iter().map(|(_, end)| &end.usage);

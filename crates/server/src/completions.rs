@@ -156,7 +156,7 @@ pub(crate) async fn handle(
     let choices = submit(&state, &context, job)?;
     if common.stream {
         let outputs = merge(choices);
-        return Ok(stream(&state, outputs, writer));
+        return Ok(stream(&state, &context, outputs, writer));
     }
     let outputs = best(collect(choices).await?, n, wanted);
     Ok(Json(writer.whole(outputs)).into_response())

@@ -292,7 +292,13 @@ impl Context {
     pub(crate) fn answered(&self, status: StatusCode, error: Option<&'static str>) {
         let mut notes = self.0.notes.lock();
         notes.status = Some(status);
-        notes.error = error;
+        // A stream may have failed already.
+        notes.error = error.or(notes.error);
+    }
+
+    /// A response that has begun ends with an error.
+    pub(crate) fn failed(&self, error: &ApiError) {
+        self.0.notes.lock().error = error.code();
     }
 
     /// Counts bytes of the request's body.

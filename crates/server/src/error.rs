@@ -4,6 +4,7 @@ use axum::Json;
 use axum::extract::rejection::QueryRejection;
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use plimsoll_core::untrusted::with_plain_types;
 use plimsoll_core::{ParamError, RequestError, StepError};
 use plimsoll_engine::{SleepError, SubmitError, WakeError};
 use plimsoll_text::TextError;
@@ -82,9 +83,14 @@ pub enum ApiError {
         /// How long the request waited.
         waited: Duration,
     },
-    /// The Content-Type is not JSON.
-    #[error("the Content-Type `{0}` is not supported; send application/json")]
-    MediaType(String),
+    /// The body is of another type.
+    #[error("the Content-Type `{given}` is not supported; send {wanted}")]
+    MediaType {
+        /// The Content-Type, or none.
+        given: String,
+        /// What the endpoint reads.
+        wanted: &'static str,
+    },
     /// The request has no API key.
     #[error("this server needs an API key: send it as `Authorization: Bearer KEY`")]
     NoKey,
@@ -226,7 +232,7 @@ impl ApiError {
             Self::NoRequestMemory { .. } => unavailable("too_many_large_requests"),
             Self::BodyTooLarge(_) => invalid(Status::PAYLOAD_TOO_LARGE, "request_too_large"),
             Self::BodyTimeout(_) => invalid(Status::REQUEST_TIMEOUT, "request_timeout"),
-            Self::MediaType(_) => invalid(Status::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type"),
+            Self::MediaType { .. } => invalid(Status::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type"),
             Self::NoKey | Self::WrongKey => invalid(Status::UNAUTHORIZED, "invalid_api_key"),
             Self::CrossOrigin => invalid(Status::FORBIDDEN, "cross_origin"),
             Self::Starting(_) => unavailable("starting"),
@@ -241,7 +247,9 @@ impl ApiError {
             Self::Refused(SubmitError::QueueFull { .. } | SubmitError::ShareFull { .. }) => {
                 limited("rate_limit_error", "queue_full")
             }
-            Self::Refused(SubmitError::ShuttingDown) => unavailable("shutting_down"),
+            Self::Refused(SubmitError::ShuttingDown) | Self::Step(StepError::ShutDown) => {
+                unavailable("shutting_down")
+            }
             Self::Refused(SubmitError::Dead(_)) => unavailable("engine_dead"),
             Self::Refused(SubmitError::Rebuilding { .. }) | Self::Wake(WakeError::NoMemory { .. }) => {
                 unavailable("rebuilding")
@@ -259,6 +267,11 @@ impl ApiError {
         }
     }
 
+    /// OpenAI's `code`.
+    pub(crate) fn code(&self) -> Option<&'static str> {
+        self.class().2
+    }
+
     /// When to try again, if known.
     fn retry_after(&self) -> Option<Duration> {
         match self {
@@ -270,7 +283,7 @@ impl ApiError {
             | Self::Wake(WakeError::NoMemory { retry_after, .. }) => Some(*retry_after),
             Self::Refused(SubmitError::Asleep) => Some(RETRY_ASLEEP),
             // Another replica may answer at once.
-            Self::Refused(SubmitError::ShuttingDown) => Some(RETRY_SOON),
+            Self::Refused(SubmitError::ShuttingDown) | Self::Step(StepError::ShutDown) => Some(RETRY_SOON),
             Self::Starting(status) => Some(status.retry_after()),
             Self::RateLimited { retry_after, .. } => Some(*retry_after),
             Self::TooManyAtOnce(_) => Some(RETRY_SOON),
@@ -349,7 +362,18 @@ impl From<TextError> for ApiError {
 
 impl From<QueryRejection> for ApiError {
     fn from(rejection: QueryRejection) -> Self {
-        Self::bad_request(rejection.body_text())
+        let text = with_plain_types(&rejection.body_text());
+        let text = text
+            .strip_prefix("Failed to deserialize query string: ")
+            .unwrap_or(&text);
+        // What names no parameter has no path.
+        match text.split_once(": ") {
+            Some((name, wrong)) if !name.contains(' ') => {
+                let wrong = wrong.replace("unknown field", "unknown parameter");
+                Self::invalid(name, format!("query string: {name}: {wrong}"))
+            }
+            _ => Self::bad_request(format!("query string: {text}")),
+        }
     }
 }
 

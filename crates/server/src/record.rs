@@ -28,7 +28,7 @@ pub struct RequestRecord {
     pub path: String,
     /// Status of the response; 499 where the client disconnected before it began.
     pub status: StatusCode,
-    /// `code` of an error response.
+    /// `code` of the error that the response is, or that ends its stream.
     pub error: Option<&'static str>,
     /// The response was sent in full.
     pub complete: bool,

@@ -116,6 +116,7 @@ pub(crate) trait EventFormat: Send + 'static {
 /// detected and disconnected after a timeout, and one that is gone at once. Both cancel the request.
 pub(crate) fn stream<W: EventFormat>(
     state: &AppState,
+    context: &Context,
     items: impl Stream<Item = Result<W::Item, ApiError>> + Send + 'static,
     mut format: W,
 ) -> Response {
@@ -123,6 +124,7 @@ pub(crate) fn stream<W: EventFormat>(
     let client = Client {
         sender,
         patience: state.options().slow_client_timeout,
+        context: context.clone(),
     };
     let work = async move {
         // The client may be gone.
@@ -136,6 +138,7 @@ pub(crate) fn stream<W: EventFormat>(
 struct Client {
     sender: mpsc::Sender<Event>,
     patience: Duration,
+    context: Context,
 }
 
 impl Client {
@@ -154,7 +157,10 @@ impl Client {
             };
             match item {
                 Some(Ok(item)) => self.send(format.item(item)).await?,
-                Some(Err(error)) => return self.send(format.fail(error)).await,
+                Some(Err(error)) => {
+                    self.context.failed(&error);
+                    return self.send(format.fail(error)).await;
+                }
                 None => return self.send(format.end()).await,
             }
         }

@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 
 use super::{Fake, PATIENCE, Rig, Script, config, options, read, submit, whole};
 use crate::recovery::FIRST_RETRY;
-use crate::shared::{Command, SHUT_DOWN, Sleeper};
+use crate::shared::{Command, Sleeper};
 use crate::thread::EngineThread;
 use crate::{
     Activity, Drained, EngineConfig, EngineHandle, Phase, RebuildError, RequestStream, SleepError,
@@ -417,7 +417,7 @@ async fn a_drain_lets_requests_wait_for_memory_until_its_time_is_over() {
             assert_eq!(read(waiting).await, whole(2, 10));
             assert_eq!(draining.await.unwrap(), Drained::Complete);
         } else {
-            assert_eq!(read(waiting).await.1, Err(StepError::Failed(SHUT_DOWN.into())));
+            assert_eq!(read(waiting).await.1, Err(StepError::ShutDown));
             assert_eq!(draining.await.unwrap(), Drained::Failed(1));
         }
         assert_eq!(rig.engine.health().phase, Phase::Stopped);

@@ -67,7 +67,7 @@ async fn create(
     )
     .answering(context.id());
     if streamed {
-        return Ok(respond::stream(&state, answers.updates(), writer));
+        return Ok(respond::stream(&state, &context, answers.updates(), writer));
     }
     let mut updates = std::pin::pin!(answers.updates());
     while let Some(update) = updates.next().await {

@@ -3,7 +3,7 @@
 use axum::extract::multipart::{Field, MultipartError, MultipartRejection};
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{DefaultBodyLimit, Multipart, Path, Query, State};
-use axum::http::header;
+use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use tokio_util::io::ReaderStream;
@@ -108,12 +108,18 @@ pub(super) fn page<T>(
 async fn create(
     State(state): State<AppState>,
     Extension(context): Extension<Context>,
+    headers: HeaderMap,
     form: Result<Multipart, MultipartRejection>,
 ) -> Result<Json<FileObject>, ApiError> {
     let store = store(&state)?;
     store.check_count().map_err(|error| refused(error, "file"))?;
-    let mut form =
-        form.map_err(|error| ApiError::bad_request(format!("the body is no form with a file: {error}")))?;
+    let mut form = form.map_err(|_| {
+        let given = headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
+        ApiError::MediaType {
+            given: String::from_utf8_lossy(given.unwrap_or(b"none")).into_owned(),
+            wanted: "multipart/form-data with a boundary",
+        }
+    })?;
     let patience = state.options().body_timeout;
     let (mut file, mut purpose, mut anchor, mut seconds) = (None, None, None, None);
     loop {
@@ -136,8 +142,9 @@ async fn create(
             "expires_after[anchor]" => anchor = Some(text(field).await?),
             "expires_after[seconds]" => seconds = Some(text(field).await?),
             other => {
-                let message = format!("unknown field `{}` of the form", other.escape_default());
-                return Err(ApiError::bad_request(message));
+                let name = other.escape_default().to_string();
+                let message = format!("unknown field `{name}` of the form");
+                return Err(ApiError::invalid(name, message));
             }
         }
     }

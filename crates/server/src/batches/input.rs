@@ -8,6 +8,10 @@ use serde_json::{Map, Value};
 use tokio::fs::File;
 use tokio::io::{AsyncBufReadExt, BufReader};
 
+use crate::options::ServerOptions;
+use crate::wire::known::UnknownFields;
+use crate::wire::request::field_names;
+
 /// A request, as a line says it.
 #[derive(Debug, Deserialize)]
 pub(super) struct Line {
@@ -69,7 +73,12 @@ impl Lines {
 }
 
 /// What a line asks for; an error that says what is wrong with it, and its `custom_id` as far as that is known.
-pub(super) fn parse(line: &[u8], endpoint: &str, most: usize) -> Result<Line, (Option<String>, String)> {
+pub(super) fn parse(
+    line: &[u8],
+    endpoint: &str,
+    options: &ServerOptions,
+) -> Result<Line, (Option<String>, String)> {
+    let most = options.max_body_bytes;
     if line.len() > most {
         return Err((None, format!("the line is longer than {most} bytes")));
     }
@@ -77,6 +86,13 @@ pub(super) fn parse(line: &[u8], endpoint: &str, most: usize) -> Result<Line, (O
         .map_err(|error| (None, format!("the line is not valid JSON: {error}")))?;
     let custom_id = value.get("custom_id").and_then(Value::as_str).map(str::to_owned);
     let wrong = |message: String| (custom_id.clone(), message);
+    let is_known = |name: &&String| field_names::<Line>().contains(&name.as_str());
+    let strange = value
+        .as_object()
+        .and_then(|fields| fields.keys().find(|name| !is_known(name)));
+    if let (Some(name), UnknownFields::Error) = (strange, options.unknown_fields) {
+        return Err(wrong(format!("unknown field `{name}` of the line")));
+    }
     let line: Line =
         serde_json::from_value(value).map_err(|error| wrong(format!("the line is no request: {error}")))?;
     if line.method != "POST" {
@@ -113,10 +129,18 @@ mod tests {
 
     #[test]
     fn bad_lines_say_what_is_wrong() {
-        let of = |line: &str| parse(line.as_bytes(), "/v1/completions", 200);
+        let options = |unknown_fields| ServerOptions {
+            max_body_bytes: 200,
+            unknown_fields,
+            ..ServerOptions::default()
+        };
+        let (strict, lenient) = (options(UnknownFields::Error), options(UnknownFields::Warn));
+        let of = |line: &str| parse(line.as_bytes(), "/v1/completions", &strict);
         let good =
             r#"{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}"#;
         assert_eq!(of(good).unwrap().custom_id, "a");
+        let more = good.replace("\"method\"", "\"b\": 1, \"method\"");
+        assert!(parse(more.as_bytes(), "/v1/completions", &lenient).is_ok());
         for (line, id, part) in [
             ("{", None, "not valid JSON"),
             (r#"{"custom_id": "a"}"#, Some("a"), "method"),
@@ -128,6 +152,7 @@ mod tests {
                 "stream",
             ),
             (&format!("{good}{}", " ".repeat(200)), None, "longer"),
+            (&more, Some("a"), "unknown field `b`"),
         ] {
             let (found, message) = of(line).unwrap_err();
             assert_eq!(found.as_deref(), id, "{line}");

@@ -120,7 +120,7 @@ impl Run {
             batch.request_counts.failed = bad;
         })?;
         let mut lines = Lines::open(&input, most).await?;
-        let answered = self.answer_lines(&mut lines, &mut results, &mut over, most).await;
+        let answered = self.answer_lines(&mut lines, &mut results, &mut over).await;
         let mut end = answered.unwrap_or_else(|error| End::Failed("store_failed", error.to_string()));
         if let End::Unfinished = end {
             results.keep().await?;
@@ -148,7 +148,6 @@ impl Run {
         lines: &mut Lines,
         results: &mut Results,
         over: &mut HashSet<usize>,
-        most: usize,
     ) -> Result<End, StoreError> {
         let left = self.object().expires_at.saturating_sub(unix_seconds());
         let late = tokio::time::sleep(Duration::from_secs(left));
@@ -181,7 +180,7 @@ impl Run {
                     match lines.next().await? {
                         None => exhausted = true,
                         Some((number, line)) => {
-                            let parsed = input::parse(&line, &self.object().endpoint, most);
+                            let parsed = input::parse(&line, &self.object().endpoint, self.state.options());
                             let parsed = parsed.and_then(|line| match seen.insert(line.custom_id.clone()) {
                                 true => Ok(line),
                                 false => {

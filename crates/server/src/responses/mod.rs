@@ -84,7 +84,7 @@ async fn create(
     let mut writer =
         Writer::new(asked.response, asked.functions, tokenizer, asked.shown, streamed).keep(keep);
     if streamed {
-        return Ok(respond::stream(&state, answers.updates(), writer));
+        return Ok(respond::stream(&state, &context, answers.updates(), writer));
     }
     let mut updates = std::pin::pin!(answers.updates());
     while let Some(update) = updates.next().await {

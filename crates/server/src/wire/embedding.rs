@@ -7,7 +7,7 @@ use super::completion::Prompts;
 use super::error::FieldError;
 use super::extra::TruncationSide;
 use super::fields::{EMBEDDING_UNSUPPORTED, Unsupported};
-use super::request::{RequestBody, take};
+use super::request::{RequestBody, not_both, take};
 use super::schema::either;
 
 /// `POST /v1/embeddings`: texts or, as in vLLM, a conversation.
@@ -54,7 +54,8 @@ impl RequestBody for EmbeddingRequest {
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         let own = take(object)?;
-        let input = match object.contains_key("messages") && !object.contains_key("input") {
+        not_both(object, "input", "messages")?;
+        let input = match object.contains_key("messages") {
             true => EmbeddingInput::Chat(Box::new(ChatPrompt::take_from(object)?)),
             false => EmbeddingInput::Texts(take::<InputField>(object)?.input),
         };

@@ -1,6 +1,8 @@
 use serde::Serialize;
 use utoipa::ToSchema;
 
+use super::known::UnknownField;
+
 /// An error, in OpenAI's shape.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ErrorBody<'a> {
@@ -10,7 +12,7 @@ pub(crate) struct ErrorBody<'a> {
 /// What went wrong.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(example = json!({
-    "message": "unknown field `temprature`",
+    "message": "unknown field `temprature` (did you mean `temperature`?); a server started with --unknown-fields warn ignores it",
     "type": "invalid_request_error",
     "param": "temprature",
     "code": "unknown_parameter"
@@ -37,9 +39,9 @@ pub enum FieldError {
         /// The field's name.
         param: Option<String>,
     },
-    /// A field that is not in the API.
-    #[error("unknown field `{0}`")]
-    Unknown(String),
+    /// Fields that are not in the API, at least one.
+    #[error("{}", unknown(.0))]
+    Unknown(Vec<UnknownField>),
     /// A field of the API that this server does not support, or, with ` = VALUE` appended, not with this value.
     #[error("`{field}` is not supported by this server{}", hint.map(|h| format!(": {h}")).unwrap_or_default())]
     Unsupported {
@@ -71,8 +73,26 @@ impl FieldError {
     pub(crate) fn param(&self) -> Option<&str> {
         match self {
             Self::Invalid { param, .. } => param.as_deref(),
-            Self::Unknown(field) => Some(field),
+            Self::Unknown(fields) => fields.first().map(|field| field.path.as_str()),
             Self::Unsupported { field, .. } => field.split(" = ").next(),
         }
     }
+}
+
+fn unknown(fields: &[UnknownField]) -> String {
+    let named: Vec<_> = fields
+        .iter()
+        .map(|UnknownField { path, meant, .. }| match meant {
+            Some(meant) => format!("`{path}` (did you mean `{meant}`?)"),
+            None => format!("`{path}`"),
+        })
+        .collect();
+    let (noun, pronoun) = match fields.len() {
+        1 => ("field", "it"),
+        _ => ("fields", "them"),
+    };
+    format!(
+        "unknown {noun} {}; a server started with --unknown-fields warn ignores {pronoun}",
+        named.join(", ")
+    )
 }

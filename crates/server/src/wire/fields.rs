@@ -3,7 +3,6 @@
 use serde_json::{Map, Value};
 
 use super::error::FieldError;
-use super::known::Unknown;
 
 /// A field that is refused, except with harmless values.
 pub(crate) type Unsupported = (&'static str, Harmless);
@@ -59,27 +58,28 @@ impl Harmless {
     }
 }
 
-/// Checks the fields that no struct has: an error names the first that is known and neither accepted nor harmless.
-pub(crate) fn check_rest(
+/// Whether the field that no struct has is listed here, as accepted without effect or in `unsupported`.
+pub(crate) fn is_listed(name: &str, unsupported: &[&[Unsupported]]) -> bool {
+    ACCEPTED.contains(&name) || find(name, unsupported).is_some()
+}
+
+/// Checks the values of the fields that no struct has: an error names the first that is neither accepted nor harmless.
+pub(crate) fn check_values(
     rest: &Map<String, Value>,
     unsupported: &[&[Unsupported]],
-    unknown: &mut Unknown,
 ) -> Result<(), FieldError> {
     for (name, value) in rest {
-        match unsupported
-            .iter()
-            .flat_map(|list| list.iter())
-            .find(|(field, _)| field == name)
-        {
-            Some((_, harmless)) if harmless.allows(value) => {}
-            Some((_, harmless)) => {
-                return Err(FieldError::unsupported(name.clone(), harmless.hint()));
-            }
-            None if ACCEPTED.contains(&name.as_str()) => {}
-            None => unknown.add(name),
+        if let Some(harmless) = find(name, unsupported).filter(|harmless| !harmless.allows(value)) {
+            return Err(FieldError::unsupported(name.clone(), harmless.hint()));
         }
     }
     Ok(())
+}
+
+fn find<'a>(name: &str, unsupported: &[&'a [Unsupported]]) -> Option<&'a Harmless> {
+    let mut all = unsupported.iter().flat_map(|list| list.iter());
+    all.find(|(field, _)| *field == name)
+        .map(|(_, harmless)| harmless)
 }
 
 impl Harmless {
@@ -218,9 +218,9 @@ mod tests {
         let Value::Object(object) = value else {
             panic!("an object")
         };
-        let mut unknown = Unknown::default();
-        check_rest(&object, &[UNSUPPORTED, CHAT_UNSUPPORTED], &mut unknown).map_err(|e| e.to_string())?;
-        assert_eq!(unknown, Unknown::default());
+        let lists = [UNSUPPORTED, CHAT_UNSUPPORTED];
+        assert!(object.keys().all(|name| is_listed(name, &lists)));
+        check_values(&object, &lists).map_err(|e| e.to_string())?;
         Ok(())
     }
 

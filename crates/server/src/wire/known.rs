@@ -1,6 +1,6 @@
 //! Which fields the objects within a request have, by the schemas of its types, and what to do about others.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
@@ -17,26 +17,54 @@ pub enum UnknownFields {
     Warn,
 }
 
-/// Most names that are remembered of one request.
-const MAX_NAMES: usize = 16;
+/// Most unknown fields that are remembered of one request.
+const MAX_UNKNOWN: usize = 16;
 
-/// The unknown fields of one request.
+/// How alike two names are, of 1, before one is taken for a misspelling of the other.
+const ALIKE: f64 = 0.85;
+
+/// Bytes of a name from which on it is compared with no other: that takes time by the length of both.
+const TOO_LONG: usize = 64;
+
+/// The unknown fields of one request, each name once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Unknown {
-    /// The path of the first, such as `messages[2].colour`.
-    pub(crate) first: Option<String>,
-    /// Paths without indices, such as `messages[].colour`, each once.
-    pub(crate) names: BTreeSet<String>,
+pub(crate) struct Unknown(pub(crate) Vec<UnknownField>);
+
+/// A field that the API does not have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnknownField {
+    /// Where it is, such as `messages[2].colour`.
+    pub(crate) path: String,
+    /// Its path without indices, such as `messages[].colour`.
+    pub(crate) name: String,
+    /// The field beside it that was probably meant.
+    pub(crate) meant: Option<String>,
 }
 
 impl Unknown {
-    pub(crate) fn add(&mut self, path: &str) {
-        if self.first.is_none() {
-            self.first = Some(path.to_owned());
+    /// `known`: the fields that could stand there.
+    pub(crate) fn add<'a>(&mut self, path: &str, known: impl Iterator<Item = &'a str>) {
+        let name = without_indices(path);
+        if self.0.len() == MAX_UNKNOWN || self.0.iter().any(|field| field.name == name) {
+            return;
         }
-        if self.names.len() < MAX_NAMES {
-            self.names.insert(without_indices(path));
-        }
+        let own = name.rsplit('.').next().unwrap_or_default();
+        let meant = known
+            .filter(|_| own.len() < TOO_LONG)
+            .map(|known| (strsim::jaro_winkler(own, known), known))
+            .filter(|&(likeness, _)| likeness > ALIKE)
+            .max_by(|a, b| a.0.total_cmp(&b.0).then(b.1.cmp(a.1)))
+            .map(|(_, known)| known.to_owned());
+        self.0.push(UnknownField {
+            path: path.to_owned(),
+            name,
+            meant,
+        });
+    }
+
+    /// Their paths without indices.
+    pub(crate) fn into_names(self) -> impl Iterator<Item = String> {
+        self.0.into_iter().map(|field| field.name)
     }
 }
 
@@ -130,6 +158,11 @@ impl Known {
         }
     }
 
+    /// The fields of the body itself.
+    pub(crate) fn field_names(&self) -> impl Iterator<Item = &str> {
+        self.fields.keys().map(String::as_str)
+    }
+
     /// Removes the unknown fields of all objects within `body`; those of the body itself stay.
     pub(crate) fn strip(&self, body: &mut Map<String, Value>, unknown: &mut Unknown) {
         for (name, value) in body {
@@ -166,7 +199,9 @@ impl Known {
                 let shape = of.fields.get(name);
                 match shape {
                     Some(shape) => self.strip_value(shape, value, path, unknown),
-                    None if of.is_closed && !value.is_null() => unknown.add(path),
+                    None if of.is_closed && !value.is_null() => {
+                        unknown.add(path, of.fields.keys().map(String::as_str));
+                    }
                     None => {}
                 }
                 path.truncate(end);
@@ -445,8 +480,8 @@ mod tests {
             "top": 1,
         });
         assert_eq!(body, expected);
-        assert_eq!(unknown.first.as_deref(), Some("list[1].b"));
-        let names: Vec<_> = unknown.names.iter().map(String::as_str).collect();
+        assert_eq!(unknown.0[0].path, "list[1].b");
+        let names: Vec<_> = unknown.into_names().collect();
         let expected = [
             "list[].b",
             "open.inner.c",
@@ -469,11 +504,32 @@ mod tests {
     }
 
     #[test]
-    fn only_so_many_names_are_remembered() {
+    fn only_so_many_fields_are_remembered() {
         let mut unknown = Unknown::default();
-        (0..100).for_each(|i| unknown.add(&format!("a[{i}].f{i}")));
-        assert_eq!(unknown.names.len(), MAX_NAMES);
-        assert_eq!(unknown.first.as_deref(), Some("a[0].f0"));
-        assert!(unknown.names.contains("a[].f3"));
+        (0..100).for_each(|i| unknown.add(&format!("a[{i}].f{}", i / 2), std::iter::empty()));
+        assert_eq!(unknown.0.len(), MAX_UNKNOWN);
+        assert_eq!(unknown.0[3].path, "a[6].f3");
+        assert!(unknown.into_names().any(|name| name == "a[].f3"));
+    }
+
+    #[test]
+    fn a_misspelled_field_is_recognised() {
+        for (path, known, meant) in [
+            ("temprature", vec!["top_p", "temperature"], Some("temperature")),
+            (
+                "messages[0].contents",
+                vec!["role", "content", "name"],
+                Some("content"),
+            ),
+            ("maxTokens", vec!["max_tokens", "top_p"], Some("max_tokens")),
+            ("foo", vec!["function_call", "n", "stop"], None),
+        ] {
+            let mut unknown = Unknown::default();
+            unknown.add(path, known.into_iter());
+            assert_eq!(unknown.0[0].meant.as_deref(), meant, "{path}");
+        }
+        let (mut unknown, long) = (Unknown::default(), "x".repeat(30 << 20));
+        unknown.add(&long, std::iter::repeat_n(long.as_str(), 100));
+        assert_eq!(unknown.0[0].meant, None);
     }
 }

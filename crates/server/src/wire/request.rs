@@ -5,7 +5,7 @@ use serde::de::{DeserializeOwned, Deserializer, Error as _, Visitor};
 use serde_json::{Map, Value};
 
 use super::error::FieldError;
-use super::fields::{Unsupported, check_rest};
+use super::fields::{Unsupported, check_values, is_listed};
 use super::known::{Described, Unknown, UnknownFields};
 
 /// The body of a request.
@@ -20,7 +20,7 @@ pub(crate) trait RequestBody: Described + Sized {
 }
 
 /// Parses a JSON body and checks the fields that its type does not have. `null` means absent. Also returns the unknown fields
-/// that were ignored.
+/// that were ignored; an error names them.
 pub(crate) fn parse<T: RequestBody>(body: &[u8], policy: UnknownFields) -> Result<(T, Unknown), FieldError> {
     let whole = |message: String| FieldError::Invalid { message, param: None };
     let text = std::str::from_utf8(body).map_err(|e| whole(format!("the body is not UTF-8: {e}")))?;
@@ -33,22 +33,29 @@ pub(crate) fn parse<T: RequestBody>(body: &[u8], policy: UnknownFields) -> Resul
     let mut unknown = Unknown::default();
     for name in T::FOREIGN {
         if object.shift_remove(*name).is_some() {
-            unknown.add(name);
+            unknown.add(name, T::known().field_names());
         }
     }
     T::known().strip(&mut object, &mut unknown);
-    check_unknown(&unknown, policy)?;
-    let request = T::take_from(&mut object)?;
-    check_rest(&object, T::UNSUPPORTED, &mut unknown)?;
-    check_unknown(&unknown, policy)?;
-    Ok((request, unknown))
-}
-
-fn check_unknown(unknown: &Unknown, policy: UnknownFields) -> Result<(), FieldError> {
-    match (&unknown.first, policy) {
-        (Some(path), UnknownFields::Error) => Err(FieldError::Unknown(path.clone())),
-        _ => Ok(()),
+    let taken = T::take_from(&mut object);
+    let own = || {
+        T::known()
+            .field_names()
+            .filter(|name| !is_listed(name, T::UNSUPPORTED))
+    };
+    for name in object.keys().filter(|name| !is_listed(name, T::UNSUPPORTED)) {
+        // After an error fields of the type are left, too.
+        if taken.is_ok() || own().all(|own| own != name) {
+            unknown.add(name, own());
+        }
     }
+    // First, as a field may be missing because its name is misspelled.
+    if policy == UnknownFields::Error && !unknown.0.is_empty() {
+        return Err(FieldError::Unknown(unknown.0));
+    }
+    let request = taken?;
+    check_values(&object, T::UNSUPPORTED)?;
+    Ok((request, unknown))
 }
 
 /// Moves the fields that `T` has from `object` into a `T`.
@@ -68,6 +75,17 @@ pub(crate) fn take<T: DeserializeOwned>(object: &mut Map<String, Value>) -> Resu
             message: inner,
         }
     })
+}
+
+/// Refuses two fields that stand for each other.
+pub(crate) fn not_both(object: &Map<String, Value>, one: &str, other: &str) -> Result<(), FieldError> {
+    match object.contains_key(one) && object.contains_key(other) {
+        true => Err(FieldError::invalid(
+            other,
+            format!("`{one}` and `{other}` cannot both be set"),
+        )),
+        false => Ok(()),
+    }
 }
 
 /// Parses a part of a request whose type depends on another field; `field` is its path. `null` means absent.

@@ -6,7 +6,7 @@ use utoipa::ToSchema;
 use super::chat::ChatPrompt;
 use super::error::FieldError;
 use super::fields::{TOKENIZE_UNSUPPORTED, Unsupported};
-use super::request::{RequestBody, take};
+use super::request::{RequestBody, not_both, take};
 use super::schema::{body, either};
 
 /// `POST /tokenize`: a prompt or a conversation, as in vLLM.
@@ -46,6 +46,7 @@ impl RequestBody for TokenizeRequest {
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         let own = take(object)?;
+        not_both(object, "prompt", "messages")?;
         let input = if object.contains_key("messages") {
             TokenizeInput::Chat(ChatPrompt::take_from(object)?)
         } else {

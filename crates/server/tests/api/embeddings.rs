@@ -349,7 +349,7 @@ async fn wrong_requests_name_field_and_input() {
         (
             json!({ "input": "a", "messages": [] }),
             "messages",
-            "unknown field",
+            "cannot both be set",
         ),
         (json!({ "input": "a", "inputs": "b" }), "inputs", "unknown field"),
     ];

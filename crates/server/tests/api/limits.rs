@@ -253,11 +253,16 @@ async fn a_long_first_step_is_not_queueing() {
 
 #[tokio::test]
 async fn a_deadline_ends_the_request_and_frees_its_kv() {
-    let rig = rig(ServerOptions::default());
+    let records = Arc::new(Records::default());
+    let rig = rig(ServerOptions {
+        sinks: vec![Arc::clone(&records) as _],
+        ..ServerOptions::default()
+    });
     rig.set_step(Duration::from_millis(10));
     let whole = with(with(long(), "stream", json!(false)), "timeout", json!(0.15));
     let late = rig.post(CHAT, whole).await.error(504);
     assert_eq!(late["code"], "deadline_exceeded");
+    assert_eq!(records.next().await.error, Some("deadline_exceeded"));
     rig.until_in_flight(0).await;
     rig.until("free blocks", |rig| {
         rig.state.engine().stats().scheduler.pages_used == 0
@@ -269,6 +274,12 @@ async fn a_deadline_ends_the_request_and_frees_its_kv() {
         .events();
     assert!(events.len() > 1, "some tokens came in time: {events:?}");
     assert_eq!(events.last().unwrap()["error"]["code"], "deadline_exceeded");
+    // Its status was sent long before.
+    let record = records.next().await;
+    assert_eq!(
+        (record.status.as_u16(), record.error),
+        (200, Some("deadline_exceeded"))
+    );
     rig.until_in_flight(0).await;
     assert_eq!(rig.state.engine().stats().scheduler.cancelled, 2);
     // The header works for every endpoint; invalid values in either are refused by name.

@@ -19,7 +19,24 @@ async fn wrong_requests_name_the_field() {
             CHAT,
             with(chat("x"), "temprature", json!(1)),
             "temprature",
-            "unknown field `temprature`",
+            "unknown field `temprature` (did you mean `temperature`?)",
+        ),
+        (
+            CHAT,
+            json!({ "mesages": [], "temperature": "hot", "audio": {} }),
+            "mesages",
+            "unknown field `mesages` (did you mean `messages`?)",
+        ),
+        (
+            CHAT,
+            json!({
+                "messages": [{ "role": "user", "content": "x" }, { "role": "user", "contnet": "x" }],
+                "foo": 1,
+                "stream_optoins": {},
+            }),
+            "messages[1].contnet",
+            "unknown fields `messages[1].contnet` (did you mean `content`?), `foo`, `stream_optoins` (did you mean \
+             `stream_options`?); a server started with --unknown-fields warn ignores them",
         ),
         (
             CHAT,
