@@ -17,8 +17,7 @@ serve:  ## Fetch the default model, build, serve it on PORT (8000); more flags i
 		--generation-config config/SmolLM2-135M-Instruct --port $(PORT) $(ARGS)
 
 .PHONY: cuda
-cuda:  ## target/release/plimsoll with CUDA kernels; CUDA_ARCHS=90a builds for one GPU architecture only
-	@scripts/install-cuda >/dev/null
+cuda: cuda-compiler  ## target/release/plimsoll with CUDA kernels; CUDA_ARCHS=90a builds for one GPU architecture only
 	cargo build --release --locked -p plimsoll-cli --features cuda
 
 .PHONY: bench
@@ -49,7 +48,7 @@ test-rust: $(VENV)/ready  ## Unit, property, simulation, architecture and licenc
 test-http: $(VENV)/ready build  ## Black-box tests over HTTP, with the official OpenAI client
 	scripts/fetch-default-model >/dev/null
 	scripts/fetch-test-data
-	$(PYTHON) -m pytest tests/http --numprocesses 3 --dist loadfile $(PYTEST_ARGS)
+	$(PYTHON) -m pytest tests/http --numprocesses 4 --dist loadfile $(PYTEST_ARGS)
 	$(PYTHON) tests/peers --fast
 
 .PHONY: build
@@ -106,18 +105,20 @@ test-container: build  ## The image around the debug binary, by podman, which ro
 	BUILD_FLAGS=--build-arg=RUN_IMAGE=$$base scripts/container cpu --engine podman --binary target/debug/plimsoll
 
 .PHONY: test-cuda
-test-cuda: $(VENV)/ready  ## The binary with CUDA kernels, on a machine with or without a GPU: builds, serves on the CPU
-	@scripts/install-cuda >/dev/null
+test-cuda: $(VENV)/ready cuda-compiler  ## The binary with CUDA kernels, on a machine with or without a GPU: builds, serves on the CPU
 	scripts/fetch-default-model >/dev/null
 	CUDA_ARCHS=$${CUDA_ARCHS:-90a} cargo build --locked -p plimsoll-cli --features cuda
 	target/debug/plimsoll --version | grep CUDA
 	$(PYTHON) -m pytest tests/http/test_device.py $(PYTEST_ARGS)
 
 .PHONY: test-gpu
-test-gpu:  ## The tests that need an NVIDIA GPU
-	@scripts/install-cuda >/dev/null
+test-gpu: cuda-compiler  ## The tests that need an NVIDIA GPU
 	cargo test --locked --features plimsoll-cli/cuda -p plimsoll-device -p plimsoll-kernels -p plimsoll-model \
 		-p plimsoll-cli --tests -- --ignored --test-threads=1
+
+.PHONY: cuda-compiler
+cuda-compiler:
+	@scripts/install-cuda >/dev/null
 
 $(VENV)/ready: tests/requirements.txt
 	python3 -m venv $(VENV)
