@@ -106,6 +106,8 @@ def test_list_says_what_fits_and_why_not(environment, cache):
     assert [(model["model"], model["fits"]) for model in small["models"]] == [("acme/gguf:Q4_0", "no")]
     assert "do not fit" in small["models"][0]["reason"]
 
+    other = run(environment, "list", "acme/other", "--device", "cpu")
+    assert other.returncode == 2 and "acme/other" in other.stderr and "is not in the cache" in other.stderr, other
     table = run(environment, "list", "--device", "cpu")
     assert table.returncode == 0, table.stderr
     head, *rows = table.stdout.split("\n\n")[0].splitlines()

@@ -288,6 +288,8 @@ def test_which_server(sim, start, environment):
     assert (done.returncode, done.stdout) == (0, "hi\n"), done
     done = piped(environment, "x", "acme/other", "--url", sim.url)
     assert done.returncode == 2 and "serves sim, not acme/other" in done.stderr and "--own-server" in done.stderr, done
+    done = piped(environment, "x", "--url", sim.url, "--", "--max-num-seqs", "1")
+    assert done.returncode == 2 and "flags after --" in done.stderr and sim.url in done.stderr, done
     nobody = f"http://127.0.0.1:{free_port()}"
     done = piped(environment, "x", "--url", nobody)
     assert done.returncode == 9 and f"no server answers at {nobody}" in done.stderr, done

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use plimsoll_profiler::{Cause, Diagnostic, Setting};
 
 use crate::error::Error;
-use crate::layers;
+use crate::{layers, secrets};
 
 /// A command line as it was typed, program first.
 #[derive(Clone, Debug)]
@@ -35,23 +35,17 @@ impl CommandLine {
                 .map(|rest| rest.split('=').next().unwrap_or(rest).replace('_', "-"));
             name.is_some_and(|name| replaced.contains(&name))
         };
-        let end = self.0.iter().position(|arg| arg == "--").unwrap_or(self.0.len());
-        let (flags, operands) = self.0.split_at(end);
+        let shown = secrets::hidden(self.0.iter().cloned());
+        let end = shown.iter().position(|word| word == "--").unwrap_or(shown.len());
+        let (flags, operands) = shown.split_at(end);
         let mut words = Vec::new();
         let mut flags = flags.iter();
         while let Some(arg) = flags.next() {
-            if is_replaced(arg) {
-                // All of these flags take a value.
-                if !arg.contains('=') {
-                    flags.next();
-                }
-            } else if let Some(name) = secret(arg) {
-                if !arg.contains('=') {
-                    flags.next();
-                }
-                words.push(format!("--{name}=***"));
-            } else {
+            if !is_replaced(arg) {
                 words.push(quoted(arg));
+            } else if !arg.contains('=') {
+                // All of these flags take a value.
+                flags.next();
             }
         }
         words.extend(settings.iter().map(Setting::to_string));
@@ -90,12 +84,6 @@ impl CommandLine {
         }
         text
     }
-}
-
-/// Name of the flag that `word` is, where its value is not shown.
-fn secret(word: &str) -> Option<String> {
-    let name = word.strip_prefix("--")?.split('=').next()?.replace('_', "-");
-    layers::is_secret(&name).then_some(name)
 }
 
 /// A word for a shell.
@@ -160,7 +148,7 @@ mod tests {
         ];
         assert_eq!(
             with(&line, &[Setting::MemFraction(0.5)]),
-            r"'./my plimsoll' serve --hf-token=*** '--chat-template={{ it'\''s }}' --mem-fraction=0.5 -- -m"
+            r"'./my plimsoll' serve '--hf-token=***' '--chat-template={{ it'\''s }}' --mem-fraction=0.5 -- -m"
         );
         let words = [
             "plain",

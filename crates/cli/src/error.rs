@@ -173,7 +173,7 @@ pub enum Error {
         after: Duration,
     },
     /// Requests were cut off at shutdown.
-    #[error("the drain timeout cut off {requests} requests after {} s; raise --drain-timeout", timeout.as_secs_f64())]
+    #[error("requests cut off by the drain timeout of {} s: {requests}; raise --drain-timeout", timeout.as_secs_f64())]
     CutOff {
         /// How many.
         requests: usize,

@@ -50,13 +50,14 @@ impl KeySource {
                 })
             }
         };
-        if keys.is_empty() && !limits(args).is_none() {
-            let message = "limits per key need keys: add --api-key-file or --api-key";
-            return Err(wrong(message));
-        }
-        if keys.is_empty() && args.isolate_prefix_cache() {
-            let message = "--isolate-prefix-cache needs keys: add --api-key-file or --api-key";
-            return Err(wrong(message));
+        for (is_asked, message) in [
+            (!limits(args).is_none(), "limits per key need keys"),
+            (args.isolate_prefix_cache(), "--isolate-prefix-cache needs keys"),
+            (args.metrics_require_key(), "--metrics-require-key needs keys"),
+        ] {
+            if is_asked && keys.is_empty() {
+                return Err(wrong(&format!("{message}: add --api-key-file or --api-key")));
+            }
         }
         Ok(Self {
             flags,
@@ -103,11 +104,15 @@ pub(crate) fn first_in(path: &Path) -> Result<String, Error> {
         .ok_or_else(|| Error::configuration(path.display(), "it has no key"))
 }
 
-/// Lines that are no comment, as their numbers and words.
+/// Lines that are more than a comment, as their numbers and words. A comment is a line that begins with #, or what follows a # that
+/// stands alone.
 fn entries(text: &str) -> impl Iterator<Item = (usize, Vec<&str>)> {
-    let lines = (1..).zip(text.lines().map(str::trim));
-    let lines = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
-    lines.map(|(number, line)| (number, line.split_whitespace().collect()))
+    let lines = text.lines().map(|line| {
+        let words = line.split_whitespace();
+        words.take_while(|&word| word != "#").collect::<Vec<_>>()
+    });
+    let is_entry = |words: &[&str]| words.first().is_some_and(|word| !word.starts_with('#'));
+    (1..).zip(lines).filter(move |(_, words)| is_entry(words))
 }
 
 /// `KEY` or `NAME KEY` on each line. Errors say the line's number, never its text.
@@ -117,6 +122,11 @@ fn parse(path: &Path, content: &[u8]) -> Result<Vec<ApiKey>, Error> {
     let key = |(number, words): (usize, Vec<&str>)| {
         let (name, key) = match words[..] {
             [key] => (None, key),
+            // It would be a name for the key before it.
+            [_, word, ..] if word.starts_with('#') => {
+                let message = "a key does not begin with #; a comment is written with a space behind #";
+                return Err(wrong(format!("line {number}: {message}")));
+            }
             [name, key] => (Some(name), key),
             _ => return Err(wrong(format!("line {number}: KEY or NAME KEY is expected"))),
         };
@@ -156,9 +166,15 @@ mod tests {
         );
         let file = file("# team\n\nalice secret-a\n  secret-b  \n");
         let path = file.path().to_str().unwrap();
-        let keys = parse(file.path(), b"# team\n\nalice secret-a\n  secret-b  \n").unwrap();
-        assert_eq!(keys[0].name(), "alice");
-        assert!(keys[1].name().starts_with("sha256:"));
+        let text = b"# team\n\nalice secret-a # first\n  secret-b  \n#x\nsecret-c # laptop\n";
+        let keys = parse(file.path(), text).unwrap();
+        assert_eq!((keys.len(), keys[0].name()), (3, "alice"));
+        for key in &keys[1..] {
+            assert!(
+                key.name().starts_with("sha256:"),
+                "a comment makes no name of a key"
+            );
+        }
         assert!(source(&["--api-key-file", path]).unwrap().keys.required());
         assert_eq!(first_in(file.path()).unwrap(), "secret-a");
     }
@@ -168,7 +184,12 @@ mod tests {
         let many = file("a b\nname secret word\n");
         let empty = file("# nothing\n");
         let path = |file: &tempfile::NamedTempFile| file.path().to_str().unwrap().to_owned();
-        for (file, expected) in [(&many, "line 2"), (&empty, "no key")] {
+        let note = file("secret #laptop\n");
+        for (file, expected) in [
+            (&many, "line 2"),
+            (&empty, "no key"),
+            (&note, "line 1: a key does not begin"),
+        ] {
             let error = first_in(file.path()).unwrap_err().to_string();
             assert!(error.contains(expected) && !error.contains("secret"), "{error}");
         }
@@ -183,6 +204,7 @@ mod tests {
             ),
             (vec!["--requests-per-minute-per-key", "3"], "need keys"),
             (vec!["--isolate-prefix-cache"], "needs keys"),
+            (vec!["--metrics-require-key"], "needs keys"),
         ] {
             let error = source(&flags).err().unwrap_or_default();
             assert!(error.contains(expected), "{flags:?}: {error}");

@@ -31,6 +31,7 @@ mod program;
 mod progress;
 mod report_file;
 mod request_log;
+mod secrets;
 pub mod selftest;
 pub mod serve;
 mod serve_settings;

@@ -1,6 +1,7 @@
 //! `plimsoll plan`: what a server would need and how large its KV cache would be, without loading a model; and
 //! `plimsoll profile`, which measures that and says how far off the plan is.
 
+use std::ffi::OsString;
 use std::sync::Arc;
 
 use plimsoll_core::Component;
@@ -10,11 +11,11 @@ use serde_json::{Value, json};
 
 use crate::args::{PlanArgs, ProfileArgs};
 use crate::backend::{self, Device};
-use crate::bench::command_line;
 use crate::bytes::Bytes;
-use crate::command_line::quoted;
+use crate::command_line::CommandLine;
 use crate::error::Error;
 use crate::serve::{open_timed, resolve_timed, say};
+use crate::serve_settings::check_names;
 use crate::settings::EngineSettings;
 use crate::source::resolve_config;
 use crate::start::{Loaded, StartTimes, predict, report_json, with_enough_memory};
@@ -27,8 +28,9 @@ const DOES_NOT_FIT: u8 = 4;
 ///
 /// # Errors
 /// As [`profile`] would end with, as far as configuration and device tell.
-pub async fn plan(args: PlanArgs, argv: impl Iterator<Item = String>) -> Result<(), Error> {
-    let settings = Arc::new(EngineSettings::new(args.engine)?);
+pub async fn plan(args: PlanArgs, argv: impl Iterator<Item = OsString>) -> Result<(), Error> {
+    check_names(&args.serve)?;
+    let settings = Arc::new(EngineSettings::new(args.serve.engine)?);
     let source = resolve_config(&settings).await?;
     let serve = serve_command(argv);
     let work = move || {
@@ -53,7 +55,8 @@ pub async fn plan(args: PlanArgs, argv: impl Iterator<Item = String>) -> Result<
 /// # Errors
 /// Where the model cannot be loaded or does not fit.
 pub async fn profile(args: ProfileArgs) -> Result<(), Error> {
-    let mut settings = EngineSettings::new(args.engine)?;
+    check_names(&args.serve)?;
+    let mut settings = EngineSettings::new(args.serve.engine)?;
     // It is asked to measure; the next server profits.
     settings.plans = settings.plans.write_only();
     let settings = Arc::new(settings);
@@ -156,22 +159,17 @@ fn profile_json(mut report_json: Value, prediction: Option<&Prediction>, report:
 }
 
 /// The command line that serves what this one plans.
-fn serve_command(argv: impl Iterator<Item = String>) -> String {
-    let mut args = command_line(argv).into_iter();
-    let program = args.next().unwrap_or_else(|| "plimsoll".to_owned());
+fn serve_command(argv: impl Iterator<Item = OsString>) -> String {
     let mut planned = false;
-    let args = args.filter(|arg| arg != "--json").map(|arg| {
-        // The first is the subcommand; whatever else is called so is a value.
-        match arg == "plan" && !std::mem::replace(&mut planned, true) {
-            true => "serve".to_owned(),
+    let argv = argv.enumerate().filter(|(_, arg)| arg != "--json");
+    let argv = argv.map(|(at, arg)| {
+        // The first after the program is the subcommand; whatever else is called so is a value.
+        match at > 0 && arg == "plan" && !std::mem::replace(&mut planned, true) {
+            true => "serve".into(),
             false => arg,
         }
     });
-    std::iter::once(program)
-        .chain(args)
-        .map(|arg| quoted(&arg))
-        .collect::<Vec<_>>()
-        .join(" ")
+    CommandLine::new(argv).with(&[])
 }
 
 #[cfg(test)]
@@ -180,7 +178,7 @@ mod tests {
 
     #[test]
     fn the_command_to_serve_is_this_one() {
-        let command = |line: &[&str]| serve_command(line.iter().map(|&arg| arg.to_owned()));
+        let command = |line: &[&str]| serve_command(line.iter().map(OsString::from));
         assert_eq!(
             command(&["plimsoll", "plan", "--json", "a/b", "--max-num-seqs=4"]),
             "plimsoll serve a/b --max-num-seqs=4"
@@ -195,7 +193,7 @@ mod tests {
                 "--hf-token",
                 "secret"
             ]),
-            r"./plimsoll serve 'it'\''s here' --tokenizer plan --hf-token '***'"
+            r"./plimsoll serve 'it'\''s here' --tokenizer plan '--hf-token=***'"
         );
     }
 }

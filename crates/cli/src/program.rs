@@ -58,12 +58,12 @@ async fn run(cli: Cli) -> Result<(), Error> {
         }
         Command::Rm(args) => models::rm(args).await,
         Command::Profile(args) => {
-            logging::init(&args.engine.log, Kind::Command)?;
+            logging::init(&args.serve.engine.log, Kind::Command)?;
             plan::profile(*args).await
         }
         Command::Plan(args) => {
-            logging::init(&args.engine.log, Kind::Command)?;
-            plan::plan(*args, std::env::args()).await
+            logging::init(&args.serve.engine.log, Kind::Command)?;
+            plan::plan(*args, std::env::args_os()).await
         }
         Command::Config(args) => config::print(&args, &layers::settings_of_process()?),
         Command::Bench(BenchCommand::Serve(args)) => bench::serve(*args).await,

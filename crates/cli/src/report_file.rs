@@ -18,14 +18,25 @@ impl ReportFile {
     /// At `path`, if there is one.
     ///
     /// # Errors
-    /// [`Error::Write`] where a report could not be written: nobody shall wait minutes for that.
+    /// [`Error::Configuration`] where a report could not be written: nobody shall wait minutes for that.
     pub(crate) fn new(path: Option<PathBuf>) -> Result<Self, Error> {
         if let Some(path) = &path {
             let writable = match is_special(path) {
                 true => fs::OpenOptions::new().write(true).open(path).map(drop),
                 false => unfinished(&target(path)).map(drop),
             };
-            writable.map_err(|source| refused(path, source))?;
+            writable.map_err(|source| {
+                let why = match path.parent() {
+                    Some(parent) if !parent.as_os_str().is_empty() && !parent.is_dir() => {
+                        "there is no such directory".to_owned()
+                    }
+                    _ => source.to_string(),
+                };
+                Error::configuration(
+                    "--profile-report",
+                    format!("cannot write {}: {why}", path.display()),
+                )
+            })?;
         }
         Ok(Self(path))
     }
@@ -43,14 +54,10 @@ impl ReportFile {
             true => fs::write(path, text),
             false => replace(&target(path), text.as_bytes()),
         };
-        written.map_err(|source| refused(path, source))
-    }
-}
-
-fn refused(path: &Path, source: io::Error) -> Error {
-    Error::Write {
-        path: path.to_owned(),
-        source,
+        written.map_err(|source| Error::Write {
+            path: path.to_owned(),
+            source,
+        })
     }
 }
 
@@ -93,7 +100,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         for wrong in [dir.path(), &dir.path().join("no/such/report.json")] {
             let error = ReportFile::new(Some(wrong.to_owned())).unwrap_err();
-            assert!(matches!(error, Error::Write { .. }), "{error}");
+            assert!(
+                error.to_string().contains("--profile-report: cannot write"),
+                "{error}"
+            );
         }
         ReportFile::new(Some("/dev/null".into()))
             .unwrap()

@@ -55,10 +55,28 @@ pub(crate) struct ServeSettings {
     certificate: Option<Certificate>,
 }
 
+/// Refuses a MODEL that a list of names has taken.
+///
+/// # Errors
+/// Where there is no MODEL, and the last name could be one.
+pub(crate) fn check_names(args: &ServeArgs) -> Result<(), Error> {
+    let names = args.server.served_model_name.as_deref();
+    if let (Some([_, .., last]), None) = (names, args.engine.model.given())
+        && (SimSpec::parse(last).is_some() || last.contains('/') || Path::new(last).exists())
+    {
+        let message = format!(
+            "no MODEL was given, and `{last}` is taken as a name; put MODEL first, or name it with --model"
+        );
+        return Err(Error::configuration("--served-model-name", message));
+    }
+    Ok(())
+}
+
 impl ServeSettings {
     /// # Errors
     /// Where a file that flags name cannot be read or used, or flags do not go together.
     pub(crate) async fn new(args: ServeArgs) -> Result<Self, Error> {
+        check_names(&args)?;
         let ServeArgs {
             engine,
             server,
@@ -70,14 +88,6 @@ impl ServeSettings {
             pages,
             events,
         } = args;
-        if let (Some([_, .., last]), None) = (server.served_model_name.as_deref(), engine.model.given())
-            && (SimSpec::parse(last).is_some() || last.contains('/') || Path::new(last).exists())
-        {
-            let message = format!(
-                "no MODEL was given, and `{last}` is taken as a name; put MODEL first, or name it with --model"
-            );
-            return Err(Error::configuration("--served-model-name", message));
-        }
         let engine = Arc::new(EngineSettings::new(engine)?);
         let template = server.chat_template.as_deref().map(chat_template).transpose()?;
         if let Some(source) = &template {

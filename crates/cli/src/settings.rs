@@ -187,7 +187,7 @@ pub(crate) mod tests {
             .into_iter()
             .chain(arguments.split_whitespace());
         match Cli::try_parse_from(argv).unwrap().command {
-            Command::Profile(args) => EngineSettings::new(args.engine).unwrap(),
+            Command::Profile(args) => EngineSettings::new(args.serve.engine).unwrap(),
             other => panic!("not profile: {other:?}"),
         }
     }

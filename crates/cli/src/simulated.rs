@@ -8,6 +8,11 @@ use plimsoll_core::{CacheGroups, CacheKind, CacheLayout};
 
 use crate::args::{SIM_MODEL, duration};
 
+/// What may follow the name, for people.
+pub(crate) const SIM_OPTIONS: &str = "the simulated model is `sim`, or `sim:` and options with commas between them: the seconds that a \
+                                      step takes (first), window=TOKENS, fail=N and oom=N (every N-th step goes wrong), hang=N (the N-th \
+                                      step never ends), device=N (the driver fails at its N-th use during the start); N is at least 1";
+
 /// The simulated model, as MODEL wants it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SimSpec {

@@ -6,7 +6,7 @@ use crate::args::{HubArgs, LoadFormat};
 use crate::error::Error;
 use crate::hub::{self, HubOptions, RepoId, Weights};
 use crate::settings::EngineSettings;
-use crate::simulated::SimSpec;
+use crate::simulated::{SIM_OPTIONS, SimSpec};
 use crate::start::StartProgress;
 
 /// What MODEL turned out to be.
@@ -113,6 +113,12 @@ async fn locate(
         Ok(true) => return Ok(path.to_owned()),
         Ok(false) => {}
         Err(source) => return Err(unreadable(path)(source)),
+    }
+    if let Some(options) = text.strip_prefix("sim:") {
+        return Err(Error::configuration(
+            "MODEL",
+            format!("sim:{options} is not understood; {SIM_OPTIONS}"),
+        ));
     }
     let looks_like_a_path = text.starts_with(['/', '.', '~', '\\']) || text.ends_with(".gguf");
     let repo = RepoId::parse(text).filter(|_| !looks_like_a_path);

@@ -33,6 +33,11 @@ impl Traces {
     /// Outside of a tokio runtime.
     pub(crate) fn to(endpoint: &str) -> Result<Self, Error> {
         let wrong = |message: String| Error::configuration("--otlp-traces-endpoint", message);
+        let is_http = |url: reqwest::Url| matches!(url.scheme(), "http" | "https");
+        if !reqwest::Url::parse(endpoint).is_ok_and(is_http) {
+            let message = format!("{endpoint:?} is no URL that begins with http:// or https://");
+            return Err(wrong(message));
+        }
         let client = reqwest::Client::builder().timeout(TIMEOUT).build();
         let client = OnRuntime {
             client: client.map_err(|error| wrong(error.to_string()))?,

@@ -100,6 +100,47 @@ fn a_plan_says_what_fits_and_how_to_serve_it() {
     assert!(text.is_ascii(), "it survives pipes");
 }
 
+#[test]
+fn a_plan_takes_all_flags_of_serve_and_repeats_them() {
+    let dir = model(TINY);
+    let flags = "--json --device cpu --device-memory 24MiB --max-model-len 512";
+    let plan = json(&plimsoll(
+        "plan",
+        dir.path(),
+        &format!("{flags} --port 81 --api-key secret"),
+    ));
+    let command = plan["command"].as_str().unwrap();
+    assert!(command.contains("--port 81 '--api-key=***'"), "{command}");
+    let without = json(&plimsoll("plan", dir.path(), flags));
+    assert_eq!(plan["kv_tokens"], without["kv_tokens"]);
+}
+
+/// On a CPU a larger budget is advised up to the machine's memory.
+#[test]
+fn no_more_memory_is_advised_than_the_machine_has() {
+    let dir = model(TINY);
+    for (context, is_advised) in [(1_u64 << 17, true), (1 << 28, false)] {
+        let flags = format!(
+            r#"--device cpu --device-memory 64MiB --hf-overrides {{"num_hidden_layers":64,"max_position_embeddings":{context}}}"#
+        );
+        let refused = plimsoll("plan", dir.path(), &flags);
+        let text = String::from_utf8_lossy(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(4), "{text}");
+        assert_eq!(text.contains("--device-memory="), is_advised, "{context}: {text}");
+    }
+}
+
+#[test]
+fn a_wrong_option_of_the_simulated_model_is_named() {
+    let refused = plimsoll("plan", Path::new("sim:leak=1"), "");
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{text}");
+    assert!(
+        text.contains("leak=1") && text.contains("window=TOKENS"),
+        "{text}"
+    );
+}
+
 /// Other programs need memory too: who wants more of it says so.
 #[test]
 fn a_cpu_holds_no_more_tokens_than_it_is_likely_to_use() {

@@ -76,6 +76,15 @@ impl Machine {
         })
     }
 
+    /// Bytes that this process could ever take: all memory of the machine, or the tightest limit of a control group; `None` if the
+    /// machine does not say.
+    pub fn size(&self) -> Option<u64> {
+        let meminfo = fs::read_to_string(self.root.join("proc/meminfo")).ok()?;
+        let machine = kilobytes(&meminfo, "MemTotal")?;
+        let group = self.least_of_groups(|group, root| group.limit(root));
+        Some(group.map_or(machine, |group| group.min(machine)))
+    }
+
     /// Bytes of free pages on the per-CPU lists of the kernel. `MemAvailable` leaves them out, and since Linux 6.7 they may be an eighth of
     /// the memory after somebody freed a lot: they would look like memory of another process.
     fn at_hand(&self) -> Option<u64> {
@@ -86,9 +95,13 @@ impl Machine {
 
     /// Least room below the limits of this process's control group and its ancestors; `None` without a limit.
     fn group_room(&self) -> Option<u64> {
+        self.least_of_groups(|group, root| group.room(root))
+    }
+
+    fn least_of_groups(&self, bytes: impl Fn(&Group<'_>, &Path) -> Option<u64>) -> Option<u64> {
         let groups = fs::read_to_string(self.root.join("proc/self/cgroup")).ok()?;
         let groups = groups.lines().filter_map(Group::parse);
-        groups.filter_map(|group| group.room(&self.root)).min()
+        groups.filter_map(|group| bytes(&group, &self.root)).min()
     }
 
     /// Bytes of private memory of this process that really exist; `None` where the kernel does not say (before Linux 4.5).
@@ -199,26 +212,39 @@ impl<'a> Group<'a> {
 
     /// Least room at this level and above.
     fn room(&self, root: &Path) -> Option<u64> {
+        self.least_of_levels(root, |level| {
+            let read = |name: &str| fs::read_to_string(level.join(name)).ok();
+            let usage = read(self.files.usage).unwrap_or_default();
+            let stat = read("memory.stat").unwrap_or_default();
+            self.files.room(&read(self.files.limit)?, &usage, &stat)
+        })
+    }
+
+    /// Least limit at this level and above.
+    fn limit(&self, root: &Path) -> Option<u64> {
+        self.least_of_levels(root, |level| {
+            Files::limit(&fs::read_to_string(level.join(self.files.limit)).ok()?)
+        })
+    }
+
+    fn least_of_levels(&self, root: &Path, bytes: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
         let mount = root.join(self.files.mount);
         // Inside a container the path may be the host's and absent here; the mount point itself is then the group.
         let own = mount.join(self.path);
         let levels = own.ancestors().take_while(|level| level.starts_with(&mount));
-        levels
-            .filter_map(|level| {
-                let read = |name: &str| fs::read_to_string(level.join(name)).ok();
-                let usage = read(self.files.usage).unwrap_or_default();
-                let stat = read("memory.stat").unwrap_or_default();
-                self.files.room(&read(self.files.limit)?, &usage, &stat)
-            })
-            .min()
+        levels.filter_map(bytes).min()
     }
 }
 
 impl Files {
+    /// "max" (v2) is no number; v1 says a huge one, which no machine has and the minimum with the machine's memory ignores.
+    fn limit(text: &str) -> Option<u64> {
+        text.trim().parse().ok()
+    }
+
     /// Limit minus what cannot be reclaimed, from the text of the three files of one level.
     fn room(&self, limit: &str, usage: &str, stat: &str) -> Option<u64> {
-        // "max" (v2) is no number; v1 says a huge one, which no machine has and the minimum with the machine's memory ignores.
-        let limit = limit.trim().parse::<u64>().ok()?;
+        let limit = Self::limit(limit)?;
         let usage = usage.trim().parse::<u64>().unwrap_or(0);
         let lines = stat.lines().filter_map(|line| line.split_once(' '));
         let reclaimable = lines
@@ -336,7 +362,7 @@ mod tests {
             fs::write(path, text).unwrap();
         };
         let machine = Machine::at(root.path());
-        assert_eq!(machine.left(0), None);
+        assert_eq!((machine.left(0), machine.size()), (None, None));
         write("proc/meminfo", MEMINFO);
         let available = 24_206_312 << 10;
         assert_eq!(
@@ -356,6 +382,9 @@ mod tests {
         write("sys/fs/cgroup/pod/memory.max", "2147483648\n");
         write("sys/fs/cgroup/pod/memory.current", "1073741824\n");
         assert_eq!(machine.left(resident + GIB / 2), Some(GIB / 2));
+        assert_eq!(machine.size(), Some(2 * GIB));
+        write("sys/fs/cgroup/pod/memory.max", "max\n");
+        assert_eq!(machine.size(), Some(24_684_084 << 10));
     }
 
     /// The files are where this expects them.
@@ -363,7 +392,8 @@ mod tests {
     #[cfg(target_os = "linux")]
     fn this_machine_answers() {
         let machine = Machine::this();
-        assert!(machine.left(0).unwrap() > 0);
+        let left = machine.left(0).unwrap();
+        assert!(left > 0 && left <= machine.size().unwrap());
         assert!(machine.resident().unwrap() > 0);
         assert!(machine.at_hand().is_some());
     }

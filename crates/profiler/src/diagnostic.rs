@@ -90,7 +90,10 @@ impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::ProbeDoesNotFit => {
-                write!(f, "the worst step does not fit the device, whatever the KV cache")
+                write!(
+                    f,
+                    "the device is too small for the worst step and the KV cache to measure it with"
+                )
             }
             Self::ContextDoesNotFit => write!(f, "one request of full length does not fit the KV cache"),
             Self::Exhausted { attempts } => write!(
@@ -126,7 +129,7 @@ impl Diagnostic {
         line("other processes", human_bytes(self.peers));
         line("canary", human_bytes(self.canary));
         if let Some(peak) = self.measured_peak {
-            line("measured peak", human_bytes(peak));
+            line("peak of worst steps", human_bytes(peak));
         }
         // Of a size that a flag sets, the first line says what fits.
         let is_said = matches!(self.cause, Cause::PinnedTooLarge { .. });

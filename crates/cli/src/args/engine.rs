@@ -122,6 +122,11 @@ impl ModelArgs {
         self.given().unwrap_or(DEFAULT_MODEL)
     }
 
+    /// MODEL, if it was typed in its place.
+    pub fn typed(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
     /// MODEL, if it was given.
     pub fn given(&self) -> Option<&str> {
         self.model.as_deref().or(self.model_flag.as_deref())

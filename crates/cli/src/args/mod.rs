@@ -92,8 +92,8 @@ impl Command {
     pub fn model(&self) -> Option<&ModelArgs> {
         match self {
             Self::Serve(args) => Some(&args.engine.model),
-            Self::Profile(args) => Some(&args.engine.model),
-            Self::Plan(args) => Some(&args.engine.model),
+            Self::Profile(args) => Some(&args.serve.engine.model),
+            Self::Plan(args) => Some(&args.serve.engine.model),
             Self::Bench(BenchCommand::Latency(args)) => Some(&args.engine.model),
             Self::Bench(BenchCommand::Throughput(args)) => Some(&args.engine.model),
             Self::Bench(BenchCommand::Serve(_)) | Self::Chat(_) | Self::Config(_) | Self::Selftest(_) => None,
@@ -154,11 +154,11 @@ pub struct ServeArgs {
 
 /// `plimsoll profile`.
 #[derive(Clone, Debug, Args)]
-#[command(args_override_self = true)]
+#[command(args_override_self = true, after_help = PROFILE_HELP)]
 pub struct ProfileArgs {
-    /// Model, limits and memory.
+    /// What serve would be started with. What has nothing to do with memory changes nothing here.
     #[command(flatten)]
-    pub engine: EngineArgs,
+    pub serve: ServeArgs,
     /// Print the report and the prediction as one JSON document instead of tables
     #[arg(long, help_heading = "General")]
     pub json: bool,
@@ -168,9 +168,9 @@ pub struct ProfileArgs {
 #[derive(Clone, Debug, Args)]
 #[command(args_override_self = true, after_help = PLAN_HELP)]
 pub struct PlanArgs {
-    /// Model, limits and memory.
+    /// What serve would be started with. What has nothing to do with memory is only repeated in the command to serve.
     #[command(flatten)]
-    pub engine: EngineArgs,
+    pub serve: ServeArgs,
     /// Print one JSON document instead of the table
     #[arg(long, help_heading = "General")]
     pub json: bool,
@@ -195,7 +195,10 @@ const CONFIG_HELP: &str = "\
 Takes the arguments of serve, and loads nothing. Secrets are not shown. Values that are decided at start are described in \
 parentheses.";
 
+const PROFILE_HELP: &str = "\
+Takes the arguments of serve. What has nothing to do with memory, such as --port, changes nothing.";
+
 const PLAN_HELP: &str = "\
-Takes the arguments of profile. For a GPU that this machine does not have: --device cuda --device-memory 80GiB. If the \
-model would not fit, the exit code is 4 and the error lists flags that make it fit. `plimsoll profile` measures instead, and \
-also reports the error of this prediction.";
+Takes the arguments of serve, and prints the command to serve with them. For a GPU that this machine does not have: \
+--device cuda --device-memory 80GiB. If the model would not fit, the exit code is 4 and the error lists flags that make it \
+fit. `plimsoll profile` measures instead, and also reports the error of this prediction.";

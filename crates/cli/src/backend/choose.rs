@@ -179,6 +179,9 @@ pub fn open(
         Some(why) => format!(" ({why})"),
     };
     tracing::info!("device: cpu{why}");
+    if let Some(warning) = beyond_machine(settings, Machine::this().size()) {
+        tracing::warn!("{warning}");
+    }
     let lock = settings.locks.take("cpu")?;
     let budgets = cpu_budgets(settings)?;
     let bytes = Bytes(total(&budgets));
@@ -390,6 +393,20 @@ fn check_cpu(settings: &EngineSettings) -> Result<(), Error> {
     Ok(())
 }
 
+/// What to say where the flag promises more than the `size` of this machine, in bytes. It is no error: what is not there is taken
+/// for memory of other processes.
+fn beyond_machine(settings: &EngineSettings, size: Option<u64>) -> Option<String> {
+    let asked = settings
+        .device_memory?
+        .saturating_mul(settings.tensor_parallel_size as u64);
+    let size = size.filter(|&size| asked > size)?;
+    Some(format!(
+        "--device-memory grants {}, but this machine has {}: what it lacks counts as memory of other processes",
+        Bytes(asked),
+        Bytes(size)
+    ))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -405,6 +422,18 @@ mod tests {
             major: 7,
             minor: 5,
         }
+    }
+
+    #[test]
+    fn more_memory_than_the_machine_has_is_told() {
+        let told = |flags: &str| beyond_machine(&settings(flags), Some(16 << 30));
+        assert_eq!(told("--device-memory 16GiB"), None);
+        assert_eq!(told(""), None);
+        let warning = told("--device-memory 9GiB --tensor-parallel-size 2").unwrap();
+        assert!(
+            warning.contains("grants 18.00 GiB, but this machine has 16.00 GiB"),
+            "{warning}"
+        );
     }
 
     #[test]

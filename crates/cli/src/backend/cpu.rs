@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use plimsoll_core::{BuildError, Component, KvConfig, Meters, Oom, StateConfig, StepLimits};
-use plimsoll_device::{Budget, Charge};
+use plimsoll_device::{Budget, Charge, Machine};
 use plimsoll_kernels::{Exchange, WeightType, instruction_set};
 use plimsoll_model::{Cancel, LoadOptions, Model, Progress, Runner, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioShape};
@@ -82,6 +82,13 @@ impl Device for CpuBackend {
 
     fn defaults(&self) -> Defaults {
         CPU_DEFAULTS
+    }
+
+    /// The memory of this machine, or what a flag grants beyond it, as for a plan of another.
+    fn largest(&self) -> Option<u64> {
+        let ranks = self.settings.tensor_parallel_size as u64;
+        let size = Machine::this().size()? / ranks;
+        Some(size.max(self.device.budget.meters().total))
     }
 
     fn max_model_len(&self) -> Result<usize, Error> {

@@ -10,4 +10,3 @@ mod stats;
 pub use http::{ServeBenchArgs, run as serve};
 pub(crate) use mm::DatasetArgs;
 pub use offline::{latency, throughput};
-pub(crate) use report::command_line;

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use crate::error::Error;
 use crate::hardware;
+use crate::secrets;
 use crate::terminal;
 use crate::version;
 
@@ -26,7 +27,7 @@ impl Report {
         json.insert("version".into(), env!("CARGO_PKG_VERSION").into());
         json.insert("commit".into(), version::COMMIT.into());
         json.insert("hardware".into(), hardware());
-        json.insert("command".into(), command_line(std::env::args()).into());
+        json.insert("command".into(), secrets::hidden(std::env::args()).into());
         Self {
             json,
             ..Self::default()
@@ -106,20 +107,6 @@ impl Report {
     }
 }
 
-/// The command line, without secrets.
-pub(crate) fn command_line(args: impl Iterator<Item = String>) -> Vec<String> {
-    let mut hide_next = false;
-    args.map(|arg| {
-        let hidden = std::mem::replace(&mut hide_next, arg == "--hf-token");
-        match arg.split_once('=') {
-            _ if hidden => "***".to_owned(),
-            Some(("--hf-token", _)) => "--hf-token=***".to_owned(),
-            _ => arg,
-        }
-    })
-    .collect()
-}
-
 fn hardware() -> Value {
     json!({
         "cpu": hardware::cpu(),
@@ -133,16 +120,6 @@ fn hardware() -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn secrets_stay_out() {
-        let args = ["plimsoll", "--hf-token", "hf_a", "--hf-token=hf_b", "--seed", "1"].map(str::to_owned);
-        let shown = command_line(args.into_iter());
-        assert_eq!(
-            shown,
-            ["plimsoll", "--hf-token", "***", "--hf-token=***", "--seed", "1"]
-        );
-    }
 
     #[test]
     fn the_file_holds_what_the_table_shows() {

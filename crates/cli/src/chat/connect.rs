@@ -41,6 +41,13 @@ pub(super) async fn connect(args: &ChatCommandArgs, own: &mut Option<OwnServer>)
         let (http, base) = args.client.server("--url", url)?;
         // What people call it.
         let place = if base == SOCKET_BASE { url } else { &base };
+        let is_nobody = |found| matches!(found, Some(Found::Nobody(_)));
+        if !args.serve_flags.is_empty() && !is_nobody(models(&http, &base).await?) {
+            let message = format!(
+                "a server runs at {place}, and these flags are for one that the chat starts: add --own-server, or leave them out"
+            );
+            return Err(Error::configuration("flags after --", message));
+        }
         match running(&http, &base, place).await? {
             Found::Models(names) => {
                 let model = choose(&names, args.model.as_deref(), place)?;

@@ -137,7 +137,7 @@ pub enum HubError {
     },
     /// The transfer itself.
     #[error(
-        "downloading {repo} failed: {}. Start again to resume; HF_ENDPOINT sets another server",
+        "downloading {repo} from the Hub failed: {}. Start again to resume; HF_ENDPOINT sets another server",
         cause(source)
     )]
     Transfer {

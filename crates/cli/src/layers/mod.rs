@@ -19,7 +19,6 @@ use crate::args::{Cli, ServeArgs};
 use crate::error::Error;
 
 pub use foreign::{advice, strangers};
-pub(crate) use settings::is_secret;
 pub use settings::{Origin, Setting, Value};
 
 const PREFIX: &str = "PLIMSOLL_";
@@ -175,6 +174,10 @@ impl LayerFlag {
         let same =
             |other: &Self| against.contains(&other.name) || canonical(&self.name) == canonical(&other.name);
         match others.iter().find(|other| same(other)) {
+            Some(other) if other.name == self.name => Err(format!(
+                "{} is set a second time, after {}",
+                self.name, other.origin
+            )),
             Some(other) => Err(format!(
                 "{} and {} ({}) cannot both be set",
                 self.name, other.name, other.origin

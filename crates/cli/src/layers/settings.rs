@@ -12,6 +12,7 @@ use plimsoll_profiler::MemFraction;
 use super::{canonical, known};
 use crate::args::{DEFAULT_MODEL, ServeArgs};
 use crate::bytes::Bytes;
+use crate::secrets::is_secret;
 
 /// A setting of `plimsoll serve`, resolved.
 #[derive(Clone, Debug, PartialEq)]
@@ -78,14 +79,6 @@ impl fmt::Display for Origin {
             Self::Flag => f.write_str("flag"),
         }
     }
-}
-
-/// Flags whose values are shown nowhere.
-const SECRETS: [&str; 2] = ["api-key", "hf-token"];
-
-/// Whether the value of the flag `name`, without dashes, is shown nowhere.
-pub(crate) fn is_secret(name: &str) -> bool {
-    SECRETS.contains(&name)
 }
 
 /// The settings of `serve` that `matches` holds, in the order of `--help`: by heading.

@@ -108,13 +108,13 @@ fn what_is_wrong_is_named() {
         ("hf-overrides = [1]", "expected an object"),
         (
             "max_num_seqs = 3\nmax-num-seqs = 4",
-            ":2: max-num-seqs and max-num-seqs",
+            ":2: max-num-seqs is set a second time",
         ),
         (
             "disable-ui = true\nno-disable-ui = true",
             ":2: no-disable-ui and disable-ui",
         ),
-        ("device-memory = 1\nmax-device-memory = 2", "cannot both be set"),
+        ("device-memory = 1\nmax-device-memory = 2", "is set a second time"),
         (
             "device-memory = 1\ngpu-memory-utilization = 0.5",
             ":2: gpu-memory-utilization and device-memory",
@@ -144,7 +144,11 @@ fn what_is_wrong_is_named() {
     ];
     let no_file = "plimsoll serve --config /no/such.toml";
     for (argv, environment, parts) in [
-        ("plimsoll serve", &twice[..], ["PLIMSOLL_DRAIN_TIMEOUT", "both"]),
+        (
+            "plimsoll serve",
+            &twice[..],
+            ["PLIMSOLL_DRAIN_TIMEOUT", "second time"],
+        ),
         (
             "plimsoll serve",
             &[("PLIMSOLL_PROT", "1")],
@@ -211,16 +215,13 @@ fn vllms_ways_to_write_values() {
 
 #[test]
 fn a_layer_may_hold_what_only_serve_knows() {
-    let argv = ["plimsoll", "profile", "sim"]
-        .iter()
-        .map(OsString::from)
-        .collect();
+    let argv = ["plimsoll", "list", "sim"].iter().map(OsString::from).collect();
     let environment = BTreeMap::from([
         ("PLIMSOLL_PORT".to_owned(), "9".into()),
         ("PLIMSOLL_MAX_NUM_SEQS".to_owned(), "2".into()),
     ]);
-    let args::Command::Profile(args) = parse(argv, environment).unwrap().command else {
-        panic!("not profile")
+    let args::Command::List(args) = parse(argv, environment).unwrap().command else {
+        panic!("not list")
     };
     assert_eq!(args.engine.limits.max_num_seqs, Some(2));
 }

@@ -59,12 +59,18 @@ struct Row {
 /// # Errors
 /// Where the cache cannot be read, or flags are wrong.
 pub async fn list(args: ListArgs) -> Result<(), Error> {
-    let only = args.engine.model.given().map(str::to_owned);
+    // One that environment or file name is for serve.
+    let only = args.engine.model.typed().map(str::to_owned);
     let settings = EngineSettings::new(args.engine)?;
     let mut cache = hub::models(settings.hub.download_dir.as_deref()).await?;
     if let Some(only) = &only {
         let names = |model: &CachedModel| model.repo == *only || model.name == *only;
         cache.models.retain(names);
+        if cache.models.is_empty() {
+            let dir = cache.dir.display();
+            let message = format!("it is not in the cache ({dir}); `plimsoll list` shows what is");
+            return Err(Error::configuration(only, message));
+        }
     }
     let work = move || {
         let device = (!cache.models.is_empty()).then(|| Place::look(&settings));
@@ -191,18 +197,10 @@ fn text(cache: &Contents, rows: &[Row], device: Option<&str>) -> String {
     if rows.is_empty() {
         return format!("no models in {dir}; `plimsoll pull MODEL` fetches one");
     }
-    let mut columns = vec![Align::Left; 2];
-    columns.push(Align::Right);
-    let mut table = Table::new(columns);
-    table.push(
-        ["MODEL", "REVISION", "SIZE", "FAMILY", "FITS", "LAST USED", ""]
-            .map(str::to_owned)
-            .into(),
-    );
     let now = SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)
         .unwrap_or_default();
-    for row in rows {
+    let cells = rows.iter().map(|row| {
         let revision = match row.revisions.is_empty() {
             true => row.commit.chars().take(7).collect(),
             false => row.revisions.join(","),
@@ -214,7 +212,7 @@ fn text(cache: &Contents, rows: &[Row], device: Option<&str>) -> String {
             (None, Some(tokens)) => format!("{} tokens of KV cache", HumanCount(tokens as u64)),
             (None, None) => String::new(),
         };
-        table.push(vec![
+        [
             row.model.clone(),
             revision,
             Bytes(row.bytes).to_string(),
@@ -222,15 +220,44 @@ fn text(cache: &Contents, rows: &[Row], device: Option<&str>) -> String {
             fits.to_owned(),
             ago(now.saturating_sub(Duration::from_secs(row.last_used))),
             note,
-        ]);
-    }
+        ]
+    });
     let width = match std::io::stdout().is_terminal() {
         true => Size::of_stdout().unwrap_or_default().columns,
         false => usize::MAX,
     };
-    let lines = table.layout(width).concat().join("\n");
+    let lines = match width < NARROW {
+        true => cells
+            .map(|cells| paragraph(&cells, width))
+            .collect::<Vec<_>>()
+            .join("\n"),
+        false => {
+            let mut table = Table::new(vec![Align::Left, Align::Left, Align::Right]);
+            let titles = ["MODEL", "REVISION", "SIZE", "FAMILY", "FITS", "LAST USED", ""];
+            table.push(titles.map(str::to_owned).into());
+            cells.for_each(|cells| table.push(cells.into()));
+            table.layout(width).concat().join("\n")
+        }
+    };
     let on = device.map_or_else(String::new, |device| format!("; device: {device}"));
     format!("{lines}\n\nin {dir}{on}")
+}
+
+/// Columns below which a table would be unreadable.
+const NARROW: usize = 80;
+
+/// A model's cells below each other.
+fn paragraph([model, revision, size, family, fits, used, note]: &[String; 7], width: usize) -> String {
+    let lines = [
+        format!("{model} ({revision})"),
+        format!("  {size}, {family}, used {used}"),
+        match note.is_empty() {
+            true => format!("  fits: {fits}"),
+            false => format!("  fits: {fits}, {note}"),
+        },
+    ];
+    let options = textwrap::Options::new(width).subsequent_indent("    ");
+    lines.map(|line| textwrap::fill(&line, &options)).join("\n")
 }
 
 /// A time in the past, in its largest unit.
@@ -253,6 +280,22 @@ fn ago(time: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn narrow_terminals_have_a_paragraph_for_each_model() {
+        let cells = [
+            "acme/tiny",
+            "main",
+            "934.1 KiB",
+            "llama",
+            "incomplete",
+            "just now",
+            "tokenizer.json: missing",
+        ];
+        let text = paragraph(&cells.map(str::to_owned), 36);
+        let expected = "acme/tiny (main)\n  934.1 KiB, llama, used just now\n  fits: incomplete, tokenizer.json:\n    missing";
+        assert_eq!(text, expected);
+    }
 
     #[test]
     fn times_in_words() {

@@ -25,7 +25,9 @@ fn remove(cache: &Contents, names: &[ModelName], yes: bool) -> Result<(), Error>
         move |why: String| Error::configuration(name.clone(), why)
     };
     let mut removals = Vec::new();
-    for name in names {
+    let once = names.iter().enumerate();
+    let once = once.filter(|&(at, name)| !names[..at].contains(name));
+    for (_, name) in once {
         let removal = Removal::plan(cache, name).map_err(refused(name))?;
         check_unused(&removal).map_err(refused(name))?;
         removals.push((name, removal));

@@ -217,7 +217,7 @@ fn settings(path: &Path, renderer: &Renderer) -> Arc<EngineSettings> {
     match Cli::try_parse_from(argv.chain(fixed.split(' '))).unwrap().command {
         Subcommand::Profile(args) => Arc::new(EngineSettings {
             renderer: renderer.clone(),
-            ..EngineSettings::new(args.engine).unwrap()
+            ..EngineSettings::new(args.serve.engine).unwrap()
         }),
         other => panic!("not profile: {other:?}"),
     }

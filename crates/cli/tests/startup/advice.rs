@@ -344,7 +344,7 @@ fn a_printed_command_parses_to_the_advised_flags() {
     };
     let settings = Arc::new(EngineSettings {
         renderer: Renderer::in_process(),
-        ..EngineSettings::new(args.engine).unwrap()
+        ..EngineSettings::new(args.serve.engine).unwrap()
     });
     assert_eq!(
         (settings.max_num_seqs, settings.max_model_len),

@@ -33,7 +33,7 @@ pub(crate) fn both(
     let settings = match Cli::try_parse_from(argv).unwrap().command {
         Command::Profile(args) => EngineSettings {
             renderer: Renderer::in_process(),
-            ..EngineSettings::new(args.engine).unwrap()
+            ..EngineSettings::new(args.serve.engine).unwrap()
         },
         other => panic!("not profile: {other:?}"),
     };
