@@ -124,7 +124,7 @@ fn parse(path: &Path, content: &[u8]) -> Result<Vec<ApiKey>, Error> {
             [key] => (None, key),
             // It would be a name for the key before it.
             [_, word, ..] if word.starts_with('#') => {
-                let message = "a key does not begin with #; a comment is written with a space behind #";
+                let message = "a key must not begin with #; put a space after the # of a comment";
                 return Err(wrong(format!("line {number}: {message}")));
             }
             [name, key] => (Some(name), key),
@@ -188,7 +188,7 @@ mod tests {
         for (file, expected) in [
             (&many, "line 2"),
             (&empty, "no key"),
-            (&note, "line 1: a key does not begin"),
+            (&note, "line 1: a key must not begin"),
         ] {
             let error = first_in(file.path()).unwrap_err().to_string();
             assert!(error.contains(expected) && !error.contains("secret"), "{error}");

@@ -16,7 +16,7 @@ pub struct AccessArgs {
     /// read command lines: --api-key-file and PLIMSOLL_API_KEY are safer [default: no key needed]
     #[arg(long, value_name = "KEY")]
     pub api_key: Vec<Secret>,
-    /// File of API keys, one per line: KEY, or NAME KEY with a name for the log; # and a space begin a comment.
+    /// File of API keys, one per line: KEY, or NAME KEY with a name for the log; # begins a comment, after a key with spaces around it.
     /// Changes take effect within seconds
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,

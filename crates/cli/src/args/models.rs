@@ -38,7 +38,8 @@ const LIST_MODEL: &str =
     "List only this repository (owner/name, or owner/name:Q4_K_M for one of its GGUF files) [default: all]";
 
 const LIST_HELP: &str = "\
-Takes the flags of serve that decide what fits: model, device, limits, memory; --download-dir lists another cache. No weights are read.";
+Takes the flags of serve that decide what fits: model, device, limits, memory; --download-dir lists another cache. \
+No weights are read.";
 
 /// `plimsoll rm`.
 #[derive(Clone, Debug, Args)]

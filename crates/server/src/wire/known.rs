@@ -23,7 +23,7 @@ const MAX_UNKNOWN: usize = 16;
 /// How alike two names are, of 1, before one is taken for a misspelling of the other.
 const ALIKE: f64 = 0.85;
 
-/// Bytes of a name from which on it is compared with no other: that takes time by the length of both.
+/// Names of so many bytes and more are not compared with others: the time grows with the product of both lengths.
 const TOO_LONG: usize = 64;
 
 /// The unknown fields of one request, each name once.
@@ -156,6 +156,11 @@ impl Known {
                 .map(|(name, schema)| ((*name).to_owned(), schemas.shape(schema)))
                 .collect(),
         }
+    }
+
+    /// Whether the body itself has this field.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.fields.contains_key(name)
     }
 
     /// The fields of the body itself.

@@ -44,8 +44,8 @@ pub(crate) fn parse<T: RequestBody>(body: &[u8], policy: UnknownFields) -> Resul
             .filter(|name| !is_listed(name, T::UNSUPPORTED))
     };
     for name in object.keys().filter(|name| !is_listed(name, T::UNSUPPORTED)) {
-        // After an error fields of the type are left, too.
-        if taken.is_ok() || own().all(|own| own != name) {
+        // After an error, fields that the type has are left over too.
+        if taken.is_ok() || !T::known().has(name) {
             unknown.add(name, own());
         }
     }
