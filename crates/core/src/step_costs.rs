@@ -94,6 +94,17 @@ impl StepCosts {
         seconds(&self.decode, None, rows)
     }
 
+    /// Seconds of such a step that a few requests more or less do not change: at least those of a step for one request. With many experts
+    /// it is more, as one request hits a few of them and all together hit all.
+    pub fn fixed_seconds(&self, rows: usize) -> f64 {
+        let before = self
+            .decode
+            .partition_point(|cost| cost.rows <= rows)
+            .saturating_sub(1);
+        let of_rows = slope(&self.decode, None, before) * rows as f64;
+        (self.decode_seconds(rows) - of_rows).max(self.decode_seconds(1))
+    }
+
     /// Seconds of a step that generates a token for each of `decoding` requests with short contexts, and computes `prompts` tokens
     /// of prompts.
     pub fn mixed_seconds(&self, decoding: usize, prompts: usize) -> f64 {
@@ -223,6 +234,26 @@ mod tests {
         }
         assert!((costs.decode_seconds(51) - 1.5).abs() < 1e-9);
         assert!((costs.decode_seconds(201) - 3.0).abs() < 1e-9);
+    }
+
+    /// As of Qwen3-30B-A3B on an H200, and of a model without experts.
+    #[test]
+    fn the_weights_of_experts_are_a_fixed_time_of_many_requests() {
+        let cost = |&(rows, seconds): &(usize, f64)| StepCost { rows, seconds };
+        let mixed: Vec<_> = [(128, 15.66), (512, 18.3)].iter().map(cost).collect();
+        let decode = [(1, 3.87), (64, 14.69), (128, 17.36), (256, 18.53), (512, 20.54)];
+        let costs = StepCosts::new(decode.iter().map(cost).collect(), mixed, 0.0).unwrap();
+        assert!((costs.fixed_seconds(1) - 3.87).abs() < 1e-9);
+        let fixed = costs.fixed_seconds(300);
+        assert!((16.5..16.6).contains(&fixed), "{fixed}");
+        let dense = costs_of_rows();
+        for rows in [1, 64, 128, 500, 800] {
+            let fixed = dense.fixed_seconds(rows);
+            assert!(
+                (fixed - dense.decode_seconds(1)).abs() < 1e-9,
+                "{fixed} of {rows}"
+            );
+        }
     }
 
     /// As measured on an H200, where the last slope alone would make steps of 8192 rows look cheaper than any, and where another size

@@ -396,7 +396,7 @@ impl Shapes {
                 read += row.start.div_ceil(self.kv.block_size.tokens()) * self.kv.groups.pages_per_block();
             }
             let history = if params.needs_history() {
-                self.tokens(0..row.end)
+                self.tokens(index, 0..row.end)
             } else {
                 Vec::new()
             };
@@ -413,14 +413,14 @@ impl Shapes {
             let scored = if goes_on { 1 } else { row.len() - 1 };
             let score = ScoreSpec {
                 first: 0,
-                targets: self.tokens(row.start + 1..row.start + 1 + scored),
+                targets: self.tokens(index, row.start + 1..row.start + 1 + scored),
                 top: TOP_LOGPROBS as usize,
             };
             Run {
                 // Far from the ids of real requests, which count from 0.
                 request: RequestId(u64::MAX - index as u64),
                 start: row.start,
-                input: RunInput::Known(self.tokens(row.start..row.end)),
+                input: RunInput::Known(self.tokens(index, row.start..row.end)),
                 images: None,
                 tables,
                 state: self.state(row, index, rows.len()),
@@ -476,10 +476,11 @@ impl Shapes {
         tables.collect()
     }
 
-    /// Tokens that differ as long as the vocabulary lasts: the most work for whatever counts them.
-    fn tokens(&self, positions: std::ops::Range<usize>) -> Vec<TokenId> {
+    /// Tokens of row `index` that differ as long as the vocabulary lasts: the most work for whatever counts them. Those of other rows at
+    /// the same positions are others: equal ones would all choose the same experts, and the weights of few would be read.
+    fn tokens(&self, index: usize, positions: std::ops::Range<usize>) -> Vec<TokenId> {
         positions
-            .map(|position| (position % self.vocab_size) as TokenId)
+            .map(|position| ((position + index * TOKENS_APART) % self.vocab_size) as TokenId)
             .collect()
     }
 }
@@ -487,6 +488,9 @@ impl Shapes {
 /// Blocks that all contexts of a worst step share. What a step allocates follows from the number of keys, not from where they lie;
 /// few blocks stay in the device's cache, so that reading hundreds of contexts of the longest length does not take seconds.
 const SHARED_BLOCKS: usize = 64;
+
+/// From the token of a row to that of the next at the same position. A prime, so that in few vocabularies two of the first rows meet.
+const TOKENS_APART: usize = 7919;
 
 /// Entries of `logit_bias` in a scenario: more than clients send. More take no more memory, which is that of a vocabulary.
 const BIASED_TOKENS: usize = 1024;

@@ -15,8 +15,13 @@ use crate::{Phase, StepTimes, Target, TimedStep};
 /// Steps without prompts, and with the most that may run at once, if that is less than the last.
 const DECODE_ROWS: [usize; 7] = [1, 64, 128, 256, 384, 512, 1024];
 
-/// Steps with prompts, and the largest there may be, if that is less than the last.
+/// Steps with prompts, and the largest there may be, if that is less than the last. Powers of two beyond follow as long as a row gets
+/// cheaper.
 const MIXED_ROWS: [usize; 8] = [32, 128, 256, 384, 512, 768, 1024, 1536];
+
+/// A row that costs less than this part of what it costs in the cheapest smaller step is cheaper: the weights of many experts are read
+/// for each step, so that their rows get cheaper up to thousands.
+const CHEAPER: f64 = 0.98;
 
 /// As far as there is time, steps are timed twice, as the first of a size can take longer than all that follow, and those of up to 256
 /// rows, which vary more, three times.
@@ -34,6 +39,8 @@ const LEAST_LONG_CONTEXT: usize = 256;
 /// For all steps together, or this part of the time of the proof if that is longer.
 const LIMIT: Duration = Duration::from_millis(400);
 const LIMIT_OF_PROOF: f64 = 0.1;
+/// Of that, for the steps beyond [`MIXED_ROWS`] too.
+const LIMIT_OF_LARGER: f64 = 2.0;
 
 impl<T: Target> Profiler<'_, T> {
     /// Times steps of a state that took `proof` to prove, smaller than those of the proof. `None` where nothing is ever computed
@@ -60,23 +67,13 @@ impl<T: Target> Profiler<'_, T> {
         let shapes = self.timed_shapes(kv);
         let all = (0..REPEATS).flat_map(|_| &shapes);
         let again = shapes.iter().filter(|shape| shape.rows <= REPEATED_ROWS);
-        for &shape in all.chain(again) {
-            let is_time = stopwatch.is_time_for(shape);
-            if self.ranks.min(usize::from(is_time))? == 0 {
+        self.time(state, kv, &mut stopwatch, all.chain(again))?;
+        stopwatch.limit = limit.mul_f64(LIMIT_OF_LARGER);
+        while let Some(larger) = self.larger(&stopwatch, kv)? {
+            self.time(state, kv, &mut stopwatch, [&larger])?;
+            if !stopwatch.shortest.contains_key(&larger) {
                 break;
             }
-            let plan = timed_step(&self.spec.limits, self.spec.vocab_size, kv, shape);
-            self.launch(state, &plan)?;
-            stopwatch.running.push_back(shape);
-            // As the engine does it: where the device works by itself, the next step is launched while one runs.
-            if stopwatch.running.len() == depth {
-                self.finish(state)?;
-                stopwatch.finished();
-            }
-        }
-        while !stopwatch.running.is_empty() {
-            self.finish(state)?;
-            stopwatch.finished();
         }
         let times = stopwatch.times();
         // A slow device has no time for all of them.
@@ -89,6 +86,45 @@ impl<T: Target> Profiler<'_, T> {
         ]);
         self.log(Phase::Timing, fields);
         Ok(times.costs().is_some().then_some(times))
+    }
+
+    /// Times steps one after the other, as far as there is time.
+    fn time<'a>(
+        &mut self,
+        state: &mut T::State,
+        kv: KvConfig,
+        stopwatch: &mut Stopwatch,
+        shapes: impl IntoIterator<Item = &'a TimedShape>,
+    ) -> Result<(), Stop> {
+        stopwatch.last = Instant::now();
+        for &shape in shapes {
+            let is_time = stopwatch.is_time_for(shape);
+            if self.ranks.min(usize::from(is_time))? == 0 {
+                break;
+            }
+            let plan = timed_step(&self.spec.limits, self.spec.vocab_size, kv, shape);
+            self.launch(state, &plan)?;
+            stopwatch.running.push_back(shape);
+            // As the engine does it: where the device works by itself, the next step is launched while one runs.
+            if stopwatch.running.len() == self.spec.timed_in_flight {
+                self.finish(state)?;
+                stopwatch.finished();
+            }
+        }
+        while !stopwatch.running.is_empty() {
+            self.finish(state)?;
+            stopwatch.finished();
+        }
+        Ok(())
+    }
+
+    /// The next larger step with prompts, if that may be the cheapest for each row. On ranks, if it may be so on all.
+    fn larger(&mut self, stopwatch: &Stopwatch, kv: KvConfig) -> Result<Option<TimedShape>, Stop> {
+        let limits = &self.spec.limits;
+        let larger = stopwatch.larger(limits.max_num_batched_tokens);
+        let larger = larger.filter(|shape| shape.fits(limits, kv));
+        let rows = self.ranks.min(larger.map_or(0, |shape| shape.rows))?;
+        Ok(larger.filter(|shape| shape.rows == rows))
     }
 
     /// All that the limits and the cache have room for, the smallest first.
@@ -192,6 +228,21 @@ impl Stopwatch {
         seconds + slope.max(0.0) * rows.saturating_sub(timed) as f64
     }
 
+    /// A step of the next power of two of rows, at most `most`, if in the largest one with prompts so far a row was cheaper than in all
+    /// smaller ones.
+    fn larger(&self, most: usize) -> Option<TimedShape> {
+        let mixed = || {
+            let costs = self.shortest.iter().filter(|(shape, _)| shape.is_mixed());
+            costs.map(|(shape, seconds)| (*shape, seconds / shape.rows as f64))
+        };
+        let (largest, cost) = mixed().next_back()?;
+        let (_, before) = mixed()
+            .filter(|(shape, _)| shape.rows < largest.rows)
+            .min_by(|a, b| a.1.total_cmp(&b.1))?;
+        let rows = (largest.rows + 1).next_power_of_two().min(most);
+        (cost < CHEAPER * before && rows > largest.rows).then_some(TimedShape { rows, ..largest })
+    }
+
     fn finished(&mut self) {
         let now = Instant::now();
         let seconds = (now - self.last).as_secs_f64();
@@ -235,6 +286,35 @@ impl Stopwatch {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// As of Qwen3-30B-A3B on an H200, whose steps read the weights of all experts, and of Llama-3.1-8B.
+    #[test]
+    fn larger_steps_are_timed_while_a_row_gets_cheaper() {
+        let mut stopwatch = Stopwatch::new(Instant::now(), Duration::from_secs(60), 1);
+        let mixed = |rows| TimedShape {
+            rows,
+            decoding: 16,
+            context: 1,
+        };
+        let mut time = |shape: TimedShape, ms: f64| {
+            stopwatch.shortest.insert(shape, ms * 1e-3);
+            stopwatch.larger(6000).map(|shape| shape.rows)
+        };
+        assert_eq!(
+            time(TimedShape::decode(1024, 1), 20.0),
+            None,
+            "no step with prompts"
+        );
+        assert_eq!(time(mixed(1024), 24.0), None, "only one");
+        assert_eq!(time(mixed(1536), 28.0), Some(2048));
+        assert_eq!(time(mixed(2048), 33.0), Some(4096));
+        assert_eq!(time(mixed(4096), 55.0), Some(6000), "as large as there may be");
+        assert_eq!(time(mixed(6000), 75.0), None, "no larger one");
+        assert_eq!(time(mixed(4096), 66.0), None, "hardly cheaper than before");
+        let dense = [(1024, 22.75), (1536, 36.8)];
+        stopwatch.shortest = dense.map(|(rows, ms)| (mixed(rows), ms * 1e-3)).into();
+        assert_eq!(stopwatch.larger(6000), None);
+    }
 
     #[test]
     fn the_last_two_steps_predict_the_next() {

@@ -17,6 +17,10 @@ const STRETCH: f64 = 2.0;
 /// Added to [`STRETCH`], times the square root of how many requests wait for each one that generates.
 const STRETCH_BY_BACKLOG: f64 = 7.0;
 
+/// No price makes a step longer than this many times what the two above say. Rows may get cheaper up to the largest step, as those of
+/// many experts do; while few wait, that wins nothing.
+const MOST_STRETCH: f64 = 2.0;
+
 /// With one image to encode, a step in which requests generate may take this part longer.
 const ENCODE_STRETCH: f64 = 0.2;
 
@@ -32,10 +36,13 @@ const MOST_CHUNKS: usize = 256;
 /// `mixed(D, P) - decode(D)` (Sarathi-Serve, arXiv:2403.02310, calls that piggybacking). Per token that falls with `P` as long as
 /// the device is bound by reading weights, and rises after. But while `w` requests wait for their prompts, they do not
 /// generate, and each step that passes meanwhile reads the weights for fewer rows than it could. So the part
-/// `1 - (D / (D + w))^2` of a step's fixed time, `decode(1)`, is the prompts' too: the longer the backlog, the larger the best `P`.
+/// `1 - (D / (D + w))^2` of a step's fixed time is the prompts' too: the longer the backlog, the larger the best `P`. The fixed time is
+/// `decode(1)`, or what `decode` comes to at no rows going straight on from `D`: a step for one request reads few experts, one for many
+/// reads all.
 ///
 /// Latency decides among all `P` that cost at most 1 % more per token than the best: the step shall take at most
-/// `2 + 7 sqrt(w / D)` times as long as without prompts. If nothing generates, the largest of them is taken, or the whole next prompt.
+/// `2 + 7 sqrt(w / D)` times as long as without prompts. If none is so short, it is the shortest of them, or the largest step that takes at
+/// most twice that. If nothing generates, the largest of them is taken, or the whole next prompt.
 ///
 /// `D + P` is a size that was measured, or a power of two beyond, up to the largest step: products are computed in tiles of rows, so that
 /// one row more can cost a whole tile. On an H200 512 rows of an 8B model take 12 ms, and 544 to 640 rows 14. Under a target it can lie
@@ -155,6 +162,7 @@ impl PromptBudget {
         let alone = self.costs.decode_seconds(decoding) + read;
         let stretch = STRETCH + STRETCH_BY_BACKLOG * (prompts as f64 / decoding as f64).sqrt();
         let tokens = within(stretch * alone).clamp(fewest, most);
+        let tokens = tokens.min(within(MOST_STRETCH * stretch * alone));
         let least = next_prompt.div_ceil(MOST_CHUNKS).max(1);
         let least = least.next_multiple_of(self.chunk);
         let tokens = match self.target {
@@ -224,7 +232,7 @@ impl PromptBudget {
     /// Fewest and most prompt tokens that cost hardly more than they must.
     fn cheap(&self, choices: &[Choice], decoding: usize, prompts: usize) -> (usize, usize) {
         let generating = decoding as f64 / (decoding + prompts) as f64;
-        let fixed = self.costs.decode_seconds(1);
+        let fixed = self.costs.fixed_seconds(decoding.max(1));
         let shared = fixed * (1.0 - generating.powf(SHARE_EXPONENT));
         let alone = match decoding {
             0 => fixed,

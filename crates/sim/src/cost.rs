@@ -103,6 +103,32 @@ impl StepModel {
         pair: 0.000_26,
     };
 
+    /// Qwen3-30B-A3B in bfloat16 on one H200, as the auto-profile times it: from a few rows on all experts are read.
+    pub const H200_EXPERTS_30B: Self = Self {
+        products: &[
+            (1.0, 3700.0),
+            (32.0, 11_400.0),
+            (64.0, 13_900.0),
+            (128.0, 15_300.0),
+            (256.0, 15_500.0),
+            (384.0, 16_700.0),
+            (512.0, 18_000.0),
+            (768.0, 21_200.0),
+            (1024.0, 24_900.0),
+            (1536.0, 32_000.0),
+            (2048.0, 36_200.0),
+            (4096.0, 61_300.0),
+            (8192.0, 110_800.0),
+        ],
+        step: 200.0,
+        row: 0.0,
+        prompt_row: 0.0,
+        mixed: 300.0,
+        state: 4.0,
+        context: 0.0311,
+        pair: 0.000_52,
+    };
+
     /// Seconds of a step.
     pub fn seconds(&self, size: &StepSize) -> f64 {
         let rows = (size.decoding + size.prompt) as f64;
@@ -151,10 +177,20 @@ impl StepModel {
             }
         };
         let decode = [1, 64, 128, 256, 384, 512, 1024].map(|rows| timed(rows, 0));
+        let of_rows = |rows: usize| timed(OUTPUTS_BESIDE_PROMPTS, rows - OUTPUTS_BESIDE_PROMPTS);
         let mixed = [32, 128, 256, 384, 512, 768, 1024, 1536].into_iter();
         let mixed = mixed.filter(|&rows| rows <= max_num_batched_tokens);
-        let mixed = mixed.map(|rows| timed(OUTPUTS_BESIDE_PROMPTS, rows - OUTPUTS_BESIDE_PROMPTS));
-        let costs = StepCosts::new(decode.into(), mixed.collect(), self.context * 1e-6);
+        let mut mixed: Vec<_> = mixed.map(of_rows).collect();
+        let of_row = |step: &StepCost| step.seconds / step.rows as f64;
+        // Larger ones while a row gets cheaper.
+        while let [before @ .., last] = &mixed[..]
+            && last.rows < max_num_batched_tokens
+            && before.iter().all(|step| of_row(last) < 0.98 * of_row(step))
+        {
+            let rows = (last.rows + 1).next_power_of_two().min(max_num_batched_tokens);
+            mixed.push(of_rows(rows));
+        }
+        let costs = StepCosts::new(decode.into(), mixed, self.context * 1e-6);
         costs.expect("these are times")
     }
 }

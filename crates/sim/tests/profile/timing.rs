@@ -45,7 +45,17 @@ fn every_size_that_the_limits_allow_is_timed_beside_the_canary() {
                 ..spec.clone()
             };
             let (proved, untimed) = (run(model(), &spec).unwrap(), run(model(), &untimed).unwrap());
-            assert_eq!(rows(&proved), (decode.clone(), mixed.clone()));
+            let (timed_decode, timed_mixed) = rows(&proved);
+            assert_eq!(timed_decode, decode);
+            // Larger ones follow where rows got cheaper on this machine.
+            let (known, larger) = timed_mixed.split_at(mixed.len());
+            assert_eq!(known, mixed);
+            let sizes = [2048, 4096];
+            assert!(
+                larger.len() <= sizes.len()
+                    && larger == &sizes[..larger.len()]
+                    && batched >= *timed_mixed.last().unwrap()
+            );
             assert!(times(&proved).costs().is_some());
             let (report, without) = (proved.report(), untimed.report());
             assert_eq!(

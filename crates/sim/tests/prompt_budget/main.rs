@@ -138,6 +138,22 @@ fn states_of_requests_that_generate_hold_up_no_prompt() {
     compare_known(&Traffic::equal(Kind::Closed(256), 2560, 512, 128), &device);
 }
 
+/// Every step reads the weights of all experts, so that prompts are cheapest in large ones.
+#[test]
+fn many_experts_are_read_for_large_steps() {
+    let device = StepModel::H200_EXPERTS_30B;
+    for (kind, requests) in [
+        (Kind::Flood, 500),
+        (Kind::Closed(64), 1280),
+        (Kind::Closed(256), 2560),
+    ] {
+        let (ours, fixed) = compare_known(&Traffic::equal(kind, requests, 512, 128), &device);
+        assert!(ours.itl_p99 < 1.05 * fixed[4].itl_p99);
+    }
+    let (beside, fixed) = compare_known(&Traffic::beside_long_prompts(32, 16_384, 20), &device);
+    assert!(beside.itl_p99 < 0.6 * fixed[4].itl_p99);
+}
+
 /// Throughput of so many loads, by times that were measured up to so much wrong, each beside the fixed budget that happens to suit it
 /// best: the rule is at most so far behind on average, more than 3 % behind in at most this part of the loads, and this far in each.
 fn assert_nearly_the_best(loads: u64, wrong: f64, [on_average, part, in_each]: [f64; 3]) {
