@@ -281,7 +281,7 @@ mod tests {
             [{ "type": "computer_call" }, "`input[0].type = computer_call` is not supported"],
             [{ "role": "user" }, "`input[0].content`: missing"],
             [{ "role": "tool", "content": "x" }, "`input[0].role`: unknown variant `tool`"],
-            [{ "role": "user", "content": 1 }, "`input[0].content`: expected a string or a list of parts"],
+            [{ "role": "user", "content": 1 }, "`input[0].content`: invalid type: integer `1`, expected a string or a list of parts"],
             [{ "role": "user", "content": "x", "colour": 1 }, "`input[0].colour`: unknown field"],
             [{ "role": "user", "content": image }, "`input[0].content[0].detail`: unknown variant `close`"],
             [{ "role": "user", "content": video }, "`input[0].content[0].type = input_video` is not supported"],

@@ -1,4 +1,8 @@
+use std::fmt;
+
 use serde::Deserialize;
+use serde::de::value::SeqAccessDeserializer;
+use serde::de::{Deserializer, Error, SeqAccess, Visitor};
 use serde_json::{Value, json};
 use utoipa::ToSchema;
 
@@ -6,11 +10,40 @@ use super::error::FieldError;
 use super::request::typed;
 
 /// Content of a chat message or of a response's item: text, or parts.
-#[derive(Clone, Debug, Deserialize, ToSchema)]
-#[serde(untagged, expecting = "expected a string or a list of parts")]
+#[derive(Clone, Debug, ToSchema)]
+#[serde(untagged)]
 pub(crate) enum Content {
     Text(String),
     Parts(Vec<Part>),
+}
+
+/// Not derived: for an enum without a tag, serde forgets where in the value the error is.
+impl<'de> Deserialize<'de> for Content {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct TextOrParts;
+
+        impl<'de> Visitor<'de> for TextOrParts {
+            type Value = Content;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string or a list of parts")
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<Content, E> {
+                Ok(Content::Text(text.to_owned()))
+            }
+
+            fn visit_string<E: Error>(self, text: String) -> Result<Content, E> {
+                Ok(Content::Text(text))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, parts: A) -> Result<Content, A::Error> {
+                Vec::deserialize(SeqAccessDeserializer::new(parts)).map(Content::Parts)
+            }
+        }
+
+        deserializer.deserialize_any(TextOrParts)
+    }
 }
 
 /// One part: `text` (`input_text` and `output_text` in items), `image_url` (`input_image` in items), or `refusal`.

@@ -1,4 +1,5 @@
 use serde::Deserialize;
+use serde::de::Error as _;
 use serde_json::Value;
 use utoipa::ToSchema;
 
@@ -39,6 +40,7 @@ pub(crate) enum Backend {
 /// OpenAI's `response_format`.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+#[serde(try_from = "ResponseFormatFields")]
 pub(crate) enum ResponseFormat {
     /// Any text.
     Text,
@@ -49,6 +51,39 @@ pub(crate) enum ResponseFormat {
         /// The schema and its name.
         json_schema: JsonSchemaFormat,
     },
+}
+
+/// A [`ResponseFormat`] as it is read: of an enum with a tag, serde forgets where in the value an error is.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ResponseFormatFields {
+    r#type: FormatType,
+    json_schema: Option<JsonSchemaFormat>,
+}
+
+/// Types of formats.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum FormatType {
+    Text,
+    JsonObject,
+    JsonSchema,
+}
+
+impl TryFrom<ResponseFormatFields> for ResponseFormat {
+    type Error = serde::de::value::Error;
+
+    fn try_from(fields: ResponseFormatFields) -> Result<Self, Self::Error> {
+        Ok(match fields.r#type {
+            FormatType::Text => Self::Text,
+            FormatType::JsonObject => Self::JsonObject,
+            FormatType::JsonSchema => Self::JsonSchema {
+                json_schema: fields
+                    .json_schema
+                    .ok_or_else(|| Self::Error::missing_field("json_schema"))?,
+            },
+        })
+    }
 }
 
 /// A named JSON schema.

@@ -108,6 +108,52 @@ async fn wrong_requests_name_the_field() {
             "messages[0].mood",
             "unknown field",
         ),
+        (
+            CHAT,
+            json!({ "messages": [{ "role": "user", "content": [{ "type": "text", "text": "x" }, { "type": "text", "text": 5 }] }] }),
+            "messages[0].content[1].text",
+            "invalid type: integer `5`, expected a string",
+        ),
+        (
+            CHAT,
+            json!({ "messages": [{ "role": "user", "content": 5 }] }),
+            "messages[0].content",
+            "expected a string or a list of parts",
+        ),
+        (
+            "/v1/responses",
+            json!({ "input": [{ "role": "user", "content": [{ "type": "input_text", "text": 5 }] }] }),
+            "input[0].content[0].text",
+            "invalid type: integer `5`, expected a string",
+        ),
+        (
+            CHAT,
+            with(chat("x"), "response_format", json!({ "type": "json" })),
+            "response_format.type",
+            "unknown variant `json`",
+        ),
+        (
+            CHAT,
+            with(
+                chat("x"),
+                "response_format",
+                json!({ "json_schema": { "schema": {}, "strict": "yes" }, "type": "json_schema" }),
+            ),
+            "response_format.json_schema.strict",
+            "expected true or false",
+        ),
+        (
+            CHAT,
+            with(chat("x"), "response_format", json!({ "type": "json_schema" })),
+            "response_format",
+            "missing field `json_schema`",
+        ),
+        (
+            "/v1/responses",
+            json!({ "input": "x", "text": { "format": { "type": "json_schema", "name": 5, "schema": {} } } }),
+            "text.format.name",
+            "expected a string",
+        ),
         (COMPLETIONS, json!({ "prompt": "" }), "prompt", "empty"),
         (
             COMPLETIONS,

@@ -6,6 +6,7 @@ mod tool;
 
 use std::borrow::Cow;
 
+use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::openapi::{OneOfBuilder, RefOr, Schema};
@@ -18,6 +19,7 @@ use super::extra::Extra;
 use super::fields::{NO_REPORTS, RESPONSES_UNSUPPORTED, UNSUPPORTED, Unsupported};
 use super::request::{RequestBody, take};
 use super::schema::body;
+use super::structured::FormatType;
 
 pub(crate) use super::chat::ToolMode;
 pub(crate) use event::{Event, Payload};
@@ -174,6 +176,7 @@ pub(crate) struct TextConfig {
 #[derive(Clone, Debug, Deserialize, Serialize, ToSchema)]
 #[schema(as = responses::TextFormat)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+#[serde(try_from = "TextFormatFields")]
 pub(crate) enum TextFormat {
     /// Anything.
     Text {},
@@ -192,6 +195,36 @@ pub(crate) enum TextFormat {
         #[serde(skip_serializing_if = "Option::is_none")]
         strict: Option<bool>,
     },
+}
+
+/// A [`TextFormat`] as it is read: of an enum with a tag, serde forgets where in the value an error is.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TextFormatFields {
+    r#type: FormatType,
+    name: Option<String>,
+    description: Option<String>,
+    schema: Option<Value>,
+    strict: Option<bool>,
+}
+
+impl TryFrom<TextFormatFields> for TextFormat {
+    type Error = serde::de::value::Error;
+
+    fn try_from(fields: TextFormatFields) -> Result<Self, Self::Error> {
+        Ok(match fields.r#type {
+            FormatType::Text => Self::Text {},
+            FormatType::JsonObject => Self::JsonObject {},
+            FormatType::JsonSchema => Self::JsonSchema {
+                name: fields.name.ok_or_else(|| Self::Error::missing_field("name"))?,
+                description: fields.description,
+                schema: fields
+                    .schema
+                    .ok_or_else(|| Self::Error::missing_field("schema"))?,
+                strict: fields.strict,
+            },
+        })
+    }
 }
 
 /// Reasoning options.
