@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_text::grammar::{CompiledGrammar, Grammar, GrammarSpec};
+use plimsoll_text::grammar::{CompiledGrammar, Grammar, GrammarError, GrammarSpec};
 use serde_json::Value;
 use tokio::sync::Semaphore;
 
@@ -17,6 +17,19 @@ pub(crate) struct Requested {
     pub(crate) grammar: Grammar,
     /// The field that holds it, for errors.
     pub(crate) field: &'static str,
+    /// The field that holds its whitespace, if it has any of its own.
+    pub(crate) whitespace_field: &'static str,
+}
+
+impl Requested {
+    /// `grammar`, all of which `field` holds.
+    pub(crate) fn new(grammar: Grammar, field: &'static str) -> Self {
+        Self {
+            grammar,
+            field,
+            whitespace_field: field,
+        }
+    }
 }
 
 /// Compiles a request's grammar, if it has one. May wait for other compilations.
@@ -24,13 +37,24 @@ pub(crate) async fn compile(
     state: &AppState,
     requested: Option<Requested>,
 ) -> Result<Option<CompiledGrammar>, ApiError> {
-    let Some(Requested { grammar, field }) = requested else {
+    let Some(Requested {
+        grammar,
+        field,
+        whitespace_field,
+    }) = requested
+    else {
         return Ok(None);
     };
     let grammars = Arc::clone(state.grammars());
     let compiled = permitted(state.compiling(), move || {
         let compiled = grammars.compile(&grammar);
-        compiled.map_err(|error| ApiError::invalid(field, format!("{field}: {error}")))
+        compiled.map_err(|error| {
+            let field = match error {
+                GrammarError::Whitespace(_) => whitespace_field,
+                _ => field,
+            };
+            ApiError::invalid(field, format!("{field}: {error}"))
+        })
     });
     compiled.await.map(Some)
 }
@@ -193,6 +217,7 @@ impl Asked {
                 ..spec.into()
             },
             field,
+            whitespace_field: spaces.field,
         }))
     }
 }

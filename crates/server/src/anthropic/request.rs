@@ -76,10 +76,7 @@ fn structure(format: &OutputFormat) -> Requested {
         schema: schema.clone(),
         strict: true,
     };
-    Requested {
-        grammar: spec.into(),
-        field: "output_config.format.schema",
-    }
+    Requested::new(spec.into(), "output_config.format.schema")
 }
 
 /// The prompt, and what is shown of the reasoning.

@@ -44,7 +44,7 @@ pub(super) fn of_answer(
             leads: lead.into_iter().chain(mark).collect(),
             ..GrammarSpec::Lark(lark).into()
         };
-        Ok(Some(Requested { grammar, field }))
+        Ok(Some(Requested::new(grammar, field)))
     };
     if tools.must_call() {
         return requested(&calls, "tools", None);

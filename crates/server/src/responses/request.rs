@@ -255,10 +255,7 @@ fn structure(text: &TextConfig) -> Option<Requested> {
             ("text.format.schema", GrammarSpec::JsonSchema { schema, strict })
         }
     };
-    Some(Requested {
-        grammar: spec.into(),
-        field,
-    })
+    Some(Requested::new(spec.into(), field))
 }
 
 fn check_metadata(metadata: &Map<String, Value>) -> Result<(), ApiError> {

@@ -154,6 +154,26 @@ async fn wrong_requests_name_the_field() {
             "text.format.name",
             "expected a string",
         ),
+        (
+            CHAT,
+            with(
+                chat("x"),
+                "structured_outputs",
+                json!({ "json": { "type": "integer" }, "whitespace_pattern": "(" }),
+            ),
+            "structured_outputs.whitespace_pattern",
+            "structured_outputs.whitespace_pattern: ",
+        ),
+        (
+            CHAT,
+            with(
+                with(chat("x"), "guided_json", json!({ "type": "integer" })),
+                "guided_whitespace_pattern",
+                json!("[a"),
+            ),
+            "guided_whitespace_pattern",
+            "guided_whitespace_pattern: ",
+        ),
         (COMPLETIONS, json!({ "prompt": "" }), "prompt", "empty"),
         (
             COMPLETIONS,

@@ -118,7 +118,7 @@ impl GrammarCompiler {
         let invalid = |message: &dyn Display| GrammarError::Invalid(complaint(message));
         let mut matcher = match matcher.get_error() {
             None => matcher,
-            Some(error) => return Err(refusal(grammar, &error)),
+            Some(error) => return Err(self.refusal(grammar, &error)),
         };
         if matcher.is_stopped() {
             return Err(GrammarError::Invalid(
@@ -136,6 +136,32 @@ impl GrammarCompiler {
             tokenizer: self.tokenizer.clone(),
             ends: Arc::clone(&self.ends),
         }))
+    }
+
+    /// Why llguidance did not compile `grammar`.
+    fn refusal(&self, grammar: &Grammar, error: &str) -> GrammarError {
+        if error.contains("Unimplemented keys")
+            && let GrammarSpec::JsonSchema { schema, .. } = &grammar.spec
+        {
+            let keywords = schema::unsupported(schema);
+            if !keywords.is_empty() {
+                return GrammarError::Unsupported(keywords);
+            }
+        }
+        self.whitespace_refusal(grammar)
+            .unwrap_or_else(|| GrammarError::Invalid(complaint(&error)))
+    }
+
+    /// An error if the whitespace of `grammar` cannot be compiled with any other JSON either: llguidance does not say whose
+    /// regular expression is wrong.
+    fn whitespace_refusal(&self, grammar: &Grammar) -> Option<GrammarError> {
+        let spaced = Grammar {
+            whitespace: Some(grammar.whitespace.clone()?),
+            ..GrammarSpec::JsonObject.into()
+        };
+        let parser = self.factory().ok()?.create_parser(source(&spaced).ok()?);
+        let error = Matcher::new(parser).get_error()?;
+        Some(GrammarError::Whitespace(complaint(&error)))
     }
 
     fn lead(&self, lead: &Lead) -> Result<SpelledLead, GrammarError> {
@@ -213,19 +239,6 @@ fn json_schema(schema: Value, strict: bool, grammar: &Grammar) -> Result<Grammar
     // These replace options that a client may have sent.
     options.apply_to(&mut schema);
     Ok(GrammarWithLexer::from_json_schema(schema))
-}
-
-/// Why llguidance did not compile `grammar`.
-fn refusal(grammar: &Grammar, error: &str) -> GrammarError {
-    if error.contains("Unimplemented keys")
-        && let GrammarSpec::JsonSchema { schema, .. } = &grammar.spec
-    {
-        let keywords = schema::unsupported(schema);
-        if !keywords.is_empty() {
-            return GrammarError::Unsupported(keywords);
-        }
-    }
-    GrammarError::Invalid(complaint(&error))
 }
 
 impl fmt::Debug for GrammarCompiler {

@@ -97,6 +97,9 @@ pub enum GrammarError {
     /// It is empty or invalid.
     #[error("{0}")]
     Invalid(String),
+    /// The regular expression of the whitespace cannot be used.
+    #[error("{0}")]
+    Whitespace(String),
     /// A JSON schema uses keywords that cannot be enforced.
     #[error(
         "JSON schema keywords that cannot be enforced: {}; leave them out",

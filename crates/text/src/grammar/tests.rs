@@ -112,6 +112,22 @@ fn whitespace_is_bounded_and_can_be_chosen() {
     };
     assert!(follow(tight.clone(), &spaced(1)).is_some());
     assert_eq!(follow(tight, &spaced(2)), None);
+    for wrong in ["(", "[a", "a{2,1}"] {
+        for spec in [GrammarSpec::JsonObject, schema(json!({"type": "integer"}))] {
+            let grammar = Grammar {
+                whitespace: Some(wrong.into()),
+                ..spec.into()
+            };
+            let error = compiler().compile(&grammar).unwrap_err();
+            assert!(matches!(error, GrammarError::Whitespace(_)), "{wrong}: {error:?}");
+        }
+    }
+    let wrong_schema = Grammar {
+        whitespace: Some(" ?".into()),
+        ..schema(json!({"type": "string", "pattern": "("})).into()
+    };
+    let error = compiler().compile(&wrong_schema).unwrap_err();
+    assert!(matches!(error, GrammarError::Invalid(_)), "{error:?}");
     // A client's own options are not llguidance's.
     let sneaky = json!({"type": "object", "x-guidance": {"whitespace_pattern": "x+"}});
     assert_eq!(follow(schema(sneaky), "{x"), None);
