@@ -54,12 +54,12 @@ pub(crate) async fn handle(
     let (asked, side) = (own.truncate_prompt_tokens, own.truncation_side);
     let cut = Cut::new("truncate_prompt_tokens", asked, side, most)?;
     let source = match input {
-        EmbeddingInput::Texts(prompts) => Source {
+        EmbeddingInput::Texts(prompts) => without_empty(Source {
             field: "input",
             prompts: prompts.into_vec(),
             is_list: true,
             cut,
-        },
+        })?,
         EmbeddingInput::Chat(chat) => Source {
             field: "messages",
             prompts: vec![conversation(&state, &context, *chat, own.add_special_tokens).await?],
@@ -89,6 +89,15 @@ pub(crate) async fn handle(
         Ok(Json(list).into_response())
     })
     .await
+}
+
+/// Refuses empty texts as OpenAI does, also where special tokens would stand around them.
+fn without_empty(source: Source) -> Result<Source, ApiError> {
+    let is_empty = |prompt: &Prompt| matches!(prompt, Prompt::Text(text) if text.is_empty());
+    match source.prompts.iter().position(is_empty) {
+        Some(index) => Err(source.blame(index, ApiError::bad_request("the text is empty"))),
+        None => Ok(source),
+    }
 }
 
 /// The tokens of a conversation, which does not ask for an answer unless it says so.

@@ -86,6 +86,8 @@ impl Prompts {
     pub(crate) fn into_vec(self) -> Vec<Prompt> {
         match self {
             Self::Text(text) => vec![Prompt::Text(text)],
+            // An empty list may be one of anything.
+            Self::Tokens(tokens) if tokens.is_empty() => Vec::new(),
             Self::Tokens(tokens) => vec![Prompt::Tokens(tokens)],
             Self::Texts(texts) => texts.into_iter().map(Prompt::Text).collect(),
             Self::TokenLists(lists) => lists.into_iter().map(Prompt::Tokens).collect(),

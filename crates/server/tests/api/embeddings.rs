@@ -315,10 +315,16 @@ async fn wrong_requests_name_field_and_input() {
     let long = "x".repeat(1025);
     let cases = [
         (json!({}), "input", "missing field"),
-        (json!({ "input": [] }), "input", "input[0]: the prompt is empty"),
+        (json!({ "input": [] }), "input", "input has no texts"),
+        (json!({ "input": "" }), "input", "input[0]: the text is empty"),
         (json!({ "messages": [] }), "messages", "must not be empty"),
         (
             json!({ "input": ["a", ""] }),
+            "input",
+            "input[1]: the text is empty",
+        ),
+        (
+            json!({ "input": [[1], []] }),
             "input",
             "input[1]: the prompt is empty",
         ),
