@@ -1,12 +1,11 @@
 //! The routes and their middleware.
 
 use std::any::Any;
-use std::collections::HashMap;
-use std::sync::Arc;
 
 use axum::http::{HeaderName, Method, Uri, header};
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
+use axum::routing::any;
 use axum::{Extension, Router};
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::cors::{AllowHeaders, AllowOrigin, Any as AnyOf, CorsLayer};
@@ -34,18 +33,11 @@ pub fn router(state: AppState) -> Router {
         .layer(from_fn_with_state(state.clone(), observe))
         .layer(CatchPanicLayer::custom(panicked));
     let (router, api) = routes(&options).split_for_parts();
-    let off = Arc::new(turned_off(&options));
     router
         .layer(Extension(endpoints(&state)))
         .layer(Extension(openapi::Document::new(api, &options.root_path)))
-        .fallback(move |uri: Uri| {
-            let path = uri.path().to_owned();
-            let error = match off.get(&path) {
-                Some(&flag) => ApiError::TurnedOff { path, flag },
-                None => ApiError::PathNotFound(path),
-            };
-            async { error }
-        })
+        .merge(turned_off(&options))
+        .fallback(|uri: Uri| async move { ApiError::PathNotFound(uri.path().to_owned()) })
         .method_not_allowed_fallback(|method: Method| async move {
             ApiError::MethodNotAllowed(method.to_string())
         })
@@ -86,14 +78,10 @@ fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
         .routes(routes!(admin::memory))
         .routes(routes!(admin::version))
         .routes(routes!(openapi::openapi));
-    let optional = [
-        (options.files.is_some(), batches::routes as Routes),
-        (options.pages, pages::routes),
-    ];
     let flagged = flagged(options).map(|(enabled, routes, _)| (enabled, routes));
-    optional
+    flagged
         .into_iter()
-        .chain(flagged)
+        .chain([(options.pages, pages::routes as Routes)])
         .filter(|(enabled, _)| *enabled)
         .fold(routes, |routes, (_, further)| routes.merge(further()))
 }
@@ -102,8 +90,13 @@ fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
 type Routes = fn() -> OpenApiRouter<AppState>;
 
 /// The routes of each flag, and whether they are there.
-fn flagged(options: &ServerOptions) -> [(bool, Routes, &'static str); 5] {
+fn flagged(options: &ServerOptions) -> [(bool, Routes, &'static str); 6] {
     [
+        (
+            options.files.is_some(),
+            batches::routes,
+            "--file-store-max-count above 0",
+        ),
         (options.enable_sleep_mode, sleep::routes, "--enable-sleep-mode"),
         (options.enable_admin_api, drain::routes, "--enable-admin-api"),
         (
@@ -124,14 +117,20 @@ fn flagged(options: &ServerOptions) -> [(bool, Routes, &'static str); 5] {
     ]
 }
 
-/// Paths that are not there, and the flags that would turn them on.
-fn turned_off(options: &ServerOptions) -> HashMap<String, &'static str> {
+/// Routes that are not there, which answer with the flag that would turn them on.
+fn turned_off(options: &ServerOptions) -> Router<AppState> {
     let off = flagged(options).into_iter().filter(|(enabled, ..)| !enabled);
     let paths = off.flat_map(|(_, routes, flag)| {
         let paths = routes().get_openapi().paths.paths.clone();
         paths.into_keys().map(move |path| (path, flag))
     });
-    paths.collect()
+    paths.fold(Router::new(), |router, (path, flag)| {
+        let refuse = move |uri: Uri| async move {
+            let path = uri.path().to_owned();
+            ApiError::TurnedOff { path, flag }
+        };
+        router.route(&path, any(refuse))
+    })
 }
 
 pub(crate) fn cors(options: &ServerOptions) -> Option<CorsLayer> {

@@ -464,6 +464,30 @@ async fn a_request_that_cannot_fit_is_refused() {
 }
 
 #[tokio::test]
+async fn what_is_turned_off_names_its_flag() {
+    let rig = Rig::new(Setup::default());
+    for (path, flag) in [
+        ("/v1/files", "--file-store-max-count above 0"),
+        ("/v1/files/file-1/content", "--file-store-max-count above 0"),
+        ("/v1/batches", "--file-store-max-count above 0"),
+        ("/v1/batches/batch-1/cancel", "--file-store-max-count above 0"),
+        ("/sleep", "--enable-sleep-mode"),
+        ("/load", "--enable-server-load-tracking"),
+    ] {
+        for answer in [rig.get(path).await, rig.post(path, json!({})).await] {
+            let error = answer.error(404);
+            assert_eq!(error["code"], "unknown_url", "{error}");
+            let message = format!("{path} is turned off: start the server with {flag}");
+            assert_eq!(error["message"], message);
+        }
+    }
+    assert_eq!(
+        rig.get("/v1/nothing").await.error(404)["message"],
+        "no such path: /v1/nothing"
+    );
+}
+
+#[tokio::test]
 async fn a_full_queue_is_429_with_retry_after() {
     let rig = Rig::new(Setup {
         max_num_seqs: 1,
