@@ -17,8 +17,8 @@ use crate::error::Error;
 use crate::serve::{open_timed, resolve_timed, say};
 use crate::serve_settings::check_names;
 use crate::settings::EngineSettings;
-use crate::source::resolve_config;
-use crate::start::{Loaded, StartTimes, predict, report_json, with_enough_memory};
+use crate::source::{Source, resolve_config};
+use crate::start::{Loaded, StartTimes, Text, predict, report_json, with_enough_memory};
 use crate::terminal;
 
 /// The exit code that says so.
@@ -32,6 +32,16 @@ pub async fn plan(args: PlanArgs, argv: impl Iterator<Item = OsString>) -> Resul
     check_names(&args.serve)?;
     let settings = Arc::new(EngineSettings::new(args.serve.engine)?);
     let source = resolve_config(&settings).await?;
+    if let Source::Files { model, .. } = &source
+        && settings.tokenizer.is_none()
+        && !settings.is_dummy()
+        && Text::is_absent(&source)
+    {
+        tracing::warn!(
+            "{} has no tokenizer.json: a plan needs none, but serve does; --tokenizer names another place",
+            model.display()
+        );
+    }
     let serve = serve_command(argv);
     let work = move || {
         let device = backend::look(&source, &settings)?;

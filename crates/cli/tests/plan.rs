@@ -115,6 +115,28 @@ fn a_plan_takes_all_flags_of_serve_and_repeats_them() {
     assert_eq!(plan["kv_tokens"], without["kv_tokens"]);
 }
 
+#[test]
+fn a_plan_says_that_serve_needs_a_tokenizer() {
+    let dir = model(TINY);
+    let flags = "--device cpu --device-memory 24MiB --max-model-len 512";
+    let warned = |flags: &str| {
+        let plan = plimsoll("plan", dir.path(), flags);
+        assert!(plan.status.success());
+        String::from_utf8(plan.stderr)
+            .unwrap()
+            .matches("no tokenizer.json")
+            .count()
+    };
+    assert_eq!(warned(flags), 1);
+    assert_eq!(
+        warned(&format!("{flags} --load-format dummy")),
+        0,
+        "bytes are tokens"
+    );
+    std::fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
+    assert_eq!(warned(flags), 0);
+}
+
 /// On a CPU a larger budget is advised up to the machine's memory.
 #[test]
 fn no_more_memory_is_advised_than_the_machine_has() {

@@ -66,7 +66,7 @@ impl Text {
     }
 
     /// Whether there is nothing to read from: that is found out at once, and not after minutes of loading weights.
-    pub(super) fn is_absent(source: &Source) -> bool {
+    pub(crate) fn is_absent(source: &Source) -> bool {
         match source {
             Source::Sim => false,
             Source::Files { tokenizer, .. } => tokenizer.is_dir() && !tokenizer.join(FILE).exists(),
