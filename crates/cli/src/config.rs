@@ -7,6 +7,7 @@ use serde_json::{Map, json};
 
 use crate::args::ConfigArgs;
 use crate::error::Error;
+use crate::keys;
 use crate::layers::{Origin, Setting, Value};
 use crate::terminal;
 
@@ -19,8 +20,9 @@ const ORIGIN: usize = 24;
 /// Prints `settings` on stdout.
 ///
 /// # Errors
-/// Where stdout cannot be written.
+/// Where a key is none, or stdout cannot be written.
 pub fn print(args: &ConfigArgs, settings: &[Setting]) -> Result<(), Error> {
+    keys::of_flags(&args.serve.server.access)?;
     let text = match args {
         ConfigArgs { json: true, .. } => as_json(settings),
         ConfigArgs { toml: true, .. } => as_toml(settings),

@@ -30,10 +30,7 @@ impl KeySource {
     /// # Errors
     /// Where a key is none, a file cannot be read or holds none, or limits per key are set without keys.
     pub(crate) fn read(args: &AccessArgs) -> Result<Self, Error> {
-        let wrong = |message: &str| Error::configuration("--api-key", message);
-        let flags = args.api_key.iter().map(|key| ApiKey::new(None, key.reveal()));
-        let flags: Result<Vec<_>, _> = flags.collect();
-        let flags = flags.map_err(|error| wrong(&error.to_string()))?;
+        let flags = of_flags(args)?;
         let mut keys = flags.clone();
         let file = match &args.api_key_file {
             None => None,
@@ -56,7 +53,8 @@ impl KeySource {
             (args.metrics_require_key(), "--metrics-require-key needs keys"),
         ] {
             if is_asked && keys.is_empty() {
-                return Err(wrong(&format!("{message}: add --api-key-file or --api-key")));
+                let message = format!("{message}: add --api-key-file or --api-key");
+                return Err(Error::configuration("--api-key", message));
             }
         }
         Ok(Self {
@@ -82,6 +80,16 @@ impl KeySource {
         };
         watch_files("the list of API keys", [(FLAG, path)], [content], changed).await;
     }
+}
+
+/// The keys of `--api-key`.
+///
+/// # Errors
+/// Where one is none; it is not shown.
+pub(crate) fn of_flags(args: &AccessArgs) -> Result<Vec<ApiKey>, Error> {
+    let keys = args.api_key.iter().map(|key| ApiKey::new(None, key.reveal()));
+    let keys: Result<_, _> = keys.collect();
+    keys.map_err(|error| Error::configuration("--api-key", error.to_string()))
 }
 
 /// What each key may use.

@@ -241,6 +241,10 @@ fn the_command_shows_origins_and_no_secrets() {
     let (code, _, errors) = plimsoll(&["config", "--max-num-seq", "3"]);
     assert_eq!(code, Some(2));
     assert!(errors.contains("--max-num-seqs"), "{errors}");
+    // As serve refuses it.
+    let (code, _, errors) = plimsoll(&["config", "--api-key", ""]);
+    assert_eq!(code, Some(2));
+    assert!(errors.contains("--api-key: a key must not be empty"), "{errors}");
 }
 
 /// The examples in `config/`.
