@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::EngineArgs;
-use super::values::{positive, ratio};
+use super::values::{positive, ratio, whole};
 use crate::bench::DatasetArgs;
 
 /// `plimsoll bench latency`.
@@ -24,7 +24,7 @@ pub struct LatencyArgs {
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = positive)]
     pub(crate) batch_size: usize,
     /// Batches before the measurement
-    #[arg(long, value_name = "N", default_value_t = 3)]
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = whole::<usize>)]
     pub(crate) num_iters_warmup: usize,
     /// Batches measured
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = positive)]
@@ -62,7 +62,7 @@ pub struct ThroughputArgs {
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = positive)]
     pub(crate) num_prompts: usize,
     /// Warm-up requests before the measurement, with other prompts
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<usize>)]
     pub(crate) num_warmups: usize,
     /// Generate JSON under the schema in this file, whose texts must be longer than the output; its whitespace is bounded
     #[arg(long, value_name = "FILE")]

@@ -12,7 +12,7 @@ use plimsoll_model::{HfOverrides, OnlineQuantization};
 use plimsoll_profiler::MemFraction;
 
 use crate::args::values::{
-    block_size, context, duration, fraction, json, milliseconds, positive, quantization, ranks, tokens,
+    block_size, context, duration, fraction, json, milliseconds, positive, quantization, ranks, tokens, whole,
 };
 use crate::args::{LogArgs, MediaCounts, PoolingArgs, ProcessorArgs};
 use crate::bytes::Bytes;
@@ -183,7 +183,7 @@ impl DeviceArgs {
 pub struct LimitArgs {
     /// Maximum prompt plus output tokens of one request, such as 8192 or 32k [default: decided at start: the context that the
     /// model was trained for]
-    #[arg(long, value_name = "TOKENS", value_parser = context, allow_negative_numbers = true)]
+    #[arg(long, value_name = "TOKENS", value_parser = context)]
     pub max_model_len: Option<usize>,
     /// Maximum number of requests that run at once [default: decided at start: 1024 on a GPU of at
     /// least 70 GiB where the KV cache has room for them, 512 on other GPUs, 32 on a CPU; fewer where a step
@@ -202,7 +202,7 @@ pub struct LimitArgs {
     /// Aim for at most this time between two tokens of a request, in milliseconds: while requests generate, prompts are computed in
     /// pieces that keep a step below it, as far as it can be kept [default: decided at each step, from step times measured at
     /// start]
-    #[arg(long, value_name = "MS", value_parser = milliseconds, allow_negative_numbers = true)]
+    #[arg(long, value_name = "MS", value_parser = milliseconds)]
     pub target_itl: Option<Duration>,
     /// Tokens per block of the KV cache: 8, 16 or 32
     #[arg(long, value_name = "TOKENS", default_value_t, value_parser = block_size)]
@@ -231,7 +231,7 @@ pub struct LimitArgs {
     #[arg(long, value_name = "JSON", value_parser = json::<ProcessorArgs>)]
     pub mm_processor_kwargs: Option<ProcessorArgs>,
     /// Seed of dummy weights, benchmark prompts and requests without a seed [default: 0; requests: random]
-    #[arg(long, value_name = "SEED")]
+    #[arg(long, value_name = "SEED", value_parser = whole::<u64>)]
     pub seed: Option<u64>,
     /// Compute threads on a CPU [default: decided at start: as many as there are CPUs for this process]
     #[arg(long, value_name = "N", value_parser = positive)]

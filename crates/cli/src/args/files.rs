@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use plimsoll_server::FileLimits;
 
-use crate::args::values::duration;
+use crate::args::values::{duration, whole};
 use crate::bytes::Bytes;
 
 /// The store of `/v1/files` and `/v1/batches`.
@@ -17,7 +17,7 @@ pub struct FileArgs {
     #[arg(long, value_name = "DIR")]
     pub file_store_dir: Option<PathBuf>,
     /// Maximum number of files, and of batches; 0 turns both endpoints off
-    #[arg(long, value_name = "N", default_value_t = FileLimits::default().count)]
+    #[arg(long, value_name = "N", default_value_t = FileLimits::default().count, value_parser = whole::<usize>)]
     file_store_max_count: usize,
     /// Maximum disk space for files
     #[arg(long, value_name = "BYTES", default_value = "1GiB")]

@@ -40,7 +40,7 @@ pub use pages::PagesArgs;
 pub use pooling::{PoolerConfig, PoolingArgs, RunnerKind};
 pub use responses::ResponseArgs;
 pub use server::{SchedulingPolicy, ServerArgs, UnknownFieldPolicy};
-pub(crate) use values::{duration, json, positive, ratio};
+pub(crate) use values::{duration, json, positive, ratio, whole};
 
 const EXIT_CODES: &str = "\
 Every flag of serve can also be set in the file given by --config (TOML, key = flag without the dashes) or in the \
@@ -55,10 +55,20 @@ the process because a step hung, 128 + N: signal N, before the server was ready 
 /// An LLM inference server that measures how much KV cache fits, proves it, and then serves.
 #[derive(Debug, Parser)]
 #[command(name = "plimsoll", version = crate::version::long(), max_term_width = 110, after_help = EXIT_CODES)]
+#[command(mut_subcommands(with_negative_values))]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
+}
+
+/// The same command, of which every flag that takes a value takes `-1` for one: what is wrong with it says the flag's own parser.
+fn with_negative_values(command: clap::Command) -> clap::Command {
+    let negative = |arg: clap::Arg| match arg.get_long().is_some() && arg.get_action().takes_values() {
+        true => arg.allow_negative_numbers(true),
+        false => arg,
+    };
+    command.mut_args(negative).mut_subcommands(with_negative_values)
 }
 
 /// The subcommands.

@@ -8,7 +8,7 @@ use plimsoll_server::UnknownFields;
 use reqwest::header::HeaderValue;
 
 use crate::args::AccessArgs;
-use crate::args::values::{Origins, duration, positive, some_time};
+use crate::args::values::{Origins, duration, positive, some_time, whole};
 use crate::bytes::Bytes;
 
 /// The API.
@@ -41,7 +41,7 @@ pub struct ServerArgs {
     )]
     pub unknown_fields: UnknownFieldPolicy,
     /// Maximum number of waiting requests, in addition to running ones; more get 429
-    #[arg(long, value_name = "N", default_value_t = 256)]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = whole::<usize>)]
     pub max_queue: usize,
     /// Maximum time in the queue, in seconds; then a request gets 429 [default: no limit]
     #[arg(long, value_name = "SECONDS", value_parser = duration)]

@@ -14,8 +14,14 @@ pub(crate) fn positive(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) => Err("at least 1 is expected".to_owned()),
         Ok(value) => Ok(value),
-        Err(_) => Err("a whole number is expected".to_owned()),
+        Err(_) => Err("a whole number of at least 1 is expected".to_owned()),
     }
+}
+
+/// A number that may be 0.
+pub(crate) fn whole<T: FromStr>(text: &str) -> Result<T, String> {
+    text.parse()
+        .map_err(|_| "a whole number of at least 0 is expected".to_owned())
 }
 
 /// Ranks that serve a model together.

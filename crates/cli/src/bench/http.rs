@@ -22,7 +22,7 @@ use super::dataset::{RandomDataset, Sample};
 use super::mm::{DatasetArgs, DatasetName};
 use super::report::Report;
 use super::stats::Summary;
-use crate::args::{positive, ratio};
+use crate::args::{positive, ratio, whole};
 use crate::client::{ClientArgs, LAST_EVENT, Lines, event_data};
 use crate::error::Error;
 use crate::progress::count_bar;
@@ -58,7 +58,7 @@ pub struct ServeBenchArgs {
     #[arg(long, value_name = "RATIO", default_value_t = 0.0, value_parser = ratio)]
     random_range_ratio: f64,
     /// Length of a prefix common to all prompts, in addition to their length
-    #[arg(long, value_name = "TOKENS", default_value_t = 0)]
+    #[arg(long, value_name = "TOKENS", default_value_t = 0, value_parser = whole::<usize>)]
     random_prefix_len: usize,
     /// Token ids are drawn below this; at most the model's vocabulary
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive)]
@@ -70,7 +70,7 @@ pub struct ServeBenchArgs {
     #[arg(long, value_name = "N", value_parser = positive)]
     max_concurrency: Option<usize>,
     /// Same seed, same prompts, lengths and arrivals
-    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    #[arg(long, value_name = "SEED", default_value_t = 0, value_parser = whole::<u64>)]
     seed: u64,
     /// Generate the full output length even where the model would stop
     #[arg(long)]

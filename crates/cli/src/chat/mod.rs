@@ -19,7 +19,7 @@ use self::input::{Editor, Line, TerminalMode};
 use self::own_server::OwnServer;
 use self::print::{Note, Printer};
 use self::session::{Command, Session};
-use crate::args::positive;
+use crate::args::{positive, whole};
 use crate::client::ClientArgs;
 use crate::display;
 use crate::error::Error;
@@ -70,7 +70,7 @@ struct SamplingArgs {
     #[arg(long, value_name = "N", value_parser = positive)]
     max_tokens: Option<usize>,
     /// Seed, to get the same answers again
-    #[arg(long, value_name = "SEED")]
+    #[arg(long, value_name = "SEED", value_parser = whole::<u64>)]
     seed: Option<u64>,
 }
 

@@ -227,6 +227,31 @@ fn a_layer_may_hold_what_only_serve_knows() {
 }
 
 #[test]
+fn a_negative_number_is_a_wrong_value_of_its_flag() {
+    for (argv, expected) in [
+        ("serve sim --max-num-seqs -1", "of at least 1 is expected"),
+        ("serve sim --max-queue -1", "of at least 0 is expected"),
+        ("serve sim --port -1", "-1 is not in 0..=65535"),
+        ("serve sim --seed -1", "of at least 0 is expected"),
+        ("serve sim --drain-timeout -1", "a time of at most a year"),
+        ("plan sim --mem-fraction -0.5", "above 0 and at most 1.0"),
+        ("serve sim --max-model-len -1", "leave the flag out"),
+        ("bench serve --random-prefix-len -1", "of at least 0 is expected"),
+        ("selftest --seed -1", "of at least 0 is expected"),
+        ("chat --max-tokens -1", "of at least 1 is expected"),
+    ] {
+        let argv = ["plimsoll"]
+            .into_iter()
+            .chain(argv.split(' '))
+            .map(OsString::from);
+        let flag = argv.clone().rev().nth(1).unwrap().into_string().unwrap();
+        let error = parse(argv.collect(), BTreeMap::new()).unwrap_err().to_string();
+        assert!(error.contains(&flag) && error.contains(expected), "{error}");
+        assert!(!error.contains("tip:"), "{error}");
+    }
+}
+
+#[test]
 fn flags_are_taken_with_underscores() {
     let argv = "plimsoll serve --max_model_len=64 --no_enable_prefix_caching --max_num_seqs 3";
     let args = serve(argv, &[]).unwrap();

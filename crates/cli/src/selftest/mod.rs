@@ -36,7 +36,7 @@ use self::server::{Outcome, Server};
 use self::stage::Stage;
 use self::verdict::{Goal, Measurements, PICTURES, Requests, Subject, Verdict};
 use self::watch::{Reading, Watch};
-use crate::args::duration;
+use crate::args::{duration, whole};
 use crate::client::ClientArgs;
 use crate::error::Error;
 use crate::progress::seconds_bar;
@@ -58,7 +58,7 @@ pub struct SelftestArgs {
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = duration)]
     request_timeout: Duration,
     /// Seed of the requests
-    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    #[arg(long, value_name = "SEED", default_value_t = 0, value_parser = whole::<u64>)]
     seed: u64,
     /// Kinds of load [default: all; `pictures` for models that take images]
     #[arg(long, value_enum, value_delimiter = ',', value_name = "LIST")]
