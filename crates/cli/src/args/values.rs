@@ -80,9 +80,15 @@ pub(super) fn tokens(text: &str) -> Result<usize, String> {
 
 /// Tokens of one request.
 pub(super) fn context(text: &str) -> Result<usize, String> {
+    const LEAST: usize = 2;
     match text {
         "auto" | "-1" => Err("leave the flag out: the length is decided at start".to_owned()),
-        _ => tokens(text),
+        _ => match tokens(text)? {
+            count @ LEAST.. => Ok(count),
+            _ => Err(format!(
+                "at least {LEAST} is expected: a token of the prompt and one of the answer"
+            )),
+        },
     }
 }
 
@@ -234,6 +240,8 @@ mod tests {
             assert!(context(left_to_us).unwrap_err().contains("leave the flag out"));
         }
         assert_eq!(context("4k"), Ok(4000));
+        assert_eq!(context("2"), Ok(2));
+        assert!(context("1").unwrap_err().contains("at least 2"));
     }
 
     #[test]

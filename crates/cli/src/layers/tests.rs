@@ -236,6 +236,7 @@ fn a_negative_number_is_a_wrong_value_of_its_flag() {
         ("serve sim --drain-timeout -1", "a time of at most a year"),
         ("plan sim --mem-fraction -0.5", "above 0 and at most 1.0"),
         ("serve sim --max-model-len -1", "leave the flag out"),
+        ("serve sim --max-model-len 1", "at least 2 is expected"),
         ("bench serve --random-prefix-len -1", "of at least 0 is expected"),
         ("selftest --seed -1", "of at least 0 is expected"),
         ("chat --max-tokens -1", "of at least 1 is expected"),
