@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
-use reqwest::{Client, ClientBuilder, Url};
+use reqwest::{Client, ClientBuilder, Response, StatusCode, Url};
+use serde_json::Value;
 
 use crate::args::Secret;
 use crate::error::Error;
@@ -111,6 +112,36 @@ pub(crate) fn connection(error: &reqwest::Error) -> String {
     format!("no answer: {cause}")
 }
 
+/// Characters of an answer that is no error of the API's that are worth showing.
+const SHOWN: usize = 300;
+
+/// What an error response says.
+pub(crate) fn refusal(status: StatusCode, text: &str) -> String {
+    let message = serde_json::from_str::<Value>(text)
+        .ok()
+        .and_then(|body| Some(body["error"]["message"].as_str()?.to_owned()));
+    let message = message.unwrap_or_else(|| {
+        let shown: String = text.trim().chars().take(SHOWN).collect();
+        format!("{status}: {shown}")
+    });
+    match status {
+        StatusCode::UNAUTHORIZED => {
+            format!("{message}; give it with --api-key, --api-key-file or OPENAI_API_KEY")
+        }
+        _ => message,
+    }
+}
+
+/// The JSON of an answer; else what it says instead.
+pub(crate) async fn json_of(response: Response) -> Result<Value, String> {
+    let status = response.status();
+    let text = response.text().await.map_err(|error| connection(&error))?;
+    match status.is_success() {
+        true => serde_json::from_str(&text).map_err(|error| format!("not JSON: {error}")),
+        false => Err(refusal(status, &text)),
+    }
+}
+
 /// The data of the last event of a stream.
 pub(crate) const LAST_EVENT: &str = "[DONE]";
 
@@ -153,6 +184,14 @@ mod tests {
             }
             assert_eq!(seen, ["data: a", "", "data: caf\u{e9}"], "cut at {cut}");
         }
+    }
+
+    #[test]
+    fn refusals_say_what_the_server_said() {
+        let body = r#"{"error": {"message": "no key"}}"#;
+        assert!(refusal(StatusCode::UNAUTHORIZED, body).starts_with("no key; give it with --api-key"));
+        assert_eq!(refusal(StatusCode::BAD_REQUEST, body), "no key");
+        assert_eq!(refusal(StatusCode::BAD_GATEWAY, "x\n"), "502 Bad Gateway: x");
     }
 
     #[test]

@@ -23,7 +23,7 @@ use super::mm::{DatasetArgs, DatasetName};
 use super::report::Report;
 use super::stats::Summary;
 use crate::args::{positive, ratio, whole};
-use crate::client::{ClientArgs, LAST_EVENT, Lines, event_data};
+use crate::client::{ClientArgs, LAST_EVENT, Lines, connection, event_data, json_of, refusal};
 use crate::error::Error;
 use crate::progress::count_bar;
 
@@ -263,14 +263,13 @@ impl Client {
         let model = match &args.model {
             Some(model) => model.clone(),
             None => {
-                let listed = async {
-                    let response = http.get(format!("{base}/v1/models")).send().await?;
-                    response.error_for_status()?.json::<Value>().await
-                };
-                let hint = "is the server running? GET /ready says whether it is ready; --base-url names another one";
-                let models = listed
-                    .await
-                    .map_err(|e| Error::Bench(format!("no answer from {base}: {e}; {hint}")))?;
+                let url = format!("{base}/v1/models");
+                let response = http.get(&url).send().await.map_err(|error| {
+                    let hint = "is the server running? --base-url names another one";
+                    Error::Bench(format!("{base}: {}; {hint}", connection(&error)))
+                })?;
+                let models = json_of(response).await;
+                let models = models.map_err(|what| Error::Bench(format!("{url}: {what}")))?;
                 let first = models["data"][0]["id"].as_str();
                 first
                     .ok_or_else(|| Error::Bench(format!("{base} lists no model; name one with --model")))?
@@ -351,7 +350,7 @@ impl Client {
         let status = response.status();
         if !status.is_success() {
             let text = response.text().await.unwrap_or_default();
-            return Err(format!("{status}: {}", text.trim()));
+            return Err(refusal(status, &text));
         }
         let mut outcome = Outcome {
             images,
@@ -403,13 +402,11 @@ async fn tokens_per_word(http: &reqwest::Client, base: &str) -> Result<f64, Erro
     const WORDS: usize = 260;
     let letters = (0..WORDS).flat_map(|index| [' ', char::from(b'a' + (index % 26) as u8)]);
     let body = json!({"prompt": letters.collect::<String>(), "add_special_tokens": false});
-    let asked = async {
-        let response = http.post(format!("{base}/tokenize")).json(&body).send().await?;
-        response.error_for_status()?.json::<Value>().await
-    };
+    let sent = http.post(format!("{base}/tokenize")).json(&body).send().await;
     let failed =
         |what: &dyn std::fmt::Display| Error::Bench(format!("{base}/tokenize counts no tokens: {what}"));
-    let answer = asked.await.map_err(|error| failed(&error))?;
+    let response = sent.map_err(|error| failed(&connection(&error)))?;
+    let answer = json_of(response).await.map_err(|what| failed(&what))?;
     let count = answer["count"].as_u64().ok_or_else(|| failed(&answer))?;
     Ok(count as f64 / WORDS as f64)
 }

@@ -8,7 +8,7 @@ use futures::stream::BoxStream;
 use reqwest::{Client, Response, StatusCode};
 use serde_json::Value;
 
-use crate::client::{LAST_EVENT, Lines, connection, event_data};
+use crate::client::{LAST_EVENT, Lines, connection, event_data, refusal};
 use crate::error::Error;
 
 /// A server that is ready.
@@ -51,20 +51,6 @@ impl Server {
                 Err(Error::Chat(refusal(status, &text)))
             }
         }
-    }
-}
-
-/// What an error response says.
-pub(super) fn refusal(status: StatusCode, text: &str) -> String {
-    let message = serde_json::from_str::<Value>(text)
-        .ok()
-        .and_then(|body| Some(body["error"]["message"].as_str()?.to_owned()));
-    let message = message.unwrap_or_else(|| format!("{status}: {}", text.trim()));
-    match status {
-        StatusCode::UNAUTHORIZED => {
-            format!("{message}; give it with --api-key, --api-key-file or OPENAI_API_KEY")
-        }
-        _ => message,
     }
 }
 
@@ -272,13 +258,5 @@ mod tests {
         );
         assert_eq!(summary(Some(1), ms(30), ms(0)), "1 token, first after 0.03 s");
         assert_eq!(summary(Some(5), ms(30), ms(0)), "5 tokens, first after 0.03 s");
-    }
-
-    #[test]
-    fn refusals_say_what_the_server_said() {
-        let body = r#"{"error": {"message": "no key"}}"#;
-        assert!(refusal(StatusCode::UNAUTHORIZED, body).starts_with("no key; give it with --api-key"));
-        assert_eq!(refusal(StatusCode::BAD_REQUEST, body), "no key");
-        assert_eq!(refusal(StatusCode::BAD_GATEWAY, "x\n"), "502 Bad Gateway: x");
     }
 }

@@ -10,11 +10,11 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokio::time::sleep;
 
-use super::ask::{Server, refusal};
+use super::ask::Server;
 use super::own_server::OwnServer;
 use super::{ChatCommandArgs, DEFAULT_URL};
 use crate::args::DEFAULT_MODEL;
-use crate::client::{SOCKET_BASE, connection};
+use crate::client::{SOCKET_BASE, connection, refusal};
 use crate::command_line::quoted;
 use crate::error::Error;
 

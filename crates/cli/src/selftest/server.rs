@@ -12,13 +12,11 @@ use super::job::{Job, Leave};
 use super::limits::Limits;
 use super::page::Page;
 use super::pictures::ImageLimits;
-use crate::client::{LAST_EVENT, Lines, connection, event_data};
+use crate::client::{LAST_EVENT, Lines, connection, event_data, refusal};
 use crate::start::TEXT_GENERATION;
 
 /// How long a question about the server itself may take, however busy it is.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Characters of an error that are worth showing.
-const SHOWN: usize = 300;
 
 /// One server.
 #[derive(Clone, Debug)]
@@ -92,7 +90,7 @@ impl Server {
             match status {
                 StatusCode::OK => known = middle,
                 StatusCode::BAD_REQUEST => beyond = middle,
-                _ => return Err(format!("{}/detokenize: {status}: {}", self.base, short(&text))),
+                _ => return Err(format!("{}/detokenize: {}", self.base, refusal(status, &text))),
             }
         }
         Ok(beyond)
@@ -108,7 +106,7 @@ impl Server {
         match (status, count) {
             (StatusCode::OK, Some(count)) => Ok(Some(count as usize)),
             (StatusCode::BAD_REQUEST, _) => Ok(None),
-            _ => Err(format!("{}/tokenize: {status}: {}", self.base, short(&text))),
+            _ => Err(format!("{}/tokenize: {}", self.base, refusal(status, &text))),
         }
     }
 
@@ -139,7 +137,7 @@ impl Server {
             if status == StatusCode::SERVICE_UNAVAILABLE && is_for_lack_of_memory(&text) {
                 return Ok(Outcome::Busy(after?));
             }
-            return Err(format!("{status}: {}", short(&text)));
+            return Err(format!("{}: {}", status.as_u16(), refusal(status, &text)));
         }
         let mut answer = Answer::default();
         if job.streams() {
@@ -157,7 +155,7 @@ impl Server {
     async fn get(&self, path: &str) -> Result<String, String> {
         match whole(self.http.get(self.url(path))).await? {
             (StatusCode::OK, text) => Ok(text),
-            (status, text) => Err(format!("{path}: {status}: {}", short(&text))),
+            (status, text) => Err(format!("{path}: {}", refusal(status, &text))),
         }
     }
 
@@ -219,8 +217,4 @@ fn retry_after(response: &Response) -> Result<Duration, String> {
     seconds
         .map(Duration::from_secs)
         .ok_or_else(|| format!("{} without Retry-After in seconds", response.status().as_u16()))
-}
-
-fn short(text: &str) -> String {
-    text.trim().chars().take(SHOWN).collect()
 }
