@@ -80,20 +80,34 @@ fn built(client: ClientBuilder) -> Result<Client, Error> {
 /// How requests to a socket name their host.
 pub(crate) const SOCKET_BASE: &str = "http://localhost";
 
+/// Whether `text`, which `origin` gives, is a URL of HTTP, such as `example`.
+///
+/// # Errors
+/// Where it is none.
+pub(crate) fn check_http_url(origin: &str, text: &str, example: &str) -> Result<(), Error> {
+    let begins = || text.starts_with("http://") || text.starts_with("https://");
+    let why = match Url::parse(text) {
+        Ok(url) if matches!(url.scheme(), "http" | "https") => return Ok(()),
+        Err(error) if begins() => error.to_string(),
+        _ => "it must begin with http:// or https://".to_owned(),
+    };
+    Err(Error::configuration(
+        origin,
+        format!("{text}: {why}; an example is {example}"),
+    ))
+}
+
 /// The server's address from a URL with or without `http://` and `/v1`.
 fn base(flag: &str, url: &str) -> Result<String, Error> {
-    let wrong = |why: String| Error::configuration(flag, format!("{url}: {why}"));
     if url.starts_with('/') {
-        return Err(wrong(format!("a Unix socket is named by unix:{url}")));
+        let message = format!("{url}: a Unix socket is named by unix:{url}");
+        return Err(Error::configuration(flag, message));
     }
     let whole = match url.contains("://") {
         true => url.to_owned(),
         false => format!("http://{url}"),
     };
-    let parsed = Url::parse(&whole).map_err(|error| wrong(error.to_string()))?;
-    if !matches!(parsed.scheme(), "http" | "https") {
-        return Err(wrong("it must begin with http:// or https://".to_owned()));
-    }
+    check_http_url(flag, &whole, "http://127.0.0.1:8000")?;
     let base = whole.trim_end_matches('/').trim_end_matches("/v1");
     Ok(base.trim_end_matches('/').to_owned())
 }
@@ -192,6 +206,23 @@ mod tests {
         assert!(refusal(StatusCode::UNAUTHORIZED, body).starts_with("no key; give it with --api-key"));
         assert_eq!(refusal(StatusCode::BAD_REQUEST, body), "no key");
         assert_eq!(refusal(StatusCode::BAD_GATEWAY, "x\n"), "502 Bad Gateway: x");
+    }
+
+    #[test]
+    fn a_wrong_url_is_an_error_of_its_origin() {
+        for (text, why) in [
+            ("foo", "begin with http:// or https://"),
+            ("hub.example:8080", "begin with http:// or https://"),
+            ("", "begin with http:// or https://"),
+            ("https://a:b", "port"),
+        ] {
+            let error = check_http_url("HF_ENDPOINT", text, "https://huggingface.co").unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            let said = error.to_string();
+            let whole =
+                said.starts_with("HF_ENDPOINT: ") && said.ends_with("an example is https://huggingface.co");
+            assert!(whole && said.contains(why), "{said}");
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::args::{HubArgs, LoadFormat};
+use crate::client::check_http_url;
 use crate::error::Error;
 use crate::hub::{self, HubOptions, RepoId, Weights};
 use crate::settings::EngineSettings;
@@ -127,20 +128,28 @@ async fn locate(
             model: text.to_owned(),
         });
     };
-    let options = hub_options(&settings.hub, progress);
+    let options = hub_options(&settings.hub, progress)?;
     Ok(hub::fetch(&repo, weights, &options).await?)
 }
 
 /// How to reach the Hub, as flags and environment say.
-pub(crate) fn hub_options(args: &HubArgs, progress: &StartProgress) -> HubOptions {
-    HubOptions {
-        endpoint: None,
+///
+/// # Errors
+/// Where its address is none.
+pub(crate) fn hub_options(args: &HubArgs, progress: &StartProgress) -> Result<HubOptions, Error> {
+    const ENDPOINT: &str = "HF_ENDPOINT";
+    let endpoint = std::env::var(ENDPOINT).ok();
+    if let Some(endpoint) = &endpoint {
+        check_http_url(ENDPOINT, endpoint, "https://huggingface.co")?;
+    }
+    Ok(HubOptions {
+        endpoint,
         cache_dir: args.download_dir.clone(),
         token: args.hf_token.clone(),
         revision: args.revision.clone(),
         offline: truthy("HF_HUB_OFFLINE"),
         progress: progress.clone(),
-    }
+    })
 }
 
 /// As huggingface_hub reads its switches.

@@ -14,6 +14,7 @@ use opentelemetry_sdk::trace::{SdkTracer, SdkTracerProvider};
 use plimsoll_server::{Generation, RequestRecord, RequestSink};
 use tokio::runtime::Handle;
 
+use crate::client::check_http_url;
 use crate::error::Error;
 
 /// Sends spans in batches from a thread of the SDK's own; what a full queue does not take is dropped.
@@ -32,12 +33,8 @@ impl Traces {
     /// # Panics
     /// Outside of a tokio runtime.
     pub(crate) fn to(endpoint: &str) -> Result<Self, Error> {
-        let wrong = |message: String| Error::configuration("--otlp-traces-endpoint", message);
-        let is_http = |url: reqwest::Url| matches!(url.scheme(), "http" | "https");
-        if !reqwest::Url::parse(endpoint).is_ok_and(is_http) {
-            let message = format!("{endpoint:?} is no URL that begins with http:// or https://");
-            return Err(wrong(message));
-        }
+        let wrong = |message: String| Error::configuration(FLAG, message);
+        check_http_url(FLAG, endpoint, "http://localhost:4318/v1/traces")?;
         let client = reqwest::Client::builder().timeout(TIMEOUT).build();
         let client = OnRuntime {
             client: client.map_err(|error| wrong(error.to_string()))?,
@@ -67,6 +64,9 @@ impl Traces {
         }
     }
 }
+
+/// Names where spans go.
+const FLAG: &str = "--otlp-traces-endpoint";
 
 /// How long one export may take.
 const TIMEOUT: Duration = Duration::from_secs(5);

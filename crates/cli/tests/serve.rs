@@ -420,6 +420,29 @@ fn offline_benchmarks_measure() {
     );
 }
 
+#[test]
+fn an_address_of_the_hub_without_a_scheme_is_named() {
+    for command in ["serve", "plan", "pull"] {
+        let output = Command::new(BINARY)
+            .args([command, "owner/name"])
+            .env("HF_ENDPOINT", "hub.example")
+            .output()
+            .unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{errors}");
+        let message = "HF_ENDPOINT: hub.example: it must begin with http:// or https://; an example is https://huggingface.co";
+        // A terminal's width does not matter to what is said.
+        assert!(
+            errors
+                .split_whitespace()
+                .collect::<Vec<_>>()
+                .join(" ")
+                .contains(message),
+            "{errors}"
+        );
+    }
+}
+
 /// Large files come over hf-xet, which would report each transfer.
 #[test]
 fn the_hub_hears_no_telemetry() {

@@ -27,7 +27,7 @@ pub async fn pull(args: PullArgs) -> Result<(), Error> {
         }
         at.revision.clone_from(revision);
     }
-    let options = hub_options(&at, &StartProgress::default());
+    let options = hub_options(&at, &StartProgress::default())?;
     let pulled = hub::pull(&name.repo, Weights::Any, &options).await?;
     let what = format!("{name}: {}, {}", files(pulled.files), Bytes(pulled.bytes));
     let how = match pulled.new {
