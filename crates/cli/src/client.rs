@@ -126,18 +126,19 @@ pub(crate) fn connection(error: &reqwest::Error) -> String {
     format!("no answer: {cause}")
 }
 
-/// Characters of an answer that is no error of the API's that are worth showing.
+/// How much to show of an answer that is not an API error, in characters.
 const SHOWN: usize = 300;
 
-/// What an error response says.
+/// What an error response says, behind its status.
 pub(crate) fn refusal(status: StatusCode, text: &str) -> String {
     let message = serde_json::from_str::<Value>(text)
         .ok()
         .and_then(|body| Some(body["error"]["message"].as_str()?.to_owned()));
     let message = message.unwrap_or_else(|| {
         let shown: String = text.trim().chars().take(SHOWN).collect();
-        format!("{status}: {shown}")
+        shown
     });
+    let message = format!("{}: {message}", status.as_u16());
     match status {
         StatusCode::UNAUTHORIZED => {
             format!("{message}; give it with --api-key, --api-key-file or OPENAI_API_KEY")
@@ -146,7 +147,7 @@ pub(crate) fn refusal(status: StatusCode, text: &str) -> String {
     }
 }
 
-/// The JSON of an answer; else what it says instead.
+/// The JSON of an answer, or an error that says what it was.
 pub(crate) async fn json_of(response: Response) -> Result<Value, String> {
     let status = response.status();
     let text = response.text().await.map_err(|error| connection(&error))?;
@@ -203,9 +204,9 @@ mod tests {
     #[test]
     fn refusals_say_what_the_server_said() {
         let body = r#"{"error": {"message": "no key"}}"#;
-        assert!(refusal(StatusCode::UNAUTHORIZED, body).starts_with("no key; give it with --api-key"));
-        assert_eq!(refusal(StatusCode::BAD_REQUEST, body), "no key");
-        assert_eq!(refusal(StatusCode::BAD_GATEWAY, "x\n"), "502 Bad Gateway: x");
+        assert!(refusal(StatusCode::UNAUTHORIZED, body).starts_with("401: no key; give it with --api-key"));
+        assert_eq!(refusal(StatusCode::BAD_REQUEST, body), "400: no key");
+        assert_eq!(refusal(StatusCode::BAD_GATEWAY, "x\n"), "502: x");
     }
 
     #[test]

@@ -20,7 +20,7 @@ const ORIGIN: usize = 24;
 /// Prints `settings` on stdout.
 ///
 /// # Errors
-/// Where a key is none, or stdout cannot be written.
+/// If a key is invalid, or stdout cannot be written.
 pub fn print(args: &ConfigArgs, settings: &[Setting]) -> Result<(), Error> {
     keys::of_flags(&args.serve.server.access)?;
     let text = match args {

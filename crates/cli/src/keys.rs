@@ -85,7 +85,7 @@ impl KeySource {
 /// The keys of `--api-key`.
 ///
 /// # Errors
-/// Where one is none; it is not shown.
+/// If one is invalid; it is not shown.
 pub(crate) fn of_flags(args: &AccessArgs) -> Result<Vec<ApiKey>, Error> {
     let keys = args.api_key.iter().map(|key| ApiKey::new(None, key.reveal()));
     let keys: Result<_, _> = keys.collect();

@@ -38,7 +38,7 @@ pub async fn plan(args: PlanArgs, argv: impl Iterator<Item = OsString>) -> Resul
         && Text::is_absent(&source)
     {
         tracing::warn!(
-            "{} has no tokenizer.json: a plan needs none, but serve does; --tokenizer names another place",
+            "{} has no tokenizer.json: plan does not need one, but serve does; use --tokenizer to name one",
             model.display()
         );
     }

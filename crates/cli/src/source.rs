@@ -135,10 +135,12 @@ async fn locate(
 /// How to reach the Hub, as flags and environment say.
 ///
 /// # Errors
-/// Where its address is none.
+/// If `HF_ENDPOINT` is not a URL.
 pub(crate) fn hub_options(args: &HubArgs, progress: &StartProgress) -> Result<HubOptions, Error> {
     const ENDPOINT: &str = "HF_ENDPOINT";
-    let endpoint = std::env::var(ENDPOINT).ok();
+    let endpoint = std::env::var(ENDPOINT)
+        .ok()
+        .filter(|endpoint| !endpoint.is_empty());
     if let Some(endpoint) = &endpoint {
         check_http_url(ENDPOINT, endpoint, "https://huggingface.co")?;
     }

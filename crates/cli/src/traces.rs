@@ -28,7 +28,7 @@ impl Traces {
     /// Spans go to `endpoint` by OTLP over HTTP, as protobuf.
     ///
     /// # Errors
-    /// Where `endpoint` is no address.
+    /// If `endpoint` is not an HTTP URL.
     ///
     /// # Panics
     /// Outside of a tokio runtime.

@@ -94,15 +94,19 @@ impl StepCosts {
         seconds(&self.decode, None, rows)
     }
 
-    /// Seconds of such a step that a few requests more or less do not change: at least those of a step for one request. With many experts
-    /// it is more, as one request hits a few of them and all together hit all.
+    /// Seconds of such a step less what its rows add: those of a step for one request, or more with many experts, of which one request
+    /// hits a few and many requests hit all. Never falls with the number of rows.
     pub fn fixed_seconds(&self, rows: usize) -> f64 {
-        let before = self
-            .decode
-            .partition_point(|cost| cost.rows <= rows)
-            .saturating_sub(1);
-        let of_rows = slope(&self.decode, None, before) * rows as f64;
-        (self.decode_seconds(rows) - of_rows).max(self.decode_seconds(1))
+        let mut most = self.decode_seconds(1);
+        let steps = self.decode.iter().enumerate();
+        let fixed = steps.map(|(at, step)| {
+            most = most.max(step.seconds - slope(&self.decode, None, at) * step.rows as f64);
+            StepCost {
+                rows: step.rows,
+                seconds: most,
+            }
+        });
+        seconds(&fixed.collect::<Vec<_>>(), Some(0.0), rows)
     }
 
     /// Seconds of a step that generates a token for each of `decoding` requests with short contexts, and computes `prompts` tokens
@@ -244,8 +248,10 @@ mod tests {
         let decode = [(1, 3.87), (64, 14.69), (128, 17.36), (256, 18.53), (512, 20.54)];
         let costs = StepCosts::new(decode.iter().map(cost).collect(), mixed, 0.0).unwrap();
         assert!((costs.fixed_seconds(1) - 3.87).abs() < 1e-9);
-        let fixed = costs.fixed_seconds(300);
-        assert!((16.5..16.6).contains(&fixed), "{fixed}");
+        let fixed: Vec<_> = (1..600).map(|rows| costs.fixed_seconds(rows)).collect();
+        assert!((16.2..16.6).contains(&fixed[299]), "{}", fixed[299]);
+        let steps = fixed.windows(2).map(|two| two[1] - two[0]);
+        assert!(steps.clone().all(|step| (0.0..0.2).contains(&step)), "no jumps");
         let dense = costs_of_rows();
         for rows in [1, 64, 128, 500, 800] {
             let fixed = dense.fixed_seconds(rows);

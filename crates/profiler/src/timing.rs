@@ -69,8 +69,9 @@ impl<T: Target> Profiler<'_, T> {
         let again = shapes.iter().filter(|shape| shape.rows <= REPEATED_ROWS);
         self.time(state, kv, &mut stopwatch, all.chain(again))?;
         stopwatch.limit = limit.mul_f64(LIMIT_OF_LARGER);
+        stopwatch.latest = stopwatch.of_largest();
         while let Some(larger) = self.larger(&stopwatch, kv)? {
-            self.time(state, kv, &mut stopwatch, [&larger])?;
+            self.time(state, kv, &mut stopwatch, [&larger; REPEATS])?;
             if !stopwatch.shortest.contains_key(&larger) {
                 break;
             }
@@ -228,14 +229,24 @@ impl Stopwatch {
         seconds + slope.max(0.0) * rows.saturating_sub(timed) as f64
     }
 
-    /// A step of the next power of two of rows, at most `most`, if in the largest one with prompts so far a row was cheaper than in all
-    /// smaller ones.
+    /// What [`Self::predicted`] is to go by for larger steps with prompts: in proportion to the largest one so far.
+    fn of_largest(&self) -> [Option<(usize, f64)>; 2] {
+        let mixed = self.shortest.iter().filter(|(shape, _)| shape.is_mixed());
+        let largest = mixed.map(|(shape, &seconds)| (shape.rows, seconds)).next_back();
+        [largest.map(|_| (0, 0.0)), largest]
+    }
+
+    /// A step of the next power of two of rows, at most `most`, if all of [`MIXED_ROWS`] were timed and in the largest step with prompts a
+    /// row was cheaper than in all smaller ones.
     fn larger(&self, most: usize) -> Option<TimedShape> {
         let mixed = || {
             let costs = self.shortest.iter().filter(|(shape, _)| shape.is_mixed());
             costs.map(|(shape, seconds)| (*shape, seconds / shape.rows as f64))
         };
         let (largest, cost) = mixed().next_back()?;
+        if largest.rows < MIXED_ROWS[MIXED_ROWS.len() - 1] {
+            return None;
+        }
         let (_, before) = mixed()
             .filter(|(shape, _)| shape.rows < largest.rows)
             .min_by(|a, b| a.1.total_cmp(&b.1))?;
@@ -311,6 +322,9 @@ mod tests {
         assert_eq!(time(mixed(4096), 55.0), Some(6000), "as large as there may be");
         assert_eq!(time(mixed(6000), 75.0), None, "no larger one");
         assert_eq!(time(mixed(4096), 66.0), None, "hardly cheaper than before");
+        stopwatch.latest = stopwatch.of_largest();
+        let predicted = stopwatch.predicted(12_000);
+        assert!((predicted - 150e-3).abs() < 1e-9, "{predicted}");
         let dense = [(1024, 22.75), (1536, 36.8)];
         stopwatch.shortest = dense.map(|(rows, ms)| (mixed(rows), ms * 1e-3)).into();
         assert_eq!(stopwatch.larger(6000), None);

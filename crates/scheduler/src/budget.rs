@@ -17,7 +17,7 @@ const STRETCH: f64 = 2.0;
 /// Added to [`STRETCH`], times the square root of how many requests wait for each one that generates.
 const STRETCH_BY_BACKLOG: f64 = 7.0;
 
-/// No price makes a step longer than this many times what the two above say. Rows may get cheaper up to the largest step, as those of
+/// No price makes a step longer than this many times what the two above say, unless there is a target. Rows may get cheaper up to the largest step, as those of
 /// many experts do; while few wait, that wins nothing.
 const MOST_STRETCH: f64 = 2.0;
 
@@ -37,12 +37,11 @@ const MOST_CHUNKS: usize = 256;
 /// the device is bound by reading weights, and rises after. But while `w` requests wait for their prompts, they do not
 /// generate, and each step that passes meanwhile reads the weights for fewer rows than it could. So the part
 /// `1 - (D / (D + w))^2` of a step's fixed time is the prompts' too: the longer the backlog, the larger the best `P`. The fixed time is
-/// `decode(1)`, or what `decode` comes to at no rows going straight on from `D`: a step for one request reads few experts, one for many
-/// reads all.
+/// `decode(1)`, or more with experts ([`StepCosts::fixed_seconds`]).
 ///
 /// Latency decides among all `P` that cost at most 1 % more per token than the best: the step shall take at most
-/// `2 + 7 sqrt(w / D)` times as long as without prompts. If none is so short, it is the shortest of them, or the largest step that takes at
-/// most twice that. If nothing generates, the largest of them is taken, or the whole next prompt.
+/// `2 + 7 sqrt(w / D)` times as long as without prompts. If none is so short, it is the shortest of them, but at most what fits into twice
+/// that time, and at least the smallest known size. If nothing generates, the largest of them is taken, or the whole next prompt.
 ///
 /// `D + P` is a size that was measured, or a power of two beyond, up to the largest step: products are computed in tiles of rows, so that
 /// one row more can cost a whole tile. On an H200 512 rows of an 8B model take 12 ms, and 544 to 640 rows 14. Under a target it can lie
@@ -162,11 +161,11 @@ impl PromptBudget {
         let alone = self.costs.decode_seconds(decoding) + read;
         let stretch = STRETCH + STRETCH_BY_BACKLOG * (prompts as f64 / decoding as f64).sqrt();
         let tokens = within(stretch * alone).clamp(fewest, most);
-        let tokens = tokens.min(within(MOST_STRETCH * stretch * alone));
         let least = next_prompt.div_ceil(MOST_CHUNKS).max(1);
         let least = least.next_multiple_of(self.chunk);
         let tokens = match self.target {
             None => {
+                let tokens = tokens.min(within(MOST_STRETCH * stretch * alone));
                 let enough = choices.iter().find(|choice| choice.tokens >= tokens.max(least));
                 enough.map_or(least, |choice| choice.tokens)
             }
@@ -414,7 +413,7 @@ mod tests {
             0.0,
         );
         let budget = PromptBudget::new(costs.unwrap(), 512, Some(Duration::from_millis(60)));
-        for decoding in [20, 31, 32] {
+        for decoding in [1, 2, 4, 20, 31, 32] {
             let tokens = budget.prompt_tokens(&load(decoding, 8));
             assert!(
                 decoding + tokens <= 60 && decoding + tokens >= 58,

@@ -62,7 +62,7 @@ pub struct Cli {
     pub command: Command,
 }
 
-/// The same command, of which every flag that takes a value takes `-1` for one: what is wrong with it says the flag's own parser.
+/// The same command, of which every flag that takes a value takes `-1` for one, so that the flag's own parser says what is wrong with it.
 fn with_negative_values(command: clap::Command) -> clap::Command {
     let negative = |arg: clap::Arg| match arg.get_long().is_some() && arg.get_action().takes_values() {
         true => arg.allow_negative_numbers(true),

@@ -85,9 +85,7 @@ pub(super) fn context(text: &str) -> Result<usize, String> {
         "auto" | "-1" => Err("leave the flag out: the length is decided at start".to_owned()),
         _ => match tokens(text)? {
             count @ LEAST.. => Ok(count),
-            _ => Err(format!(
-                "at least {LEAST} is expected: a token of the prompt and one of the answer"
-            )),
+            _ => Err(format!("at least {LEAST} is expected")),
         },
     }
 }

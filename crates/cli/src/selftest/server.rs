@@ -137,7 +137,7 @@ impl Server {
             if status == StatusCode::SERVICE_UNAVAILABLE && is_for_lack_of_memory(&text) {
                 return Ok(Outcome::Busy(after?));
             }
-            return Err(format!("{}: {}", status.as_u16(), refusal(status, &text)));
+            return Err(refusal(status, &text));
         }
         let mut answer = Answer::default();
         if job.streams() {
