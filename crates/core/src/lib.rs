@@ -48,4 +48,7 @@ pub use plan::{
 pub use pooling::{Matryoshka, Pooling};
 pub use request::{Limits, Request, RequestError, RequestOptions};
 pub use sampling::{ParamError, SamplingOptions, SamplingParams};
-pub use step_costs::{EncodeCost, OUTPUTS_BESIDE_PROMPTS, StepCost, StepCosts};
+pub use step_costs::{
+    EncodeCost, MEASURED_DECODE_ROWS, MEASURED_MIXED_ROWS, OUTPUTS_BESIDE_PROMPTS, StepCost, StepCosts,
+    larger_rows,
+};

@@ -10,6 +10,27 @@ pub struct StepCost {
 /// Most requests that generate in the steps with prompts that are measured.
 pub const OUTPUTS_BESIDE_PROMPTS: usize = 16;
 
+/// Rows of the steps without prompts that are measured.
+pub const MEASURED_DECODE_ROWS: [usize; 7] = [1, 64, 128, 256, 384, 512, 1024];
+
+/// Rows of the steps with prompts that are measured; [`larger_rows`] follow.
+pub const MEASURED_MIXED_ROWS: [usize; 8] = [32, 128, 256, 384, 512, 768, 1024, 1536];
+
+/// A row that costs less than this part of what it costs in the cheapest smaller step is cheaper.
+const CHEAPER: f64 = 0.98;
+
+/// Rows of the next larger step with prompts to measure, a power of two or `most`: if all of [`MEASURED_MIXED_ROWS`] were, and a row was
+/// cheaper in the largest than in all smaller ones. The weights of many experts are read for each step, so that their rows get cheaper
+/// up to thousands. `measured` is in ascending order.
+pub fn larger_rows(measured: &[StepCost], most: usize) -> Option<usize> {
+    let of_row = |step: &StepCost| step.seconds / step.rows as f64;
+    let (largest, smaller) = measured.split_last()?;
+    let before = smaller.iter().map(of_row).min_by(f64::total_cmp)?;
+    let is_last = largest.rows >= MEASURED_MIXED_ROWS[MEASURED_MIXED_ROWS.len() - 1];
+    let rows = (largest.rows + 1).next_power_of_two().min(most);
+    (is_last && of_row(largest) < CHEAPER * before && rows > largest.rows).then_some(rows)
+}
+
 /// How long steps take, from a few measured ones. Time never falls with the number of rows, and is linear between measured steps.
 /// Beyond the last decode step it goes on as before it. Beyond the last step with prompts a row costs what it costs on average in the
 /// best one: what the last two differ by is mostly chance, as some sizes suit the products more than others, and a device that computes
@@ -335,6 +356,31 @@ mod tests {
         let decode = [1, 128, 512].map(|rows| cost(rows, 0.0)).into();
         let mixed = [32, 256, 1024].map(|rows| cost(rows, 0.3)).into();
         StepCosts::new(decode, mixed, 0.0).unwrap()
+    }
+
+    /// As of Qwen3-30B-A3B and of Llama-3.1-8B on an H200.
+    #[test]
+    fn larger_steps_are_measured_while_a_row_gets_cheaper() {
+        let larger = |steps: &[(usize, f64)]| {
+            let cost = |&(rows, seconds): &(usize, f64)| StepCost { rows, seconds };
+            larger_rows(&steps.iter().map(cost).collect::<Vec<_>>(), 6000)
+        };
+        let experts = [
+            (1024, 25.3),
+            (1536, 32.4),
+            (2048, 36.6),
+            (4096, 61.8),
+            (6000, 85.0),
+        ];
+        assert_eq!(larger(&experts[..0]), None);
+        assert_eq!(larger(&experts[1..2]), None, "only one");
+        assert_eq!(larger(&experts[..1]), None, "1536 rows were not measured");
+        assert_eq!(larger(&experts[..2]), Some(2048));
+        assert_eq!(larger(&experts[..3]), Some(4096));
+        assert_eq!(larger(&experts[..4]), Some(6000), "as large as there may be");
+        assert_eq!(larger(&experts), None, "no larger one");
+        assert_eq!(larger(&[(1536, 32.4), (2048, 42.8)]), None, "hardly cheaper");
+        assert_eq!(larger(&[(1024, 22.75), (1536, 36.8)]), None);
     }
 
     #[test]

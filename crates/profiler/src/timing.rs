@@ -4,24 +4,16 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use plimsoll_core::{Executor, KvConfig, OUTPUTS_BESIDE_PROMPTS, StepPlan};
+use plimsoll_core::{
+    Executor, KvConfig, MEASURED_DECODE_ROWS, MEASURED_MIXED_ROWS, OUTPUTS_BESIDE_PROMPTS, StepCost,
+    StepPlan, larger_rows,
+};
 
 use crate::profiler::Profiler;
 use crate::scenario::{ScenarioKind, timed_step};
 use crate::stress::Stop;
 use crate::timed_shape::TimedShape;
 use crate::{Phase, StepTimes, Target, TimedStep};
-
-/// Steps without prompts, and with the most that may run at once, if that is less than the last.
-const DECODE_ROWS: [usize; 7] = [1, 64, 128, 256, 384, 512, 1024];
-
-/// Steps with prompts, and the largest there may be, if that is less than the last. Powers of two beyond follow as long as a row gets
-/// cheaper.
-const MIXED_ROWS: [usize; 8] = [32, 128, 256, 384, 512, 768, 1024, 1536];
-
-/// A row that costs less than this part of what it costs in the cheapest smaller step is cheaper: the weights of many experts are read
-/// for each step, so that their rows get cheaper up to thousands.
-const CHEAPER: f64 = 0.98;
 
 /// As far as there is time, steps are timed twice, as the first of a size can take longer than all that follow, and those of up to 256
 /// rows, which vary more, three times.
@@ -39,7 +31,7 @@ const LEAST_LONG_CONTEXT: usize = 256;
 /// For all steps together, or this part of the time of the proof if that is longer.
 const LIMIT: Duration = Duration::from_millis(400);
 const LIMIT_OF_PROOF: f64 = 0.1;
-/// Of that, for the steps beyond [`MIXED_ROWS`] too.
+/// Of that, for [`larger_rows`] too.
 const LIMIT_OF_LARGER: f64 = 2.0;
 
 impl<T: Target> Profiler<'_, T> {
@@ -139,12 +131,12 @@ impl<T: Target> Profiler<'_, T> {
         let longest = limits.max_model_len - 1;
         let context = longest.min(SHORT_CONTEXT);
         let decode = upto(
-            &DECODE_ROWS,
+            &MEASURED_DECODE_ROWS,
             limits.max_num_seqs.min(limits.max_num_batched_tokens),
         );
         let decode = decode.into_iter().map(|rows| TimedShape::decode(rows, context));
         let beside = OUTPUTS_BESIDE_PROMPTS.min(limits.max_num_seqs / 2);
-        let mixed = upto(&MIXED_ROWS, limits.max_num_batched_tokens);
+        let mixed = upto(&MEASURED_MIXED_ROWS, limits.max_num_batched_tokens);
         let mixed = mixed.into_iter().map(|rows| TimedShape {
             rows,
             decoding: beside.min(rows / 2),
@@ -236,22 +228,16 @@ impl Stopwatch {
         [largest.map(|_| (0, 0.0)), largest]
     }
 
-    /// A step of the next power of two of rows, at most `most`, if all of [`MIXED_ROWS`] were timed and in the largest step with prompts a
-    /// row was cheaper than in all smaller ones.
+    /// The next larger step with prompts to time.
     fn larger(&self, most: usize) -> Option<TimedShape> {
-        let mixed = || {
-            let costs = self.shortest.iter().filter(|(shape, _)| shape.is_mixed());
-            costs.map(|(shape, seconds)| (*shape, seconds / shape.rows as f64))
-        };
-        let (largest, cost) = mixed().next_back()?;
-        if largest.rows < MIXED_ROWS[MIXED_ROWS.len() - 1] {
-            return None;
-        }
-        let (_, before) = mixed()
-            .filter(|(shape, _)| shape.rows < largest.rows)
-            .min_by(|a, b| a.1.total_cmp(&b.1))?;
-        let rows = (largest.rows + 1).next_power_of_two().min(most);
-        (cost < CHEAPER * before && rows > largest.rows).then_some(TimedShape { rows, ..largest })
+        let mixed = || self.shortest.iter().filter(|(shape, _)| shape.is_mixed());
+        let costs = mixed().map(|(shape, &seconds)| StepCost {
+            rows: shape.rows,
+            seconds,
+        });
+        let rows = larger_rows(&costs.collect::<Vec<_>>(), most)?;
+        let (largest, _) = mixed().next_back()?;
+        Some(TimedShape { rows, ..*largest })
     }
 
     fn finished(&mut self) {
@@ -298,36 +284,25 @@ impl Stopwatch {
 mod tests {
     use super::*;
 
-    /// As of Qwen3-30B-A3B on an H200, whose steps read the weights of all experts, and of Llama-3.1-8B.
     #[test]
-    fn larger_steps_are_timed_while_a_row_gets_cheaper() {
+    fn the_next_larger_step_takes_as_long_for_each_row() {
         let mut stopwatch = Stopwatch::new(Instant::now(), Duration::from_secs(60), 1);
         let mixed = |rows| TimedShape {
             rows,
             decoding: 16,
             context: 1,
         };
-        let mut time = |shape: TimedShape, ms: f64| {
-            stopwatch.shortest.insert(shape, ms * 1e-3);
-            stopwatch.larger(6000).map(|shape| shape.rows)
-        };
-        assert_eq!(
-            time(TimedShape::decode(1024, 1), 20.0),
-            None,
-            "no step with prompts"
-        );
-        assert_eq!(time(mixed(1024), 24.0), None, "only one");
-        assert_eq!(time(mixed(1536), 28.0), Some(2048));
-        assert_eq!(time(mixed(2048), 33.0), Some(4096));
-        assert_eq!(time(mixed(4096), 55.0), Some(6000), "as large as there may be");
-        assert_eq!(time(mixed(6000), 75.0), None, "no larger one");
-        assert_eq!(time(mixed(4096), 66.0), None, "hardly cheaper than before");
+        let times = [
+            (TimedShape::decode(1024, 1), 20e-3),
+            (mixed(1024), 24e-3),
+            (mixed(1536), 28e-3),
+            (TimedShape::decode(2048, 1), 30e-3),
+        ];
+        stopwatch.shortest = times.into();
         stopwatch.latest = stopwatch.of_largest();
-        let predicted = stopwatch.predicted(12_000);
-        assert!((predicted - 150e-3).abs() < 1e-9, "{predicted}");
-        let dense = [(1024, 22.75), (1536, 36.8)];
-        stopwatch.shortest = dense.map(|(rows, ms)| (mixed(rows), ms * 1e-3)).into();
-        assert_eq!(stopwatch.larger(6000), None);
+        assert_eq!(stopwatch.larger(6000), Some(mixed(2048)));
+        let predicted = stopwatch.predicted(3072);
+        assert!((predicted - 56e-3).abs() < 1e-9, "{predicted}");
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! How long a real device takes for steps, for simulations of load.
 
-use plimsoll_core::{OUTPUTS_BESIDE_PROMPTS, StepCost, StepCosts};
+use plimsoll_core::{
+    MEASURED_DECODE_ROWS, MEASURED_MIXED_ROWS, OUTPUTS_BESIDE_PROMPTS, StepCost, StepCosts, larger_rows,
+};
 
 /// What a step computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -176,18 +178,12 @@ impl StepModel {
                 seconds: self.seconds(&size),
             }
         };
-        let decode = [1, 64, 128, 256, 384, 512, 1024].map(|rows| timed(rows, 0));
+        let decode = MEASURED_DECODE_ROWS.map(|rows| timed(rows, 0));
         let of_rows = |rows: usize| timed(OUTPUTS_BESIDE_PROMPTS, rows - OUTPUTS_BESIDE_PROMPTS);
-        let mixed = [32, 128, 256, 384, 512, 768, 1024, 1536].into_iter();
+        let mixed = MEASURED_MIXED_ROWS.into_iter();
         let mixed = mixed.filter(|&rows| rows <= max_num_batched_tokens);
         let mut mixed: Vec<_> = mixed.map(of_rows).collect();
-        let of_row = |step: &StepCost| step.seconds / step.rows as f64;
-        // Larger ones while a row gets cheaper.
-        while let [before @ .., last] = &mixed[..]
-            && last.rows < max_num_batched_tokens
-            && before.iter().all(|step| of_row(last) < 0.98 * of_row(step))
-        {
-            let rows = (last.rows + 1).next_power_of_two().min(max_num_batched_tokens);
+        while let Some(rows) = larger_rows(&mixed, max_num_batched_tokens) {
             mixed.push(of_rows(rows));
         }
         let costs = StepCosts::new(decode.into(), mixed, self.context * 1e-6);
