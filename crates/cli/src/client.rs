@@ -80,10 +80,10 @@ fn built(client: ClientBuilder) -> Result<Client, Error> {
 /// How requests to a socket name their host.
 pub(crate) const SOCKET_BASE: &str = "http://localhost";
 
-/// Whether `text`, which `origin` gives, is a URL of HTTP, such as `example`.
+/// Checks that `text`, the value of the flag or variable `origin`, is an HTTP URL such as `example`.
 ///
 /// # Errors
-/// Where it is none.
+/// If it is not.
 pub(crate) fn check_http_url(origin: &str, text: &str, example: &str) -> Result<(), Error> {
     let begins = || text.starts_with("http://") || text.starts_with("https://");
     let why = match Url::parse(text) {
@@ -134,10 +134,7 @@ pub(crate) fn refusal(status: StatusCode, text: &str) -> String {
     let message = serde_json::from_str::<Value>(text)
         .ok()
         .and_then(|body| Some(body["error"]["message"].as_str()?.to_owned()));
-    let message = message.unwrap_or_else(|| {
-        let shown: String = text.trim().chars().take(SHOWN).collect();
-        shown
-    });
+    let message = message.unwrap_or_else(|| text.trim().chars().take(SHOWN).collect());
     let message = format!("{}: {message}", status.as_u16());
     match status {
         StatusCode::UNAUTHORIZED => {

@@ -39,6 +39,8 @@ pub fn larger_rows(measured: &[StepCost], most: usize) -> Option<usize> {
 pub struct StepCosts {
     /// Only outputs: one row of each request.
     decode: Vec<StepCost>,
+    /// Of each of these, what it takes less what its rows add.
+    fixed: Vec<StepCost>,
     /// Prompts too.
     mixed: Vec<StepCost>,
     /// Added for each token of context that the outputs look back at.
@@ -78,6 +80,7 @@ impl StepCosts {
             output_seconds: Self::output_seconds(&decode, &mixed),
             row_seconds: (mixed.iter().map(|step| step.seconds / step.rows as f64))
                 .fold(f64::INFINITY, f64::min),
+            fixed: fixed(&decode),
             decode,
             mixed,
             context_seconds,
@@ -118,16 +121,7 @@ impl StepCosts {
     /// Seconds of such a step less what its rows add: those of a step for one request, or more with many experts, of which one request
     /// hits a few and many requests hit all. Never falls with the number of rows.
     pub fn fixed_seconds(&self, rows: usize) -> f64 {
-        let mut most = self.decode_seconds(1);
-        let steps = self.decode.iter().enumerate();
-        let fixed = steps.map(|(at, step)| {
-            most = most.max(step.seconds - slope(&self.decode, None, at) * step.rows as f64);
-            StepCost {
-                rows: step.rows,
-                seconds: most,
-            }
-        });
-        seconds(&fixed.collect::<Vec<_>>(), Some(0.0), rows)
+        seconds(&self.fixed, Some(0.0), rows)
     }
 
     /// Seconds of a step that generates a token for each of `decoding` requests with short contexts, and computes `prompts` tokens
@@ -213,6 +207,20 @@ fn ladder(mut costs: Vec<StepCost>) -> Option<Vec<StepCost>> {
     Some(costs)
 }
 
+/// Of steps without prompts, what each takes less what its rows add: at least what the smallest takes, and never less than of fewer rows.
+fn fixed(decode: &[StepCost]) -> Vec<StepCost> {
+    let mut most = seconds(decode, None, 1);
+    let steps = decode.iter().enumerate();
+    let fixed = steps.map(|(at, step)| {
+        most = most.max(step.seconds - slope(decode, None, at) * step.rows as f64);
+        StepCost {
+            seconds: most,
+            ..*step
+        }
+    });
+    fixed.collect()
+}
+
 /// Seconds per row behind the measured step `at`; behind the last one `beyond`, or as before it.
 fn slope(ladder: &[StepCost], beyond: Option<f64>, at: usize) -> f64 {
     let between = |from: &StepCost, to: &StepCost| (to.seconds - from.seconds) / (to.rows - from.rows) as f64;
@@ -271,8 +279,8 @@ mod tests {
         assert!((costs.fixed_seconds(1) - 3.87).abs() < 1e-9);
         let fixed: Vec<_> = (1..600).map(|rows| costs.fixed_seconds(rows)).collect();
         assert!((16.2..16.6).contains(&fixed[299]), "{}", fixed[299]);
-        let steps = fixed.windows(2).map(|two| two[1] - two[0]);
-        assert!(steps.clone().all(|step| (0.0..0.2).contains(&step)), "no jumps");
+        let mut changes = fixed.windows(2).map(|two| two[1] - two[0]);
+        assert!(changes.all(|change| (0.0..0.2).contains(&change)), "no jumps");
         let dense = costs_of_rows();
         for rows in [1, 64, 128, 500, 800] {
             let fixed = dense.fixed_seconds(rows);

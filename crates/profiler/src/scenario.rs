@@ -476,8 +476,8 @@ impl Shapes {
         tables.collect()
     }
 
-    /// Tokens of row `index` that differ as long as the vocabulary lasts: the most work for whatever counts them. Those of other rows at
-    /// the same positions are others: equal ones would all choose the same experts, and the weights of few would be read.
+    /// Tokens of row `index` that differ as long as the vocabulary lasts: the most work for whatever counts them. Different rows have
+    /// different tokens at the same position, as equal ones would choose the same few experts.
     fn tokens(&self, index: usize, positions: std::ops::Range<usize>) -> Vec<TokenId> {
         positions
             .map(|position| ((position + index * TOKENS_APART) % self.vocab_size) as TokenId)
@@ -489,7 +489,7 @@ impl Shapes {
 /// few blocks stay in the device's cache, so that reading hundreds of contexts of the longest length does not take seconds.
 const SHARED_BLOCKS: usize = 64;
 
-/// From the token of a row to that of the next at the same position. A prime, so that in few vocabularies two of the first rows meet.
+/// Distance between the tokens of neighbouring rows at the same position. A prime, so that rows rarely have the same token.
 const TOKENS_APART: usize = 7919;
 
 /// Entries of `logit_bias` in a scenario: more than clients send. More take no more memory, which is that of a vocabulary.

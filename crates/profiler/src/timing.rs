@@ -31,7 +31,7 @@ const LEAST_LONG_CONTEXT: usize = 256;
 /// For all steps together, or this part of the time of the proof if that is longer.
 const LIMIT: Duration = Duration::from_millis(400);
 const LIMIT_OF_PROOF: f64 = 0.1;
-/// Of that, for [`larger_rows`] too.
+/// With the steps of [`larger_rows`], so many times that limit.
 const LIMIT_OF_LARGER: f64 = 2.0;
 
 impl<T: Target> Profiler<'_, T> {
@@ -111,7 +111,7 @@ impl<T: Target> Profiler<'_, T> {
         Ok(())
     }
 
-    /// The next larger step with prompts, if that may be the cheapest for each row. On ranks, if it may be so on all.
+    /// The next larger step with prompts to time, if all ranks would time it.
     fn larger(&mut self, stopwatch: &Stopwatch, kv: KvConfig) -> Result<Option<TimedShape>, Stop> {
         let limits = &self.spec.limits;
         let larger = stopwatch.larger(limits.max_num_batched_tokens);
@@ -221,7 +221,7 @@ impl Stopwatch {
         seconds + slope.max(0.0) * rows.saturating_sub(timed) as f64
     }
 
-    /// What [`Self::predicted`] is to go by for larger steps with prompts: in proportion to the largest one so far.
+    /// What makes [`Self::predicted`] proportional to the largest step with prompts so far.
     fn of_largest(&self) -> [Option<(usize, f64)>; 2] {
         let mixed = self.shortest.iter().filter(|(shape, _)| shape.is_mixed());
         let largest = mixed.map(|(shape, &seconds)| (shape.rows, seconds)).next_back();

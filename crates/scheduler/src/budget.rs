@@ -17,8 +17,8 @@ const STRETCH: f64 = 2.0;
 /// Added to [`STRETCH`], times the square root of how many requests wait for each one that generates.
 const STRETCH_BY_BACKLOG: f64 = 7.0;
 
-/// No price makes a step longer than this many times what the two above say, unless there is a target. Rows may get cheaper up to the largest step, as those of
-/// many experts do; while few wait, that wins nothing.
+/// However cheap prompt tokens get in larger steps, a step takes at most this many times as long as the two above say, unless there is a
+/// target. With many experts they get cheaper up to the largest step, which wins nothing while few requests wait.
 const MOST_STRETCH: f64 = 2.0;
 
 /// With one image to encode, a step in which requests generate may take this part longer.

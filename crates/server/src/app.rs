@@ -117,7 +117,7 @@ fn flagged(options: &ServerOptions) -> [(bool, Routes, &'static str); 6] {
     ]
 }
 
-/// Routes that are not there, which answer with the flag that would turn them on.
+/// Routes of what is turned off: they answer with the flag that turns it on.
 fn turned_off(options: &ServerOptions) -> Router<AppState> {
     let off = flagged(options).into_iter().filter(|(enabled, ..)| !enabled);
     let paths = off.flat_map(|(_, routes, flag)| {
