@@ -25,7 +25,8 @@ mod tokenizer;
 mod vocab;
 
 pub use answer::{
-    AnswerFormat, AnswerParser, CallGrammar, Function, Part, Position, ReasoningFormat, ToolFormat,
+    AnswerFormat, AnswerParser, CallGrammar, Function, JsonAnswer, Part, Position, ReasoningFormat,
+    ToolFormat,
 };
 pub use bounds::RenderLimit;
 pub use detokenizer::Detokenizer;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::common::{follow, read};
 use plimsoll_text::grammar::GrammarCompiler;
-use plimsoll_text::{CallGrammar, Function, Position, Tokenizer, ToolFormat};
+use plimsoll_text::{CallGrammar, Function, JsonAnswer, Position, Tokenizer, ToolFormat};
 use serde_json::{Map, Value};
 
 const FORMATS: &[(ToolFormat, &str)] = &[
@@ -177,10 +177,15 @@ fn grammars_of_calls_leave_room() {
     };
     let schema =
         serde_json::json!({ "type": "object", "properties": { "c": { "type": "null" } }, "required": ["c"] });
-    let or_json = CallGrammar {
-        or_json: Some((schema.as_object().unwrap(), true)),
+    let or_spaced = |whitespace| CallGrammar {
+        or_json: Some(JsonAnswer {
+            schema: schema.as_object().unwrap(),
+            strict: true,
+            whitespace,
+        }),
         ..base
     };
+    let (or_json, or_tight) = (or_spaced(None), or_spaced(Some("")));
     let begun = CallGrammar {
         is_begun: true,
         ..base
@@ -193,6 +198,9 @@ fn grammars_of_calls_leave_room() {
         (ToolFormat::Hermes, base, format!("{call} so"), false),
         (ToolFormat::Hermes, or_json, "{\"c\": null}".to_owned(), true),
         (ToolFormat::Hermes, or_json, call.clone(), true),
+        (ToolFormat::Hermes, or_tight, "{\"c\": null}".to_owned(), false),
+        (ToolFormat::Hermes, or_tight, "{\"c\":null}".to_owned(), true),
+        (ToolFormat::Hermes, or_tight, call.clone(), true),
         (ToolFormat::Hermes, begun, behind.to_owned(), true),
         (ToolFormat::Hermes, begun, format!("{behind}\n{call}"), true),
         (ToolFormat::Hermes, begun, call.clone(), false),

@@ -1,7 +1,7 @@
 //! The grammar of an answer: structured output, required tool calls, or either.
 
 use plimsoll_text::grammar::{Grammar, GrammarSpec, Lead};
-use plimsoll_text::{CallGrammar, Function, Position, ReasoningFormat, Tokenizer, ToolFormat};
+use plimsoll_text::{CallGrammar, Function, JsonAnswer, Position, ReasoningFormat, Tokenizer, ToolFormat};
 use serde_json::{Map, Value, json};
 
 use super::Tools;
@@ -52,10 +52,22 @@ pub(super) fn of_answer(
     if let Some(structure) = structure {
         let (schema, strict) = json_schema(&structure)?;
         let either = CallGrammar {
-            or_json: Some((&schema, strict)),
+            or_json: Some(JsonAnswer {
+                schema: &schema,
+                strict,
+                whitespace: structure.grammar.whitespace.as_deref(),
+            }),
             ..calls
         };
-        return requested(&either, structure.field, None);
+        let either = requested(&either, structure.field, None)?;
+        return Ok(either.map(|either| Requested {
+            grammar: Grammar {
+                whitespace: structure.grammar.whitespace,
+                ..either.grammar
+            },
+            whitespace_field: structure.whitespace_field,
+            ..either
+        }));
     }
     let begun = CallGrammar {
         is_begun: true,

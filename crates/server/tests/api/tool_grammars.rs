@@ -166,4 +166,17 @@ async fn structured_output_works_with_calls() {
         error["message"].as_str().unwrap().contains("only JSON"),
         "{error}"
     );
+    let spaced = |pattern: &str| {
+        with(
+            answer("{\"c\":\tnull}"),
+            "guided_whitespace_pattern",
+            json!(pattern),
+        )
+    };
+    for (pattern, content) in [("[ \t]?", "{\"c\":\tnull}"), ("", "{\"c\":null}")] {
+        let json = rig.post(CHAT, spaced(pattern)).await.json()["choices"][0].take();
+        assert_eq!(json["message"]["content"], content, "{pattern:?}");
+    }
+    let error = rig.post(CHAT, spaced("(")).await.error(400);
+    assert_eq!(error["param"], "guided_whitespace_pattern", "{error}");
 }

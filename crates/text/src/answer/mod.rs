@@ -17,7 +17,7 @@ pub use reasoning::ReasoningFormat;
 use reasoning::{Region, Splitter};
 use sink::Sink;
 use tools::Syntax;
-pub use tools::{CallGrammar, Function, ToolFormat};
+pub use tools::{CallGrammar, Function, JsonAnswer, ToolFormat};
 
 /// A part of an answer. Consecutive parts of the same kind continue each other.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -52,7 +52,7 @@ pub struct Grammar {
     /// The grammar.
     pub spec: GrammarSpec,
     /// A regular expression of the whitespace between tokens of JSON; empty: none. Default: up to 32 spaces, tabs and line ends,
-    /// so that a model cannot repeat them for ever.
+    /// so that a model cannot repeat them for ever. A [`GrammarSpec::Lark`] says it itself; here it is for the errors alone.
     pub whitespace: Option<String>,
     /// Unconstrained leads before the text that it applies to, in order.
     pub leads: Vec<Lead>,

@@ -4,7 +4,9 @@ use std::fs;
 
 use plimsoll_core::{Constraint, Progress};
 use plimsoll_text::grammar::{Grammar, GrammarCompiler, GrammarSpec, Lead};
-use plimsoll_text::{CallGrammar, ChatInput, Function, Position, ReasoningFormat, Tokenizer, ToolFormat};
+use plimsoll_text::{
+    CallGrammar, ChatInput, Function, JsonAnswer, Position, ReasoningFormat, Tokenizer, ToolFormat,
+};
 use serde_json::{Map, Value, json};
 
 use crate::prompts::render;
@@ -178,7 +180,11 @@ fn grammars_hold_on_their_channels() {
             token: &token,
         };
         let either = CallGrammar {
-            or_json: Some((schema.as_object().unwrap(), true)),
+            or_json: Some(JsonAnswer {
+                schema: schema.as_object().unwrap(),
+                strict: true,
+                whitespace: None,
+            }),
             ..required
         };
         let strict = CallGrammar {

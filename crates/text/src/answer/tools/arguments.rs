@@ -281,7 +281,7 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
             all => json!({ "allOf": all }),
         };
         let schema = alone(schema, &self.function.parameters);
-        self.lark.schema(rule, schema, self.function.strict);
+        self.lark.schema(rule, schema, self.function.strict, None);
         Ok(match self.style {
             Style::Python | Style::Gemma4 => rule.to_owned(),
             Style::Xml => format!("{rule} {}", literal(&format!("{END}\n"))),

@@ -18,8 +18,8 @@ impl Lark<'_> {
     /// An answer with a call of one of the functions, which ends it; in place of the call it may end as `grammar` says.
     pub(super) fn harmony(mut self, grammar: &CallGrammar<'_>) -> Result<String, GrammarError> {
         let last = match grammar.or_json {
-            Some((schema, strict)) => {
-                self.schema(OTHER, schema.clone(), strict);
+            Some(json) => {
+                self.schema(OTHER, json.schema.clone(), json.strict, json.whitespace);
                 Some(OTHER)
             }
             None => grammar.is_begun.then_some(TEXT),

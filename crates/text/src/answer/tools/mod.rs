@@ -20,7 +20,7 @@ use super::sink::Sink;
 use crate::harmony;
 pub(super) use harmony_grammar::lead as harmony_lead;
 use json_calls::{JsonCalls, Layout};
-pub use write::CallGrammar;
+pub use write::{CallGrammar, JsonAnswer};
 
 /// A function that may be called.
 #[derive(Clone, Debug, PartialEq)]

@@ -63,8 +63,8 @@ impl ToolFormat {
         let start = if grammar.is_begun {
             calls
         } else {
-            let other = grammar.or_json.map(|(schema, strict)| {
-                lark.schema("other", schema.clone(), strict);
+            let other = grammar.or_json.map(|json| {
+                lark.schema("other", json.schema.clone(), json.strict, json.whitespace);
                 " | other"
             });
             format!("WS? ({open} {calls}{})", other.unwrap_or_default())
@@ -99,12 +99,23 @@ pub struct CallGrammar<'a> {
     /// The grammar applies behind [`ToolFormat::opening`], which must be there. If the grammar is of whole answers: they need
     /// not have calls.
     pub is_begun: bool,
-    /// In place of calls the answer may be JSON of this schema; true where keywords that cannot be enforced are an error.
-    pub or_json: Option<(&'a Map<String, Value>, bool)>,
+    /// In place of calls the answer may be this.
+    pub or_json: Option<JsonAnswer<'a>>,
     /// Where in an answer the prompt ends, for grammars of whole answers.
     pub position: Position,
     /// The special token with this text, if there is one.
     pub token: &'a dyn Fn(&str) -> Option<TokenId>,
+}
+
+/// An answer that is JSON.
+#[derive(Clone, Copy, Debug)]
+pub struct JsonAnswer<'a> {
+    /// Its schema.
+    pub schema: &'a Map<String, Value>,
+    /// Keywords that cannot be enforced are an error.
+    pub strict: bool,
+    /// As [`Grammar::whitespace`](crate::grammar::Grammar::whitespace).
+    pub whitespace: Option<&'a str>,
 }
 
 impl std::fmt::Debug for CallGrammar<'_> {
@@ -226,13 +237,25 @@ impl Lark<'_> {
         let name = format!("{rule}_arguments");
         let mut schema = function.parameters.clone();
         schema.entry("type").or_insert_with(|| json!("object"));
-        self.schema(&name, schema, function.strict);
+        self.schema(&name, schema, function.strict, None);
         name
     }
 
-    pub(super) fn schema(&mut self, rule: &str, mut schema: Map<String, Value>, strict: bool) {
-        let options =
-            json!({ "lenient": !strict, "coerce_one_of": !strict, "whitespace_pattern": WHITESPACE });
+    /// `whitespace`: a regular expression of the whitespace between tokens, empty for none, or the default.
+    pub(super) fn schema(
+        &mut self,
+        rule: &str,
+        mut schema: Map<String, Value>,
+        strict: bool,
+        whitespace: Option<&str>,
+    ) {
+        let whitespace = Some(whitespace.unwrap_or(WHITESPACE)).filter(|pattern| !pattern.is_empty());
+        let options = json!({
+            "lenient": !strict,
+            "coerce_one_of": !strict,
+            "whitespace_flexible": whitespace.is_some(),
+            "whitespace_pattern": whitespace,
+        });
         schema.insert("x-guidance".to_owned(), options);
         let mut schema = Value::Object(schema);
         close_objects(&mut schema);
