@@ -148,20 +148,26 @@ impl GrammarCompiler {
                 return GrammarError::Unsupported(keywords);
             }
         }
-        self.whitespace_refusal(grammar)
-            .unwrap_or_else(|| GrammarError::Invalid(complaint(&error)))
+        match self.whitespace_complaint(grammar) {
+            Ok(None) => GrammarError::Invalid(complaint(&error)),
+            Ok(Some(complaint)) => GrammarError::Whitespace(complaint),
+            Err(error) => error,
+        }
     }
 
-    /// An error if the whitespace of `grammar` cannot be compiled with any other JSON either: llguidance does not say whose
+    /// What llguidance says if the whitespace of `grammar` cannot be compiled with any other JSON either: it does not say whose
     /// regular expression is wrong.
-    fn whitespace_refusal(&self, grammar: &Grammar) -> Option<GrammarError> {
+    fn whitespace_complaint(&self, grammar: &Grammar) -> Result<Option<String>, GrammarError> {
+        let Some(whitespace) = &grammar.whitespace else {
+            return Ok(None);
+        };
         let spaced = Grammar {
-            whitespace: Some(grammar.whitespace.clone()?),
+            whitespace: Some(whitespace.clone()),
             ..GrammarSpec::JsonObject.into()
         };
-        let parser = self.factory().ok()?.create_parser(source(&spaced).ok()?);
-        let error = Matcher::new(parser).get_error()?;
-        Some(GrammarError::Whitespace(complaint(&error)))
+        let parser = self.factory()?.create_parser(source(&spaced)?);
+        let error = Matcher::new(parser).get_error();
+        Ok(error.map(|error| complaint(&error)))
     }
 
     fn lead(&self, lead: &Lead) -> Result<SpelledLead, GrammarError> {
