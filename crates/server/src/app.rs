@@ -1,7 +1,10 @@
 //! The routes and their middleware.
 
 use std::any::Any;
+use std::collections::HashMap;
+use std::sync::Arc;
 
+use axum::extract::MatchedPath;
 use axum::http::{HeaderName, Method, Uri, header};
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
@@ -9,6 +12,7 @@ use axum::routing::any;
 use axum::{Extension, Router};
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::cors::{AllowHeaders, AllowOrigin, Any as AnyOf, CorsLayer};
+use utoipa::openapi::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
@@ -33,16 +37,55 @@ pub fn router(state: AppState) -> Router {
         .layer(from_fn_with_state(state.clone(), observe))
         .layer(CatchPanicLayer::custom(panicked));
     let (router, api) = routes(&options).split_for_parts();
+    let methods = Methods::of(&api);
     router
         .layer(Extension(endpoints(&state)))
         .layer(Extension(openapi::Document::new(api, &options.root_path)))
         .merge(turned_off(&options))
         .fallback(|uri: Uri| async move { ApiError::PathNotFound(uri.path().to_owned()) })
-        .method_not_allowed_fallback(|method: Method| async move {
-            ApiError::MethodNotAllowed(method.to_string())
+        .method_not_allowed_fallback(move |method: Method, path: MatchedPath| async move {
+            methods.refusal(&method, path.as_str())
         })
         .layer(layers)
         .with_state(state)
+}
+
+/// The methods that each path knows.
+#[derive(Clone, Debug)]
+struct Methods(Arc<HashMap<String, Vec<&'static str>>>);
+
+impl Methods {
+    fn of(api: &OpenApi) -> Self {
+        let paths = api.paths.paths.iter().map(|(path, item)| {
+            let methods = [
+                ("GET", item.get.is_some()),
+                // axum answers it wherever it answers GET.
+                ("HEAD", item.get.is_some()),
+                ("POST", item.post.is_some()),
+                ("PUT", item.put.is_some()),
+                ("PATCH", item.patch.is_some()),
+                ("DELETE", item.delete.is_some()),
+            ];
+            let methods = methods.into_iter().filter(|(_, known)| *known);
+            (path.clone(), methods.map(|(method, _)| method).collect())
+        });
+        Self(Arc::new(paths.collect()))
+    }
+
+    /// The error of a method that `path` does not know.
+    fn refusal(&self, method: &Method, path: &str) -> ApiError {
+        // As the documentation shows it.
+        let shown = path.replace("{*", "{");
+        let allowed = match self.0.get(path).map(Vec::as_slice) {
+            Some([one]) => format!("{shown} only takes {one}"),
+            Some([others @ .., last]) => format!("{shown} only takes {} and {last}", others.join(", ")),
+            _ => "the header `allow` names the methods that are".to_owned(),
+        };
+        ApiError::MethodNotAllowed {
+            method: method.to_string(),
+            allowed,
+        }
+    }
 }
 
 /// What batches may use.
@@ -176,7 +219,6 @@ fn panicked(panic: Box<dyn Any + Send>) -> Response {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-    use std::sync::Arc;
 
     use super::*;
     use crate::file_store::{FileLimits, FileStore};

@@ -67,8 +67,13 @@ pub enum ApiError {
         flag: &'static str,
     },
     /// The path exists, the method does not.
-    #[error("{0} is not allowed here; the header `allow` names the methods that are")]
-    MethodNotAllowed(String),
+    #[error("{method} is not allowed here; {allowed}")]
+    MethodNotAllowed {
+        /// The request's.
+        method: String,
+        /// Which methods the path knows.
+        allowed: String,
+    },
     /// The body is larger than allowed.
     #[error("the request body is larger than {0} bytes")]
     BodyTooLarge(usize),
@@ -227,7 +232,7 @@ impl ApiError {
             Self::PathNotFound(_) | Self::TurnedOff { .. } | Self::NoEmbeddings { .. } => {
                 invalid(Status::NOT_FOUND, "unknown_url")
             }
-            Self::MethodNotAllowed(_) => invalid(Status::METHOD_NOT_ALLOWED, "method_not_supported"),
+            Self::MethodNotAllowed { .. } => invalid(Status::METHOD_NOT_ALLOWED, "method_not_supported"),
             Self::ForeignOrigin(_) => invalid(Status::FORBIDDEN, "origin_not_allowed"),
             Self::NoRequestMemory { .. } => unavailable("too_many_large_requests"),
             Self::BodyTooLarge(_) => invalid(Status::PAYLOAD_TOO_LARGE, "request_too_large"),

@@ -391,7 +391,13 @@ async fn bodies_that_are_no_requests_get_a_4xx() {
         .unwrap();
     assert_eq!(rig.send(text).await.status(), 415);
     assert_eq!(rig.get("/nothing").await.error(404)["code"], "unknown_url");
-    assert_eq!(rig.get(CHAT).await.error(405)["code"], "method_not_supported");
+    let error = rig.get(CHAT).await.error(405);
+    assert_eq!(error["code"], "method_not_supported");
+    let message = "GET is not allowed here; /v1/chat/completions only takes POST";
+    assert_eq!(error["message"], message);
+    let error = rig.post("/v1/models/sim", json!({})).await.error(405);
+    let message = "POST is not allowed here; /v1/models/{id} only takes GET and HEAD";
+    assert_eq!(error["message"], message);
     let error = rig
         .post(CHAT, with(chat("x"), "model", json!("gpt")))
         .await
