@@ -19,7 +19,8 @@ use crate::wire::common::OneOrMany;
 use crate::wire::completion::Prompt;
 use crate::wire::embedding::EmbeddingUsage;
 use crate::wire::scoring::{
-    DocumentText, Ranked, Ranking, RerankRequest, Score, ScoreFields, ScoreList, ScoreRequest, ScoringFields,
+    Document, DocumentText, Ranked, Ranking, RerankRequest, Score, ScoreFields, ScoreList, ScoreRequest,
+    ScoringFields,
 };
 
 /// The routes: vLLM has each endpoint under several paths, for clients of Jina and Cohere.
@@ -200,7 +201,11 @@ async fn rank(
     };
     let side = sides.common.truncation_side;
     let each = Cut::new("max_tokens_per_doc", per_document, side, sides.most())?;
-    let documents = own.documents.into_texts();
+    let documents = match own.documents {
+        OneOrMany::One(document) => vec![document],
+        OneOrMany::Many(documents) => documents,
+    };
+    let documents: Vec<_> = documents.into_iter().map(Document::into_text).collect();
     let query = Source {
         field: "query",
         prompts: vec![Prompt::Text(own.query)],

@@ -8,7 +8,10 @@ use crate::error::ApiError;
 use crate::respond::testing::events;
 use crate::respond::{EventFormat, SseEvent};
 use crate::sealed::seal;
+use crate::wire::anthropic::MessagesRequest;
 use crate::wire::common::{StopReason as StoppedBy, Usage};
+use crate::wire::known::UnknownFields;
+use crate::wire::request::parse;
 
 fn messages(system: Value, messages: Value) -> Result<Value, String> {
     let prompted = Prompted {
@@ -74,6 +77,8 @@ fn errors_name_the_block() {
         ["user", { "type": "document" }, ".type = document` is not supported"],
         ["user", { "type": "image" }, ".source`: missing field"],
         ["user", { "type": "image", "source": { "type": "file", "file_id": "x" } }, ".source.type`: unknown variant `file`"],
+        ["user", { "type": "image", "source": { "type": "base64", "media_type": "image/png", "data": 5 } }, ".source.data`: invalid type"],
+        ["user", { "type": "image", "source": { "type": "url" } }, ".source`: missing field `url`"],
         ["user", { "type": "text" }, ".text`: missing field"],
         ["user", { "text": "x" }, ".type` must be a string"],
         ["user", { "type": "text", "text": "x", "colour": 1 }, ".colour`: unknown field"],
@@ -85,6 +90,38 @@ fn errors_name_the_block() {
         let error = messages(Value::Null, json!([{ "role": case[0], "content": [case[1]] }])).unwrap_err();
         let message = format!("`messages[0].content[0]{}", case[2].as_str().unwrap());
         assert!(error.starts_with(&message), "{error}");
+    }
+}
+
+#[test]
+fn errors_name_the_field_in_objects_of_several_types() {
+    for (field, value, message) in [
+        (
+            "thinking",
+            json!({ "type": "enabled", "budget_tokens": "many" }),
+            "`thinking.budget_tokens`: invalid type: string \"many\", expected a whole number",
+        ),
+        (
+            "thinking",
+            json!({ "type": "adaptive", "budget_tokens": 5 }),
+            "unknown field `thinking.budget_tokens`",
+        ),
+        (
+            "tool_choice",
+            json!({ "type": "tool", "name": 5 }),
+            "`tool_choice.name`: invalid type: integer `5`, expected a string",
+        ),
+        (
+            "tool_choice",
+            json!({ "type": "tool" }),
+            "`tool_choice`: missing field `name`",
+        ),
+    ] {
+        let mut body = json!({ "max_tokens": 9, "messages": [{ "role": "user", "content": "x" }] });
+        body[field] = value;
+        let parsed = parse::<MessagesRequest>(body.to_string().as_bytes(), UnknownFields::Error);
+        let error = parsed.unwrap_err().to_string();
+        assert!(error.starts_with(message), "{error}");
     }
 }
 

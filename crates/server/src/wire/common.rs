@@ -1,8 +1,11 @@
 use std::collections::BTreeMap;
+use std::fmt;
+use std::marker::PhantomData;
 use std::time::Duration;
 
 use plimsoll_core::{FinishReason, TokenId};
-use serde::de::{Deserializer, Error as _};
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
+use serde::de::{DeserializeOwned, Deserializer, Error, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Number, Value};
 use utoipa::ToSchema;
@@ -20,12 +23,51 @@ const MAX_STOP_BYTES: usize = 1024;
 /// Maximum number of stop tokens; each costs a comparison per token.
 const MAX_STOP_TOKENS: usize = 256;
 
-/// One text or several.
-#[derive(Clone, Debug, Deserialize, ToSchema)]
-#[serde(untagged, expecting = "expected a string or a list of strings")]
+/// One or several.
+#[derive(Clone, Debug, ToSchema)]
+#[serde(untagged)]
 pub(crate) enum OneOrMany<T> {
     One(T),
     Many(Vec<T>),
+}
+
+/// What one of several can be, apart from a list.
+pub(crate) trait Item: DeserializeOwned {
+    /// What stands there, for errors.
+    const EXPECTED: &str;
+}
+
+impl Item for String {
+    const EXPECTED: &str = "a string or a list of strings";
+}
+
+/// Not derived: for an enum without a tag, serde forgets where in the value the error is.
+impl<'de, T: Item> Deserialize<'de> for OneOrMany<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ItemOrItems<T>(PhantomData<T>);
+
+        impl<'de, T: Item> Visitor<'de> for ItemOrItems<T> {
+            type Value = OneOrMany<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(T::EXPECTED)
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<OneOrMany<T>, E> {
+                T::deserialize(text.into_deserializer()).map(OneOrMany::One)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, fields: A) -> Result<OneOrMany<T>, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(fields)).map(OneOrMany::One)
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<OneOrMany<T>, A::Error> {
+                Vec::deserialize(SeqAccessDeserializer::new(items)).map(OneOrMany::Many)
+            }
+        }
+
+        deserializer.deserialize_any(ItemOrItems(PhantomData))
+    }
 }
 
 /// The fields that chat and completions share.

@@ -1,10 +1,14 @@
 //! How well texts match: `/score` and `/rerank`, in the shapes of vLLM, which are those of Jina and Cohere.
 
+use std::fmt;
+
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Deserializer, Error, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-use super::common::OneOrMany;
+use super::common::{Item, OneOrMany};
 use super::embedding::EmbeddingUsage;
 use super::error::FieldError;
 use super::extra::TruncationSide;
@@ -38,7 +42,8 @@ pub(crate) struct RerankFields {
     /// What is looked for.
     pub(crate) query: String,
     /// The texts to rank.
-    pub(crate) documents: Documents,
+    #[schema(value_type = OneOrMany<Document>)]
+    pub(crate) documents: OneOrMany<Document>,
     /// How many of the best documents to return; 0 or absent: all.
     pub(crate) top_n: Option<usize>,
     /// Returns the documents' texts. Default: true.
@@ -66,33 +71,45 @@ body!(
     RerankFields
 );
 
-/// Texts to rank.
-#[derive(Clone, Debug, Deserialize, ToSchema)]
-#[serde(
-    untagged,
-    expecting = "expected a string, or a list of strings and of objects with `text`"
-)]
-pub(crate) enum Documents {
-    One(Document),
-    Many(Vec<Document>),
-}
-
-impl Documents {
-    pub(crate) fn into_texts(self) -> Vec<String> {
-        let documents = match self {
-            Self::One(one) => vec![one],
-            Self::Many(many) => many,
-        };
-        documents.into_iter().map(Document::into_text).collect()
-    }
-}
-
 /// A text to rank.
-#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[derive(Clone, Debug, ToSchema)]
 #[serde(untagged)]
 pub(crate) enum Document {
     Text(String),
     Object(DocumentText),
+}
+
+impl Item for Document {
+    const EXPECTED: &str = "a string, or a list of strings and of objects with `text`";
+}
+
+/// Not derived: for an enum without a tag, serde forgets where in the value the error is.
+impl<'de> Deserialize<'de> for Document {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct TextOrObject;
+
+        impl<'de> Visitor<'de> for TextOrObject {
+            type Value = Document;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string or an object with `text`")
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<Document, E> {
+                Ok(Document::Text(text.to_owned()))
+            }
+
+            fn visit_string<E: Error>(self, text: String) -> Result<Document, E> {
+                Ok(Document::Text(text))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, fields: A) -> Result<Document, A::Error> {
+                DocumentText::deserialize(MapAccessDeserializer::new(fields)).map(Document::Object)
+            }
+        }
+
+        deserializer.deserialize_any(TextOrObject)
+    }
 }
 
 /// The text of a document.
@@ -103,7 +120,7 @@ pub(crate) struct DocumentText {
 }
 
 impl Document {
-    fn into_text(self) -> String {
+    pub(crate) fn into_text(self) -> String {
         match self {
             Self::Text(text) | Self::Object(DocumentText { text }) => text,
         }

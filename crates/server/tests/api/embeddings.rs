@@ -272,8 +272,26 @@ async fn wrong_texts_to_compare_are_named() {
         ("/rerank", json!({ "query": "a" }), "documents", "missing field"),
         (
             "/rerank",
-            json!({ "query": "a", "documents": [1] }),
+            json!({ "query": "a", "documents": 1 }),
             "documents",
+            "expected a string, or a list",
+        ),
+        (
+            "/rerank",
+            json!({ "query": "a", "documents": ["b", 1] }),
+            "documents[1]",
+            "expected a string or an object with `text`",
+        ),
+        (
+            "/rerank",
+            json!({ "query": "a", "documents": ["b", { "text": 1 }] }),
+            "documents[1].text",
+            "expected a string",
+        ),
+        (
+            "/score",
+            json!({ "text_1": "a", "text_2": ["b", 1] }),
+            "text_2[1]",
             "expected a string",
         ),
         (

@@ -4,12 +4,15 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-use super::common::Common;
-use super::error::FieldError;
-use super::extra::Extra;
-use super::fields::{COUNTED_LATER, MESSAGES_UNSUPPORTED, NO_REPORTS, UNSUPPORTED, Unsupported};
-use super::request::{RequestBody, take};
-use super::schema::body;
+use crate::wire::common::Common;
+use crate::wire::error::FieldError;
+use crate::wire::extra::Extra;
+use crate::wire::fields::{COUNTED_LATER, MESSAGES_UNSUPPORTED, NO_REPORTS, UNSUPPORTED, Unsupported};
+use crate::wire::request::{RequestBody, take};
+use crate::wire::schema::body;
+pub(crate) use tagged::{ImageSource, Thinking, ToolChoice};
+
+mod tagged;
 
 /// `POST /v1/messages`.
 #[derive(Debug)]
@@ -180,25 +183,6 @@ pub(crate) struct ImageBlock {
     _cache_control: Option<Value>,
 }
 
-/// Where an image is.
-#[derive(Clone, Debug, Deserialize, ToSchema)]
-#[schema(as = messages::ImageSource)]
-#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
-pub(crate) enum ImageSource {
-    /// In the request.
-    Base64 {
-        /// Such as `image/png`; the data itself says what it is.
-        media_type: String,
-        /// The file in base64.
-        data: String,
-    },
-    /// Elsewhere.
-    Url {
-        /// An address that the server may fetch, or a data URL.
-        url: String,
-    },
-}
-
 /// A tool call.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::ToolUse)]
@@ -271,53 +255,6 @@ pub(crate) struct ToolDefinition {
     _eager_input_streaming: Option<bool>,
     #[serde(rename = "cache_control")]
     _cache_control: Option<Value>,
-}
-
-/// Which tools may or must be called.
-#[derive(Clone, Debug, Deserialize, ToSchema)]
-#[schema(as = messages::ToolChoice)]
-#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
-pub(crate) enum ToolChoice {
-    /// The model decides.
-    Auto {
-        /// At most one call in an answer.
-        disable_parallel_tool_use: Option<bool>,
-    },
-    /// At least one call.
-    Any {
-        /// Exactly one call in an answer.
-        disable_parallel_tool_use: Option<bool>,
-    },
-    /// This tool.
-    Tool {
-        /// Its name.
-        name: String,
-        /// Exactly one call in an answer.
-        disable_parallel_tool_use: Option<bool>,
-    },
-    /// No calls.
-    None {},
-}
-
-/// Whether the model reasons before it answers.
-#[derive(Clone, Debug, Deserialize, ToSchema)]
-#[schema(as = messages::Thinking)]
-#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
-pub(crate) enum Thinking {
-    /// Switched on, if the chat template has a switch.
-    Enabled {
-        /// Thinking ends after this many tokens.
-        budget_tokens: Option<usize>,
-        /// Whether thinking is shown.
-        display: Option<Display>,
-    },
-    /// The model decides.
-    Adaptive {
-        /// Whether thinking is shown.
-        display: Option<Display>,
-    },
-    /// Switched off; if the chat template has no switch, thinking is hidden.
-    Disabled {},
 }
 
 /// Whether thinking is shown.
