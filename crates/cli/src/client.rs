@@ -85,16 +85,21 @@ pub(crate) const SOCKET_BASE: &str = "http://localhost";
 /// # Errors
 /// If it is not.
 pub(crate) fn check_http_url(origin: &str, text: &str, example: &str) -> Result<(), Error> {
+    no_http_url(text).map_or(Ok(()), |why| Err(wrong_url(origin, text, &why, example)))
+}
+
+/// Why `text` is no HTTP URL, if it is none.
+fn no_http_url(text: &str) -> Option<String> {
     let begins = || text.starts_with("http://") || text.starts_with("https://");
-    let why = match Url::parse(text) {
-        Ok(url) if matches!(url.scheme(), "http" | "https") => return Ok(()),
-        Err(error) if begins() => error.to_string(),
-        _ => "it must begin with http:// or https://".to_owned(),
-    };
-    Err(Error::configuration(
-        origin,
-        format!("{text}: {why}; an example is {example}"),
-    ))
+    match Url::parse(text) {
+        Ok(url) if matches!(url.scheme(), "http" | "https") => None,
+        Err(error) if begins() => Some(error.to_string()),
+        _ => Some("it must begin with http:// or https://".to_owned()),
+    }
+}
+
+fn wrong_url(origin: &str, text: &str, why: &str, example: &str) -> Error {
+    Error::configuration(origin, format!("{text}: {why}; an example is {example}"))
 }
 
 /// The server's address from a URL with or without `http://` and `/v1`.
@@ -107,7 +112,9 @@ fn base(flag: &str, url: &str) -> Result<String, Error> {
         true => url.to_owned(),
         false => format!("http://{url}"),
     };
-    check_http_url(flag, &whole, "http://127.0.0.1:8000")?;
+    if let Some(why) = no_http_url(&whole) {
+        return Err(wrong_url(flag, url, &why, "http://127.0.0.1:8000"));
+    }
     let base = whole.trim_end_matches('/').trim_end_matches("/v1");
     Ok(base.trim_end_matches('/').to_owned())
 }
@@ -241,10 +248,15 @@ mod tests {
             ("http://a:b", "port"),
             ("http://", "host"),
             ("", "host"),
+            ("a:b", "port"),
+            ("a b", "domain"),
             ("/run/a.sock", "unix:/run/a.sock"),
         ] {
             let error = base("--url", url).unwrap_err().to_string();
-            assert!(error.contains(message), "{url}: {error}");
+            assert!(
+                error.contains(message) && error.contains(&format!("--url: {url}: ")),
+                "{url}: {error}"
+            );
         }
     }
 }
