@@ -66,11 +66,17 @@ pub fn quotable(message: &str) -> String {
 
 /// Types as JSON has them, in a message of serde, which names those of Rust.
 pub fn with_plain_types(message: &str) -> String {
-    const PLAIN: [(&str, &[&str]); 5] = [
-        (
-            "a whole number",
-            &["usize", "u64", "u32", "u16", "u8", "isize", "i64", "i32"],
-        ),
+    const WHOLE: [(&str, i128, i128); 8] = [
+        ("usize", 0, usize::MAX as i128),
+        ("u64", 0, u64::MAX as i128),
+        ("u32", 0, u32::MAX as i128),
+        ("u16", 0, u16::MAX as i128),
+        ("u8", 0, u8::MAX as i128),
+        ("isize", isize::MIN as i128, isize::MAX as i128),
+        ("i64", i64::MIN as i128, i64::MAX as i128),
+        ("i32", i32::MIN as i128, i32::MAX as i128),
+    ];
+    const PLAIN: [(&str, &[&str]); 4] = [
         ("a number", &["f64", "f32", "a JSON number"]),
         ("true or false", &["a boolean"]),
         ("a list", &["a sequence"]),
@@ -88,6 +94,20 @@ pub fn with_plain_types(message: &str) -> String {
         let rest = expected.strip_prefix(name)?;
         (rest.is_empty() || rest.starts_with(' ')).then_some(rest)
     };
+    let whole = WHOLE.iter().find_map(|&(name, least, most)| {
+        let rest = named(name)?;
+        let value = found
+            .split('`')
+            .nth(1)
+            .and_then(|value| value.parse::<f64>().ok());
+        // What is out of range may well be a whole number.
+        let bound = match value {
+            Some(value) if value > most as f64 => format!(" of at most {most}"),
+            Some(value) if value < least as f64 => format!(" of at least {least}"),
+            _ => String::new(),
+        };
+        Some(format!("{found}expected a whole number{bound}{rest}"))
+    });
     let plain = PLAIN.iter().find_map(|(plain, names)| {
         let rest = names.iter().find_map(|name| named(name))?;
         Some(format!("{found}expected {plain}{rest}"))
@@ -100,7 +120,7 @@ pub fn with_plain_types(message: &str) -> String {
         let end = rest.find(' ').unwrap_or(rest.len());
         Some(format!("{found}expected an object{}", &rest[end..]))
     };
-    plain.or_else(object).unwrap_or(message)
+    whole.or(plain).or_else(object).unwrap_or(message)
 }
 
 #[cfg(test)]
@@ -123,6 +143,22 @@ mod tests {
             (
                 "invalid type: string \"x\", expected usize",
                 "invalid type: string \"x\", expected a whole number",
+            ),
+            (
+                "invalid value: integer `5000000000`, expected u32 at line 1 column 2",
+                "invalid value: integer `5000000000`, expected a whole number of at most 4294967295 at line 1 column 2",
+            ),
+            (
+                "invalid value: integer `-1`, expected usize",
+                "invalid value: integer `-1`, expected a whole number of at least 0",
+            ),
+            (
+                "invalid type: floating point `1e20`, expected u64",
+                "invalid type: floating point `1e20`, expected a whole number of at most 18446744073709551615",
+            ),
+            (
+                "invalid type: floating point `1.5`, expected u64",
+                "invalid type: floating point `1.5`, expected a whole number",
             ),
             (
                 "expected f64 at line 1 column 2",

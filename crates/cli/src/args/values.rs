@@ -1,5 +1,6 @@
 //! Values of flags, with what is wrong about them.
 
+use std::num::{IntErrorKind, ParseIntError};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -14,14 +15,21 @@ pub(crate) fn positive(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) => Err("at least 1 is expected".to_owned()),
         Ok(value) => Ok(value),
-        Err(_) => Err("a whole number of at least 1 is expected".to_owned()),
+        Err(error) => Err(no_number(&error, 1)),
     }
 }
 
 /// A number that may be 0.
-pub(crate) fn whole<T: FromStr>(text: &str) -> Result<T, String> {
-    text.parse()
-        .map_err(|_| "a whole number of at least 0 is expected".to_owned())
+pub(crate) fn whole<T: FromStr<Err = ParseIntError>>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|error| no_number(&error, 0))
+}
+
+/// Why a text is no number of 64 bits of at least `least`.
+fn no_number(error: &ParseIntError, least: u64) -> String {
+    match error.kind() {
+        IntErrorKind::PosOverflow => format!("at most {} is expected", u64::MAX),
+        _ => format!("a whole number of at least {least} is expected"),
+    }
 }
 
 /// Ranks that serve a model together.
@@ -63,7 +71,10 @@ pub(super) fn tokens(text: &str) -> Result<usize, String> {
         .iter()
         .find_map(|&(suffix, unit)| Some((text.strip_suffix(suffix)?, unit)));
     let count = match unit {
-        None => text.parse().ok(),
+        None => match text.parse::<usize>() {
+            Err(error) if *error.kind() == IntErrorKind::PosOverflow => return Err(no_number(&error, 1)),
+            count => count.ok(),
+        },
         Some((number, unit)) => number
             .parse::<f64>()
             .ok()
@@ -214,6 +225,29 @@ mod tests {
         assert_eq!(wrong, "invalid type: string \"x\", expected a whole number");
         // What a shell leaves of {"count": 3}.
         assert!(said("{count: 3}").contains("single quotes"));
+    }
+
+    #[test]
+    fn a_number_that_is_too_large_is_a_number() {
+        let long = "99999999999999999999";
+        let most = "at most 18446744073709551615 is expected";
+        let all = [
+            positive(long),
+            whole(long),
+            tokens(long),
+            whole::<u64>(long).map(|_| 0),
+        ];
+        for said in all {
+            assert_eq!(said.unwrap_err(), most);
+        }
+        assert_eq!(
+            positive("x").unwrap_err(),
+            "a whole number of at least 1 is expected"
+        );
+        assert_eq!(
+            whole::<u64>("-1").unwrap_err(),
+            "a whole number of at least 0 is expected"
+        );
     }
 
     #[test]

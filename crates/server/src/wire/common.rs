@@ -164,6 +164,12 @@ impl<'de> Deserialize<'de> for MaxTokens {
         match most {
             Some(most) => Ok(Self::AtMost(most)),
             None if number.as_i64() == Some(-1) => Ok(Self::Unlimited),
+            None if number.as_f64().is_some_and(|number| number >= u64::MAX as f64) => {
+                Err(D::Error::custom(format!(
+                    "must be at most {}, not {number}; -1 is as many as fit",
+                    usize::MAX
+                )))
+            }
             None => Err(D::Error::custom(format!(
                 "must be a whole number of at least 1, or -1 for as many as fit, not {number}"
             ))),

@@ -47,6 +47,18 @@ async fn wrong_requests_name_the_field() {
         (CHAT, with(chat("x"), "max_tokens", json!(-2)), "max_tokens", "-2"),
         (
             CHAT,
+            with(chat("x"), "max_tokens", json!(1e20)),
+            "max_tokens",
+            "must be at most 18446744073709551615, not 1e",
+        ),
+        (
+            CHAT,
+            with(chat("x"), "stop_token_ids", json!([5_000_000_000_u64])),
+            "stop_token_ids[0]",
+            "expected a whole number of at most 4294967295",
+        ),
+        (
+            CHAT,
             with(
                 with(chat("x"), "repeat_penalty", json!(1.1)),
                 "repetition_penalty",
