@@ -19,16 +19,13 @@ FROM rust:1.95.0-slim-bookworm AS rust
 
 FROM ${BUILD_IMAGE} AS build
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends ca-certificates g++ make \
+    && apt-get install --yes --no-install-recommends ca-certificates g++ make python3 \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=rust /usr/local/rustup /usr/local/rustup
 COPY --from=rust /usr/local/cargo /usr/local/cargo
 # The toolchain is named so that rustup does not fetch clippy and rustfmt, which rust-toolchain.toml asks for.
 ENV RUSTUP_HOME=/usr/local/rustup CARGO_HOME=/usr/local/cargo RUSTUP_TOOLCHAIN=1.95.0 PATH=/usr/local/cargo/bin:${PATH}
 WORKDIR /src
-# What writes the bill of materials changes less often than what it is about.
-COPY scripts/sbom scripts/
-RUN --mount=type=cache,target=/usr/local/cargo/registry scripts/sbom --install
 COPY . .
 ARG FEATURES=cuda
 # dev: quick to build, slow to run.

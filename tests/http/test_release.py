@@ -49,6 +49,8 @@ def test_the_tarball_holds_the_same_binary(dist, wheel):
         about = archive.read(metadata).decode()
         assert "\nLicense-Expression: Apache-2.0\n" in about and "\nRequires-Dist:" not in about
         assert any(name.endswith(".dist-info/licenses/licenses/THIRD-PARTY") for name in archive.namelist())
+        (within,) = (name for name in archive.namelist() if "/sboms/" in name)
+        assert archive.read(within) == sbom.read_bytes()
         assert archive.getinfo(name).external_attr >> 16 & 0o111, "it can be executed"
     with tarfile.open(file) as archive:
         files = {Path(entry.name).relative_to(file.name.removesuffix(".tar.gz")).as_posix(): entry for entry in archive}
