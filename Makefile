@@ -34,6 +34,7 @@ test: lint test-rust test-http  ## Everything CI checks except the CUDA build
 lint:  ## Format, clippy, docs
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --locked --workspace --test gpu -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items
 
 .PHONY: test-rust
@@ -114,7 +115,7 @@ test-cuda: $(VENV)/ready cuda-compiler  ## The binary with CUDA kernels, on a ma
 .PHONY: test-gpu
 test-gpu: cuda-compiler  ## The tests that need an NVIDIA GPU
 	cargo test --locked --features plimsoll-cli/cuda -p plimsoll-device -p plimsoll-kernels -p plimsoll-model \
-		-p plimsoll-cli --tests -- --ignored --test-threads=1
+		-p plimsoll-cli --lib --bins --test '*' -- --ignored --test-threads=1
 
 .PHONY: cuda-compiler
 cuda-compiler:
