@@ -199,7 +199,7 @@ def test_a_page_of_a_starting_server_becomes_the_chat(tmp_path, open_page):
 
 
 def test_a_page_goes_on_when_the_server_restarts(tmp_path, open_page):
-    refused = ("status of 503", "ERR_CONNECTION_REFUSED")
+    refused = ("status of 503", "ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET")
     with conftest.process(tmp_path, "sim", "--served-model-name", "sim") as (child, port, log):
         url = f"http://127.0.0.1:{port}"
         reachable(url)
