@@ -6,8 +6,7 @@
 //
 // Each warp has a ring of stages in shared memory for its weights, so warps never wait for each other but for the sums.
 // All stages are requested before the wait for the kernel ahead: weights never change, and the memory stays busy between
-// kernels. Two kernels must fit on a multiprocessor for that. (Large products of bf16 weights are launched so that they start later:
-// see `starts_early`.)
+// kernels.
 //
 // The 8 warps of a block are `row_warps` groups of features times as many parts of k as that leaves. The blocks of a
 // cluster are parts of k, too, so that each keeps its part of x in shared memory. Sums of parts meet in shared memory and

@@ -12,6 +12,14 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool want
                  : "memory");
 }
 
+// The same, and the 256 bytes around them come from memory to the L2 cache: of rows whose next 128 bytes are wanted soon. A head of
+// 128256 x 4096 took 4 % less so (linear_hopper.cu, an H100).
+__device__ __forceinline__ void copy_with_neighbours(void* to, const void* from, bool wanted) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(wanted ? 16 : 0)
+                 : "memory");
+}
+
 // Begins to copy 4, 8 or 16 bytes.
 template <int kBytes>
 __device__ __forceinline__ void copy_async_of(void* to, const void* from) {

@@ -47,12 +47,15 @@ __device__ __forceinline__ void touch(float (&c)[N][4]) {
     }
 }
 
-// The registers of a result of 16, 64 and more elements for each thread, as operands and by name.
+// The registers of a result of 4 to 128 elements for each thread, as operands and by name.
 #define WGMMA_4(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define WGMMA_16(n) WGMMA_4(n), WGMMA_4(n + 1), WGMMA_4(n + 2), WGMMA_4(n + 3)
 #define WGMMA_32(n) WGMMA_16(n), WGMMA_16(n + 4)
 #define WGMMA_64(n) WGMMA_32(n), WGMMA_32(n + 8)
 #define WGMMA_128(n) WGMMA_64(n), WGMMA_64(n + 16)
+#define WGMMA_8(n) WGMMA_4(n), WGMMA_4(n + 1)
+#define WGMMA_NAMES_4 "%0, %1, %2, %3"
+#define WGMMA_NAMES_8 WGMMA_NAMES_4 ", %4, %5, %6, %7"
 #define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_32 \
     WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -84,6 +87,14 @@ struct Wgmma;
                          : C                                                                                            \
                          : "l"(a), "l"(b), "r"(add));                                                                   \
         }                                                                                                               \
+        /* The same of e4m3 values: a is 64x32, b 32xN. */                                                              \
+        __device__ __forceinline__ static void rows_fp8(float (&c)[N / 8][4], uint64_t a, uint64_t b, int add) {        \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P2 ", 0;\n"                                           \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES "}, " P0 ", " P1            \
+                         ", add, 1, 1;\n}"                                                                              \
+                         : C                                                                                            \
+                         : "l"(a), "l"(b), "r"(add));                                                                   \
+        }                                                                                                               \
         /* The same with a in registers. */                                                                             \
         __device__ __forceinline__ static void rows(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b, int add) { \
             asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P5 ", 0;\n"                                           \
@@ -102,6 +113,8 @@ struct Wgmma;
         }                                                                                                               \
     }
 
+WGMMA(8, WGMMA_4(0), WGMMA_NAMES_4, "%4", "%5", "%6", "%7", "%8", "%9");
+WGMMA(16, WGMMA_8(0), WGMMA_NAMES_8, "%8", "%9", "%10", "%11", "%12", "%13");
 WGMMA(32, WGMMA_16(0), WGMMA_NAMES_16, "%16", "%17", "%18", "%19", "%20", "%21");
 WGMMA(64, WGMMA_32(0), WGMMA_NAMES_32, "%32", "%33", "%34", "%35", "%36", "%37");
 WGMMA(128, WGMMA_64(0), WGMMA_NAMES_64, "%64", "%65", "%66", "%67", "%68", "%69");

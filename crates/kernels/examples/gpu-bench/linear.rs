@@ -114,14 +114,17 @@ pub(crate) fn bench(gpu: &Gpu) {
     let model = Model::new(gpu, GpuValues::Bf16);
     println!("one kind of layer after another, us; % of the floor");
     println!(
-        "{:8} {:>4} {:>7} {:>14}  row_warps x cluster x blocks on a multiprocessor",
-        "layer", "m", "floor", "cuBLASLt"
+        "{:8} {:>4} {:>7} {:>14} {:>14}  row_warps x cluster x blocks on a multiprocessor",
+        "layer", "m", "floor", "cuBLASLt", "warp groups"
     );
     for (shape, (name, n, k)) in SHAPES.iter().enumerate() {
         for m in [1, 8, 16, 32] {
             let floor = floor_us(m, *n, *k);
             print!("{name:8} {m:4} {floor:7.1}");
             linears.fix(Some(LinearPath::CublasLt));
+            let us = time_layer(gpu, &linears, &model, shape, m);
+            print!(" {us:7.1} {:5.1}%", 100.0 * floor / us);
+            linears.fix(Some(LinearPath::Hopper));
             let us = time_layer(gpu, &linears, &model, shape, m);
             print!(" {us:7.1} {:5.1}%", 100.0 * floor / us);
             for cut in cuts() {
@@ -152,7 +155,12 @@ pub(crate) fn bench(gpu: &Gpu) {
     println!(
         "qkv, o, gate_up (with silu(gate) * up where fused), down of {LAYERS} layers and lm_head, ms; % of the floor"
     );
-    for (name, path) in [("own", None), ("cuBLASLt", Some(LinearPath::CublasLt))] {
+    let ways = [
+        ("own", None),
+        ("cuBLASLt", Some(LinearPath::CublasLt)),
+        ("by warp groups", Some(LinearPath::Hopper)),
+    ];
+    for (name, path) in ways {
         linears.fix(path);
         time_chain(gpu, &linears, &model, name);
     }
@@ -375,7 +383,7 @@ fn measure(linears: &mut Linears, model: &Model) {
 }
 
 fn time_chain(gpu: &Gpu, linears: &Linears, model: &Model, name: &str) {
-    print!("{name:8}");
+    print!("{name:14}");
     for m in [1, 2, 4, 8, 16, 24, 32, 64, 128, 256] {
         let shapes = SHAPES.iter().zip(&model.layers);
         let floor: f64 = shapes

@@ -1,14 +1,16 @@
-//! Every linear layer: cuBLASLt, and for small batches kernels of our own (`kernels/linear.cu`) that stream the weights.
+//! Every linear layer: cuBLASLt, and for small batches kernels of our own that stream the weights, for few rows (`kernels/linear.cu`) and
+//! on GPUs of Hopper's generation for up to 32 (`kernels/linear_hopper.cu`).
 //!
-//! e4m3 weights meet e4m3 inputs in cuBLASLt and bf16 inputs in our kernels, which also compute any number of rows, in parts, on GPUs
-//! whose tensor cores do not know e4m3 values. Weights of four bits and in GGUF's types meet bf16 inputs too: with more rows than are
-//! streamed, those of four bits by a kernel for warp groups, which GPUs of Hopper's generation have (`kernels/int4_products.cu`), and with
-//! many, and elsewhere, by cuBLASLt, for which they become bf16 in room of the caller's.
+//! e4m3 weights meet e4m3 inputs in cuBLASLt and the latter, and bf16 inputs in the former, which also computes any number of rows, in
+//! parts, on GPUs whose tensor cores do not know e4m3 values. Weights of four bits and in GGUF's types meet bf16 inputs too: with more rows
+//! than are streamed, those of four bits by a kernel for warp groups, which GPUs of Hopper's generation have
+//! (`kernels/int4_products.cu`), and with many, and elsewhere, by cuBLASLt, for which they become bf16 in room of the caller's.
 
 mod choice;
 mod cublas_lt;
 mod dequantised;
 mod gguf;
+mod hopper;
 mod int4;
 mod int4_products;
 mod matrix;
@@ -16,7 +18,7 @@ mod stream;
 mod tune;
 
 use std::collections::HashMap;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use half::bf16;
 use plimsoll_device::Pod;
@@ -28,6 +30,7 @@ use choice::Choice;
 pub use cublas_lt::FP8_CAPABILITY;
 pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{CublasLt, Operands, Shape};
+use hopper::HopperKernels;
 use int4_products::Int4Products;
 use matrix::pitch;
 use stream::{NormOperands, StreamKernels};
@@ -58,6 +61,7 @@ pub struct Linears {
     gpu: Gpu,
     lt: CublasLt,
     stream: StreamKernels,
+    hopper: HopperKernels,
     int4: Int4Kernels,
     int4_products: Int4Products,
     gguf: GgufKernels,
@@ -96,13 +100,15 @@ pub enum LinearPath {
     CublasLt,
     /// Our kernels for few rows, cut in one of the ways there are; where that one cannot be used, cuBLASLt.
     Stream(LinearCut),
+    /// Up to 32 rows of weights in bf16 or e4m3 by warp groups; where that cannot be, cuBLASLt.
+    Hopper,
     /// Weights of four bits by warp groups, k divided among so many blocks; where that cannot be, cuBLASLt.
     Int4(usize),
 }
 
 impl Linears {
     /// Bytes of device memory that [`Self::load`] wants.
-    pub const WORKSPACE_BYTES: usize = cublas_lt::WORKSPACE;
+    pub const WORKSPACE_BYTES: usize = cublas_lt::WORKSPACE + hopper::SUM_BYTES;
 
     /// Opens cuBLASLt and loads the kernels. `workspace` is used by every product.
     ///
@@ -122,10 +128,12 @@ impl Linears {
     }
 
     fn with_products(gpu: &Gpu, workspace: GpuSlab, fp8_products: bool) -> Result<Self, GpuError> {
+        let workspace = Arc::new(workspace);
         Ok(Self {
             gpu: gpu.clone(),
-            lt: CublasLt::open(gpu, workspace, fp8_products)?,
+            lt: CublasLt::open(gpu, &workspace, fp8_products)?,
             stream: StreamKernels::load(gpu)?,
+            hopper: HopperKernels::load(gpu, &workspace, fp8_products)?,
             int4: Int4Kernels::load(gpu)?,
             int4_products: Int4Products::load(gpu)?,
             gguf: GgufKernels::load(gpu)?,
@@ -300,7 +308,7 @@ impl Linears {
         fuses
             && linear.order().is_none()
             && self
-                .own(&key)
+                .streamed(&key)
                 .is_some_and(|cut| StreamKernels::can_norm(&key.shape, cut))
     }
 
@@ -347,7 +355,7 @@ impl Linears {
         }
         assert!(self.fuses_norm(m, linear, output), "ask `fuses_norm`");
         key.shape.pitch = pitch(out.len(), m, n);
-        let cut = self.own(&key).expect("as `fuses_norm` says");
+        let cut = self.streamed(&key).expect("as `fuses_norm` says");
         let operands = Operands {
             x: hidden.ptr(),
             out: out.ptr(),
@@ -439,6 +447,7 @@ impl Linears {
         unsafe {
             match choice {
                 Choice::Stream(cut) => self.stream_rows(key, cut, operands),
+                Choice::Hopper => self.hopper.run(&key.shape, key.output, operands),
                 Choice::Int4(parts) => self.int4_products.run(&key.shape, parts, operands),
                 Choice::Lt(_) if matches!(key.output, LinearOutput::Glu(_)) => {
                     panic!("cuBLAS has no gated activations: ask `fuses_glu`")

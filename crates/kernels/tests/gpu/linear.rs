@@ -170,7 +170,7 @@ pub(crate) fn paths() -> Vec<Option<LinearPath>> {
             })
         })
     });
-    [None, Some(LinearPath::CublasLt)]
+    [None, Some(LinearPath::CublasLt), Some(LinearPath::Hopper)]
         .into_iter()
         .chain(cuts)
         .collect()
@@ -362,10 +362,12 @@ fn rows_are_independent() {
 fn chain_in_a_graph() {
     let gpu = common::gpu();
     let mut rng = common::rng("linear, chain");
-    let linears = linears(&gpu);
+    let mut linears = linears(&gpu);
     const WIDTH: usize = 1024;
     const LAYERS: usize = 24;
-    for m in [1, 8, 16, 32, 64] {
+    let ways = [None, Some(LinearPath::Hopper)].into_iter();
+    for (path, m) in ways.flat_map(|path| [1, 8, 16, 32, 64].map(|m| (path, m))) {
+        linears.fix(path);
         let mut cases: Vec<Case> = (0..LAYERS)
             .map(|_| Case::random(&mut rng, m, WIDTH, WIDTH, false))
             .collect();

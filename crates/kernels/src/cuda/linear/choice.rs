@@ -14,6 +14,8 @@ use super::{Fp8Scaling, Key, LinearCut, LinearPath, Linears, stream};
 pub(super) enum Choice {
     /// In parts of the most rows that the kernels take.
     Stream(LinearCut),
+    /// Weights in bf16 or e4m3 by warp groups.
+    Hopper,
     /// Weights of four bits by warp groups, k divided among so many blocks.
     Int4(usize),
     Lt(Algorithm),
@@ -24,7 +26,7 @@ impl Choice {
     pub(super) fn input_scaling(self, key: &Key) -> Option<Fp8Scaling> {
         match self {
             Self::Stream(_) | Self::Int4(_) => None,
-            Self::Lt(_) => key.shape.scaling(),
+            Self::Hopper | Self::Lt(_) => key.shape.scaling(),
         }
     }
 
@@ -32,6 +34,7 @@ impl Choice {
     pub(super) fn number(self) -> u32 {
         match self {
             Self::Stream(cut) => ((cut.row_warps * 16 + cut.cluster) * 16 + cut.blocks_per_sm) as u32,
+            Self::Hopper => 1 << 21,
             Self::Int4(parts) => 1 << 22 | parts as u32,
             Self::Lt(algorithm) => 1 << 23 | algorithm.hash() & ((1 << 23) - 1),
         }
@@ -42,6 +45,7 @@ impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Stream(cut) => write!(f, "own {cut}"),
+            Self::Hopper => f.write_str("own, by warp groups"),
             Self::Int4(parts) => write!(f, "own, k among {parts} blocks"),
             Self::Lt(algorithm) => write!(f, "cuBLASLt {algorithm}"),
         }
@@ -55,8 +59,8 @@ impl Linears {
     }
 
     pub(super) fn choice(&self, key: &Key) -> Result<Choice, GpuError> {
-        if let Some(cut) = self.own(key) {
-            return Ok(Choice::Stream(cut));
+        if let Some(own) = self.own(key) {
+            return Ok(own);
         }
         if let Some(known) = self.known().get(key) {
             return Ok(*known);
@@ -100,19 +104,32 @@ impl Linears {
         })
     }
 
-    /// The cut for our own kernels, if they are what computes this.
-    pub(super) fn own(&self, key: &Key) -> Option<LinearCut> {
-        let can = |cut: &LinearCut| self.stream.can(&key.shape, key.output, *cut);
-        match self.fixed {
+    /// How our own kernels compute this in one launch, gated or not, if they do.
+    pub(super) fn own(&self, key: &Key) -> Option<Choice> {
+        let choice = match self.fixed {
             None => match self.measurements.find(key) {
-                Some(measured) => match measured.choice {
-                    Some(Choice::Stream(cut)) => Some(cut).filter(can),
-                    _ => None,
-                },
-                None => self.stream.default_cut(&key.shape, key.output),
+                Some(measured) => measured.choice,
+                None => self
+                    .stream
+                    .default_cut(&key.shape, key.output)
+                    .map(Choice::Stream),
             },
-            Some(LinearPath::Stream(cut)) => Some(cut).filter(can),
+            Some(LinearPath::Stream(cut)) => Some(Choice::Stream(cut)),
+            Some(LinearPath::Hopper) => Some(Choice::Hopper),
             Some(LinearPath::CublasLt | LinearPath::Int4(_)) => None,
+        };
+        choice.filter(|choice| match choice {
+            Choice::Stream(cut) => self.stream.can(&key.shape, key.output, *cut),
+            Choice::Hopper => self.hopper.can(&key.shape, key.output),
+            Choice::Int4(_) | Choice::Lt(_) => false,
+        })
+    }
+
+    /// The cut for our kernels that stream weights, if they are what computes this.
+    pub(super) fn streamed(&self, key: &Key) -> Option<LinearCut> {
+        match self.own(key) {
+            Some(Choice::Stream(cut)) => Some(cut),
+            _ => None,
         }
     }
 }

@@ -6,6 +6,7 @@
 use std::ffi::c_void;
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
 
 use cudarc::cublas::sys::cublasOperation_t;
 use cudarc::cublaslt::sys;
@@ -142,7 +143,7 @@ impl fmt::Display for Algorithm {
 pub(super) struct CublasLt {
     gpu: Gpu,
     handle: sys::cublasLtHandle_t,
-    workspace: GpuSlab,
+    workspace: Arc<GpuSlab>,
     /// Tensor cores multiply e4m3 values.
     fp8_products: bool,
 }
@@ -165,7 +166,7 @@ pub(in crate::cuda) fn find() -> Result<(), GpuError> {
 
 impl CublasLt {
     /// Opens the library.
-    pub(super) fn open(gpu: &Gpu, workspace: GpuSlab, fp8_products: bool) -> Result<Self, GpuError> {
+    pub(super) fn open(gpu: &Gpu, workspace: &Arc<GpuSlab>, fp8_products: bool) -> Result<Self, GpuError> {
         gpu.bind()?;
         find()?;
         let mut handle = std::ptr::null_mut();
@@ -174,7 +175,7 @@ impl CublasLt {
         Ok(Self {
             gpu: gpu.clone(),
             handle,
-            workspace,
+            workspace: Arc::clone(workspace),
             fp8_products,
         })
     }
@@ -186,7 +187,7 @@ impl CublasLt {
         }
         self.gpu.bind()?;
         let product = Product::new(shape, &Operands::ANYWHERE)?;
-        let preference = Preference::new(self.workspace.bytes())?;
+        let preference = Preference::new(WORKSPACE)?;
         // SAFETY: all-zero is valid for this struct.
         let mut found =
             vec![unsafe { std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>() }; most.max(1)];
@@ -235,7 +236,7 @@ impl CublasLt {
             );
             (status, result)
         };
-        status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && result.workspaceSize <= self.workspace.bytes()
+        status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && result.workspaceSize <= WORKSPACE
     }
 
     /// Launches a product on the GPU's stream.
@@ -251,7 +252,7 @@ impl CublasLt {
         self.gpu.bind()?;
         let product = Product::new(shape, operands)?;
         let (alpha, beta) = (1.0_f32, 0.0_f32);
-        let workspace = self.workspace.slice::<u8>();
+        let workspace = self.workspace.slice::<u8>().range(0..WORKSPACE);
         let address = |ptr: u64| ptr as usize as *mut c_void;
         // SAFETY: all handles are alive, the scale type is f32, the operands are the caller's promise; with beta 0 the output is
         // not read.

@@ -25,26 +25,6 @@ pub(super) fn most_rows(values: GpuValues) -> usize {
     }
 }
 
-/// Most blocks on a multiprocessor that are worth a measurement.
-pub(super) fn most_blocks(values: GpuValues) -> usize {
-    match values {
-        GpuValues::Bf16 => 1,
-        GpuValues::Fp8(_) | GpuValues::Int4(_) | GpuValues::Gguf(_) => 2,
-    }
-}
-
-/// Bytes of bf16 weights from which on a product starts when the kernel ahead has ended. One that starts early begins to read beside that
-/// kernel, but finds some multiprocessors full, and others take two of its blocks, for which all wait: with all products so, a token of
-/// Llama-3.1-8B's and of Qwen3.5-9B's shape took 5.5 ms instead of 4.3 and 4.5 (one row, an H200; tests/bench/h200/tiles.json). Weights of
-/// fewer bits, of which a multiprocessor has room for more blocks, win: 2.8 instead of 2.9 ms in FP8, 2.4 instead of 2.6 in four bits. So
-/// do those of a 0.5B shape (kernels.md there); what lies between was not measured.
-const LARGE_BYTES: usize = 32 << 20;
-
-/// Whether a product starts before the kernel ahead has ended, to read its first weights.
-fn starts_early(shape: &Shape, output: LinearOutput) -> bool {
-    shape.values != GpuValues::Bf16 || output.stacked() * shape.weight_bytes() < LARGE_BYTES
-}
-
 /// Constants of `kernels/linear.cu`.
 const WARPS: usize = 8;
 const TILE: usize = 16;
@@ -114,8 +94,7 @@ pub struct LinearCut {
     pub row_warps: usize,
     /// Blocks that share k. A power of two; more than 1 needs compute capability 9.0.
     pub cluster: usize,
-    /// Blocks on a multiprocessor: 1 or 2. Reading bf16 weights needs one, and the next kernel's may start to read beside it. Weights of
-    /// fewer bits are unpacked meanwhile, which two hide better.
+    /// Blocks on a multiprocessor: 1, which has it for itself, or 2, of which one still reads when the other adds up.
     pub blocks_per_sm: usize,
 }
 
@@ -218,21 +197,17 @@ impl StreamKernels {
         if shape.m > most_rows(shape.values) || chunks(shape).is_none() {
             return Vec::new();
         }
-        let most_blocks = most_blocks(shape.values);
         let cuts = LinearCut::SIZES.into_iter().flat_map(|(row_warps, cluster)| {
-            (1..=most_blocks).map(move |blocks_per_sm| LinearCut {
+            [1, 2].map(|blocks_per_sm| LinearCut {
                 row_warps,
                 cluster,
                 blocks_per_sm,
             })
         });
         let mut cuts: Vec<_> = cuts.filter(|cut| self.can(shape, output, *cut)).collect();
-        // A block's part of x should fit, and no multiprocessor should be without a block: one that is gets two of the next
-        // kernel's, if that starts early.
-        let sms = self.gpu.info().sm_count;
-        let fills = |cut: &LinearCut| 16 * cut.cluster * self.clusters_of(shape.n, output, *cut) >= 15 * sms;
-        if cuts.iter().any(fills) {
-            cuts.retain(fills);
+        // A block's part of x should fit, and no multiprocessor should be without a block.
+        if cuts.iter().any(|cut| self.fills(shape, output, *cut)) {
+            cuts.retain(|cut| self.fills(shape, output, *cut));
         }
         cuts.sort_by_key(|cut| !fits(shape, *cut));
         cuts
@@ -278,6 +253,23 @@ impl StreamKernels {
     fn clusters_of(&self, n: usize, output: LinearOutput, cut: LinearCut) -> usize {
         let features = cut.row_warps * TILE / output.stacked();
         (self.clusters(cut) * cut.blocks_per_sm).min(n.div_ceil(features))
+    }
+
+    /// Whether there is a block for nearly every multiprocessor.
+    fn fills(&self, shape: &Shape, output: LinearOutput, cut: LinearCut) -> bool {
+        let blocks = cut.cluster * self.clusters_of(shape.n, output, cut);
+        16 * blocks >= 15 * self.gpu.info().sm_count
+    }
+
+    /// Shared memory that a block gets. Products start before the kernel ahead has ended. Where blocks are to have a multiprocessor each,
+    /// two must not fit: some would find theirs still full and share another, and all would wait for these (Llama-3.1-8B's shape at batch
+    /// 1, an H200: 5.5 ms instead of 4.3; tests/bench/h200/tiles.json).
+    fn launched_bytes(&self, shape: &Shape, output: LinearOutput, cut: LinearCut) -> usize {
+        let bytes = shared_bytes(shape, cut);
+        match cut.blocks_per_sm == 1 && self.fills(shape, output, cut) {
+            true => bytes.max((self.gpu.info().max_shared_bytes + SYSTEM_SHARED_BYTES) / 2),
+            false => bytes,
+        }
     }
 
     /// Launches a kernel that does nothing.
@@ -326,9 +318,9 @@ impl StreamKernels {
         ];
         let grid = self.clusters_of(shape.n, output, cut) * cut.cluster;
         let launch = Launch::new([grid as u32, 1, 1], (WARPS * 32) as u32)
-            .shared(shared_bytes(shape, cut))
+            .shared(self.launched_bytes(shape, output, cut))
             .cluster(cut.cluster as u32)
-            .pdl(starts_early(shape, output));
+            .pdl(true);
         let of_type = self.functions.iter().find(|(values, _)| *values == shape.values);
         let (_, of_type) = of_type.expect("there are kernels for all weights");
         let functions = match output {

@@ -9,8 +9,9 @@ use plimsoll_device::cuda::{Event, GpuError, GpuSlice};
 use super::cublas_lt::{Operands, Shape};
 use super::{Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products, stream};
 
-/// Bytes of weights that a measurement reads, and most layers that it takes them from: long enough for the clock.
-const BYTES: usize = 192 << 20;
+/// Bytes of weights that a measurement reads, and most layers that it takes them from: long enough for what the first one, which has none
+/// ahead of it, takes longer.
+const BYTES: usize = 768 << 20;
 const MOST_CALLS: usize = 8;
 /// Up to so many rows, products are measured with a small kernel after each.
 const FEW_ROWS: usize = 2;
@@ -20,8 +21,10 @@ const MANY_ROWS: usize = 512;
 const MOST_STREAMED_ROWS: usize = 64;
 /// Of a measurement; the least counts.
 const REPEATS: usize = 3;
-/// Candidates; of cuts, for each number of blocks on a multiprocessor.
-const MOST_CUTS: usize = 6;
+/// A way that takes so many times as long as the fastest so far is not measured again.
+const HOPELESS: f32 = 1.1;
+/// Candidates.
+const MOST_CUTS: usize = 12;
 const MOST_ALGORITHMS: usize = 3;
 
 /// A way of a product that was measured.
@@ -268,10 +271,12 @@ impl Clock<'_> {
                 us
             }
         };
-        let fused = self.linears.stream.cuts(&key.shape, key.output);
-        let fused = match fused.is_empty() {
-            true => None,
-            false => Some(self.fastest(one, &key, agree)?),
+        let linears = self.linears;
+        let fuses = linears.hopper.can(&key.shape, key.output)
+            || !linears.stream.cuts(&key.shape, key.output).is_empty();
+        let fused = match fuses {
+            true => Some(self.fastest(one, &key, agree)?),
+            false => None,
         };
         found.push(match fused {
             // No allowance for the activation's own launch: where both are alike, a token takes as long (Llama-3.1-8B's shape at batch 1
@@ -296,17 +301,18 @@ impl Clock<'_> {
             false => shape.m,
         };
         let cuts = linears.stream.cuts(&Shape { m: part, ..*shape }, key.output);
-        let cuts = cuts
-            .into_iter()
-            .take(MOST_CUTS * stream::most_blocks(shape.values));
+        let cuts = cuts.into_iter().take(MOST_CUTS);
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
+        // With a row or two, what quantises the inputs of e4m3 products costs more than they win, and kernels that stream the weights can
+        // have the norm in them.
+        let is_lone_fp8 = shape.scaling().is_some() && shape.m <= FEW_ROWS && !candidates.is_empty();
+        if linears.hopper.can(shape, key.output) && !is_lone_fp8 {
+            candidates.push(Choice::Hopper);
+        }
         if candidates.is_empty() || shape.m >= int4_products::LEAST_ROWS {
             let parts = linears.int4_products.parts(shape, key.output);
             candidates.extend(parts.into_iter().map(Choice::Int4));
         }
-        // With a row or two, what quantises the inputs of a library's e4m3 products costs more than they win, and ours can have the
-        // norm in them.
-        let is_lone_fp8 = shape.scaling().is_some() && shape.m <= FEW_ROWS && !candidates.is_empty();
         let slice = shape.first_slice();
         let has_room = !is_dequantised || slice.n * slice.k <= scratch.weights.len();
         if key.output.stacked() == 1 && has_room && !is_lone_fp8 {
@@ -317,12 +323,18 @@ impl Clock<'_> {
             candidates.push(Choice::Stream(linears.slow_cut(key)?));
         }
         let mut failure = GpuError::NoCommonWay;
-        let times = candidates.iter().map(|&choice| TimedWay {
-            way: choice.number(),
-            us: self.time(one, key, choice).unwrap_or_else(|error| {
+        let mut fastest = f32::INFINITY;
+        let times = candidates.iter().map(|&choice| {
+            let time = self.time(one, key, choice, fastest);
+            let us = time.unwrap_or_else(|error| {
                 failure = error;
                 f32::INFINITY
-            }),
+            });
+            fastest = fastest.min(us);
+            TimedWay {
+                way: choice.number(),
+                us,
+            }
         });
         let mut times: Vec<_> = times.collect();
         agree(&mut times)?;
@@ -334,8 +346,8 @@ impl Clock<'_> {
         Ok(best.map(|(choice, time)| (choice, time.us)).ok_or(failure)?)
     }
 
-    /// Microseconds of one product, among others like it in a graph.
-    fn time(&self, one: &LinearUse<'_>, key: &Key, choice: Choice) -> Result<f32, GpuError> {
+    /// Microseconds of one product, among others like it in a graph; `fastest` are those of the fastest way so far.
+    fn time(&self, one: &LinearUse<'_>, key: &Key, choice: Choice, fastest: f32) -> Result<f32, GpuError> {
         let m = key.shape.m;
         let calls = match m < MANY_ROWS {
             true => (BYTES / key.shape.weight_bytes()).clamp(2, MOST_CALLS),
@@ -371,8 +383,11 @@ impl Clock<'_> {
             graph.launch()?;
             self.end.record()?;
             self.end.synchronize()?;
-            least = least.min(self.start.elapsed_ms(&self.end)?);
+            least = least.min(self.start.elapsed_ms(&self.end)? * 1e3 / calls as f32);
+            if least > HOPELESS * fastest {
+                break;
+            }
         }
-        Ok(least * 1e3 / calls as f32)
+        Ok(least)
     }
 }

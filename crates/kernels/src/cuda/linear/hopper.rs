@@ -1,0 +1,149 @@
+//! Products of weights in bf16 or e4m3 with few rows by the matrix instructions of warp groups (`kernels/linear_hopper.cu`).
+
+use std::sync::Arc;
+
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Launch};
+
+use super::LinearOutput;
+use super::cublas_lt::{Operands, Shape};
+use super::matrix::{Fp8Scaling, GpuValues};
+use crate::Activation;
+use crate::cuda::{has_hopper_kernels, load};
+
+/// Constants of `kernels/linear_hopper.cu`.
+const THREADS: usize = 416;
+const FEATURES: usize = 64;
+const STAGE_ROW_BYTES: usize = 256;
+const PIECE: usize = 16;
+const ALIGN: usize = 1024;
+/// Most rows of inputs of each kernel, and its stages.
+const STAGES: [(usize, usize); 3] = [(8, 11), (16, 10), (MOST_ROWS, 8)];
+const MOST_ROWS: usize = 32;
+
+/// Most thread blocks, one for each multiprocessor: more than GPUs of that generation have.
+const MOST_BLOCKS: usize = 144;
+/// Of the workspace, at its end: sums that thread blocks leave to each other.
+pub(super) const SUM_BYTES: usize = MOST_BLOCKS * FEATURES * MOST_ROWS * size_of::<f32>();
+/// Every byte of a sum that is not there yet.
+const NONE: u8 = 0xff;
+
+#[derive(Debug)]
+pub(super) struct HopperKernels {
+    gpu: Gpu,
+    /// For bf16 and e4m3 values, for each of [`STAGES`]; none where kernels made for Hopper do not run.
+    kernels: Vec<[Function; 2]>,
+    /// Whether it is to multiply e4m3 values.
+    fp8_products: bool,
+    workspace: Arc<GpuSlab>,
+}
+
+impl HopperKernels {
+    /// `workspace` ends with [`SUM_BYTES`] that nobody else uses.
+    pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>, fp8_products: bool) -> Result<Self, GpuError> {
+        let mut kernels = Vec::new();
+        if has_hopper_kernels(gpu) {
+            let module = load(gpu, "linear_hopper")?;
+            for (rows, stages) in STAGES {
+                let function = |name: &str| -> Result<Function, GpuError> {
+                    let function = module.function(&format!("{name}_{rows}"))?;
+                    function.allow_shared(shared_bytes(rows, stages))?;
+                    Ok(function)
+                };
+                kernels.push([function("linear_hopper")?, function("linear_hopper_fp8")?]);
+            }
+            gpu.fill(sums(workspace), NONE)?;
+        }
+        Ok(Self {
+            gpu: gpu.clone(),
+            kernels,
+            fp8_products,
+            workspace: Arc::clone(workspace),
+        })
+    }
+
+    /// Whether they can compute a product.
+    pub(super) fn can(&self, shape: &Shape, output: LinearOutput) -> bool {
+        let &Shape { m, n, pitch, .. } = shape;
+        let row_bytes = row_bytes(shape);
+        !self.kernels.is_empty()
+            && self.gpu.info().sm_count <= MOST_BLOCKS
+            && (self.fp8_products || shape.scaling().is_none())
+            && m <= MOST_ROWS
+            // Inputs are copied 16 bytes at a time, and outputs stored in pairs.
+            && row_bytes.is_some_and(|bytes| bytes.is_multiple_of(PIECE))
+            && n.is_multiple_of(2)
+            && pitch.is_multiple_of(2)
+            && u32::try_from(output.stacked() * shape.weight_bytes() / PIECE).is_ok()
+    }
+
+    /// Launches a product. `shape.n` counts outputs, of which [`LinearOutput::Glu`] has half as many as rows of weights.
+    ///
+    /// # Safety
+    /// As [`CublasLt::run`](super::cublas_lt::CublasLt::run); they must be able to compute it, as [`Self::can`] says.
+    pub(super) unsafe fn run(
+        &self,
+        shape: &Shape,
+        output: LinearOutput,
+        operands: &Operands,
+    ) -> Result<(), GpuError> {
+        let at = STAGES.iter().position(|(rows, _)| *rows >= shape.m);
+        let at = at.expect("no more than MOST_ROWS");
+        let (rows, stages) = STAGES[at];
+        let activation = match output {
+            LinearOutput::Glu(Activation::GeluTanh) => 1,
+            LinearOutput::Glu(Activation::Silu) | LinearOutput::Bf16 | LinearOutput::F32 => 0,
+        };
+        let is_fp8 = shape.values != GpuValues::Bf16;
+        let args: [Arg; 13] = [
+            operands.x.into(),
+            operands.weight.into(),
+            operands.x_scales.into(),
+            operands.weight_scales.into(),
+            operands.bias.into(),
+            operands.out.into(),
+            sums(&self.workspace).ptr().into(),
+            (shape.m as i32).into(),
+            (shape.n as i32).into(),
+            (shape.k as i32).into(),
+            (shape.pitch as i32).into(),
+            output.mode().into(),
+            activation.into(),
+        ];
+        let tiles = (output.stacked() * shape.n).div_ceil(FEATURES);
+        let row = row_bytes(shape).expect("as `can` says");
+        let grid = self
+            .gpu
+            .info()
+            .sm_count
+            .min(tiles * row.div_ceil(STAGE_ROW_BYTES));
+        let launch = Launch::new([grid as u32, 1, 1], THREADS as u32)
+            .shared(shared_bytes(rows, stages))
+            .pdl(true);
+        // SAFETY: the caller's promise; the arguments are those of `LINEAR_HOPPER` in kernels/linear_hopper.cu.
+        unsafe {
+            self.gpu
+                .launch(&self.kernels[at][usize::from(is_fp8)], launch, &args)
+        }
+    }
+}
+
+/// Of weights that the kernels know.
+fn row_bytes(shape: &Shape) -> Option<usize> {
+    match shape.values {
+        GpuValues::Bf16 => Some(2 * shape.k),
+        GpuValues::Fp8(Fp8Scaling::Rows) => Some(shape.k),
+        GpuValues::Fp8(Fp8Scaling::Blocks) | GpuValues::Int4(_) | GpuValues::Gguf(_) => None,
+    }
+}
+
+/// The end of the workspace.
+fn sums(workspace: &GpuSlab) -> GpuSlice<'_, u8> {
+    let all = workspace.slice();
+    all.range(all.len() - SUM_BYTES..all.len())
+}
+
+/// Stages of weights and inputs with their barriers, sums of a warp group, and alignment.
+fn shared_bytes(rows: usize, stages: usize) -> usize {
+    let stage = (FEATURES + rows) * STAGE_ROW_BYTES + 2 * size_of::<u64>();
+    (stages * stage + rows * FEATURES * size_of::<f32>()).next_multiple_of(ALIGN) + ALIGN
+}
