@@ -1,5 +1,5 @@
 // Linear layers for up to 32 rows by the matrix instructions of warp groups (sm_90a), out[m, n] = x[m, k] . weight[n, k]^T (+ bias), at the
-// speed of reading weights: of bf16, or of e4m3 values that have a factor for each row, and inputs as well.
+// speed of reading weights: of bf16, or of e4m3 values that have a factor for each row, or each 128 x 128, and inputs as well.
 //
 // The weights are the left operand: a tile is 64 rows of them, times all rows of x, and of a stage each of two warp groups multiplies half
 // of the inputs. The stages of all tiles are one sequence, of which each block has an equal part (stream-K, Osama et al. 2023,
@@ -22,16 +22,24 @@ constexpr int kThreads = kConsumerThreads + kWeightThreads + kWarp;
 
 enum Mode { kBf16 = 0, kF32 = 1, kGlu = 2 };
 
+// Of weights and inputs.
+enum class Values {
+    kBf16,
+    kFp8,       // e4m3 with a factor for each row
+    kFp8Blocks  // e4m3 with a factor for each 128 x 128 weights, and for each 128 inputs of a row
+};
+
 struct Problem {
     const void* x;               // [m, k]
     const void* weight;          // [n, k], or if gated [2 n, k]: gate, up
-    const float* x_scales;       // [m], of e4m3 values
-    const float* weight_scales;  // [n] or [2 n]
+    const float* x_scales;       // [m], of e4m3 values, or of blocks [k / 128, x_stride]
+    const float* weight_scales;  // [n] or [2 n], or of blocks [n / 128, stride]
     const bf16* bias;            // [n]; null for none
     void* out;                   // [m] rows that begin `pitch` apart
     float4* sums;                // that blocks leave to others; all `kNone` before and after
     int m, n, k, pitch;
     int mode, activation;
+    int x_stride, stride;
 
     __device__ __forceinline__ bool gated() const { return mode == kGlu; }
 };
@@ -69,8 +77,9 @@ __device__ __forceinline__ bool is_none(float x) { return __float_as_uint(x) == 
 
 __device__ __forceinline__ bool is_whole(float4 v) { return !(is_none(v.x) || is_none(v.y) || is_none(v.z) || is_none(v.w)); }
 
-template <int kTokens, bool kFp8>
+template <int kTokens, Values kValues>
 struct Linear {
+    static constexpr bool kFp8 = kValues != Values::kBf16;
     static constexpr int kStages = kStagesOf<kTokens>;
     static constexpr int kEights = kTokens / 8;
 
@@ -190,29 +199,29 @@ struct Linear {
         for (int at = first, step = 0; at < end;) {
             const int tile = at / stages, from = at % stages, to = min(stages, from + end - at);
             float acc[kEights][4];
-            for (int i = from; i < to; ++i, ++step) {
-                const int stage = step % kStages;
-                barrier_wait(shared.full + stage, step / kStages & 1);
-                fence_for_products();
-                wgmma_fence();
+            if constexpr (kValues == Values::kFp8Blocks) {
 #pragma unroll
-                for (int at = 0; at < kPanel; at += 32) {
-                    const uint64_t a = rows_operand(weights + uint32_t(stage * kPanels * kFeatures * kPanel + at));
-                    const uint64_t b = rows_operand(inputs + uint32_t(stage * kPanels * kTokens * kPanel + at));
-                    if constexpr (kFp8) {
-                        Wgmma<kTokens>::rows_fp8(acc, a, b, i > from || at > 0);
-                    } else {
-                        Wgmma<kTokens>::rows(acc, a, b, i > from || at > 0);
-                    }
+                for (int j = 0; j < kEights; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f;
+                for (int i = from; i < to; ++i, ++step) {
+                    const Factors factors(*this, tile, i * kPanels + group);
+                    float part[kEights][4];
+                    multiply(part, weights, inputs, step, false);
+                    wgmma_wait<0>();
+                    touch(part);
+                    release(step);
+                    factors.add(acc, part);
                 }
-                wgmma_commit();
-                // While the products of this stage begin those of the one before end.
-                wgmma_wait<1>();
-                if (i > from) release(step - 1);
+            } else {
+                for (int i = from; i < to; ++i, ++step) {
+                    multiply(acc, weights, inputs, step, i > from);
+                    // While the products of this stage begin those of the one before end.
+                    wgmma_wait<1>();
+                    if (i > from) release(step - 1);
+                }
+                wgmma_wait<0>();
+                touch(acc);
+                release(step - 1);
             }
-            wgmma_wait<0>();
-            touch(acc);
-            release(step - 1);
             at += to - from;
             add_second(acc, group);
             if (group > 0) continue;
@@ -224,6 +233,57 @@ struct Linear {
             }
         }
     }
+
+    // Begins the products of a stage, which are added to what is there or not.
+    __device__ __forceinline__ void multiply(float (&acc)[kEights][4], uint32_t weights, uint32_t inputs, int step, bool add) const {
+        const int stage = step % kStages;
+        barrier_wait(shared.full + stage, step / kStages & 1);
+        fence_for_products();
+        wgmma_fence();
+#pragma unroll
+        for (int at = 0; at < kPanel; at += 32) {
+            const uint64_t a = rows_operand(weights + uint32_t(stage * kPanels * kFeatures * kPanel + at));
+            const uint64_t b = rows_operand(inputs + uint32_t(stage * kPanels * kTokens * kPanel + at));
+            if constexpr (kFp8) {
+                Wgmma<kTokens>::rows_fp8(acc, a, b, add || at > 0);
+            } else {
+                Wgmma<kTokens>::rows(acc, a, b, add || at > 0);
+            }
+        }
+        wgmma_commit();
+    }
+
+    // Of a block of 128 inputs of a tile, which lies in one row of blocks of weights, or if gated its halves in one each.
+    struct Factors {
+        float low, high;  // of this thread's rows of weights
+        float2 tokens[kEights];
+
+        __device__ __forceinline__ Factors(const Linear& linear, int tile, int block) {
+            const Problem& p = linear.p;
+            const int first = tile * linear.outputs(), quad = threadIdx.x % 4;
+            // Both panels of the last stage are multiplied, though one may lie past the end: of zeros.
+            block = min(block, (p.k - 1) / 128);
+            low = p.weight_scales[first / 128 * p.stride + block];
+            high = p.gated() ? p.weight_scales[(p.n + first) / 128 * p.stride + block] : low;
+#pragma unroll
+            for (int j = 0; j < kEights; ++j) {
+                const int token = j * 8 + quad * 2;
+                const auto* const from = reinterpret_cast<const float2*>(p.x_scales + block * p.x_stride + token);
+                tokens[j] = token < p.m ? __ldcg(from) : make_float2(0.0f, 0.0f);
+            }
+        }
+
+        __device__ __forceinline__ void add(float (&acc)[kEights][4], const float (&part)[kEights][4]) const {
+#pragma unroll
+            for (int j = 0; j < kEights; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float token = i % 2 == 0 ? tokens[j].x : tokens[j].y;
+                    acc[j][i] = fmaf(part[j][i], (i < 2 ? low : high) * token, acc[j][i]);
+                }
+            }
+        }
+    };
 
     __device__ __forceinline__ void release(int step) const {
         if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty + step % kStages);
@@ -313,7 +373,8 @@ struct Linear {
             return p.bias != nullptr && output < p.n ? __bfloat162float(p.bias[output]) : 0.0f;
         };
         const float low_bias = bias(first + row), high_bias = p.gated() ? 0.0f : bias(first + row + 8);
-        const auto factor = [&](int of) { return kFp8 ? p.weight_scales[of] : 1.0f; };
+        constexpr bool kScaled = kValues == Values::kFp8;
+        const auto factor = [&](int of) { return kScaled ? p.weight_scales[of] : 1.0f; };
         const float low_factor = factor(min(first + row, p.n - 1));
         const float high_factor = factor(p.gated() ? min(first + row, p.n - 1) + p.n : min(first + row + 8, p.n - 1));
 #pragma unroll
@@ -322,7 +383,7 @@ struct Linear {
             float low[2], high[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float of_token = kFp8 ? p.x_scales[min(j * 8 + quad * 2 + i, p.m - 1)] : 1.0f;
+                const float of_token = kScaled ? p.x_scales[min(j * 8 + quad * 2 + i, p.m - 1)] : 1.0f;
                 low[i] = fmaf(acc[j][i], low_factor * of_token, low_bias);
                 high[i] = fmaf(acc[j][i + 2], high_factor * of_token, high_bias);
             }
@@ -351,9 +412,9 @@ struct Linear {
     }
 };
 
-template <int kTokens, bool kFp8>
+template <int kTokens, Values kValues>
 __device__ __forceinline__ void run(const Problem& p) {
-    using L = Linear<kTokens, kFp8>;
+    using L = Linear<kTokens, kValues>;
     extern __shared__ uint8_t memory[];
     auto& shared = *reinterpret_cast<typename L::Shared*>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
     L{p, shared}();
@@ -361,7 +422,7 @@ __device__ __forceinline__ void run(const Problem& p) {
 
 #else
 
-template <int kTokens, bool kFp8>
+template <int kTokens, Values kValues>
 __device__ __forceinline__ void run(const Problem&) {}
 
 #endif
@@ -369,16 +430,19 @@ __device__ __forceinline__ void run(const Problem&) {}
 }  // namespace
 
 // As many blocks as multiprocessors, or as stages if these are fewer. Registers are so few that there are some left for other kernels.
-#define LINEAR_HOPPER(NAME, TOKENS, FP8)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                                     \
-        NAME##_##TOKENS(const void* x, const void* weight, const float* x_scales, const float* weight_scales, const bf16* bias,   \
-                        void* out, float4* sums, int m, int n, int k, int pitch, int mode, int activation) {                      \
-        run<TOKENS, FP8>({x, weight, x_scales, weight_scales, bias, out, sums, m, n, k, pitch, mode, activation});                \
+#define LINEAR_HOPPER(NAME, TOKENS, VALUES)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                                       \
+        NAME##_##TOKENS(const void* x, const void* weight, const float* x_scales, const float* weight_scales, const bf16* bias,     \
+                        void* out, float4* sums, int m, int n, int k, int pitch, int mode, int activation, int x_stride,            \
+                        int stride) {                                                                                               \
+        run<TOKENS, VALUES>(                                                                                                        \
+            {x, weight, x_scales, weight_scales, bias, out, sums, m, n, k, pitch, mode, activation, x_stride, stride});             \
     }
-#define LINEARS_HOPPER(NAME, FP8)  \
-    LINEAR_HOPPER(NAME, 8, FP8)    \
-    LINEAR_HOPPER(NAME, 16, FP8)   \
-    LINEAR_HOPPER(NAME, 32, FP8)
+#define LINEARS_HOPPER(NAME, VALUES)  \
+    LINEAR_HOPPER(NAME, 8, VALUES)    \
+    LINEAR_HOPPER(NAME, 16, VALUES)   \
+    LINEAR_HOPPER(NAME, 32, VALUES)
 
-LINEARS_HOPPER(linear_hopper, false)
-LINEARS_HOPPER(linear_hopper_fp8, true)
+LINEARS_HOPPER(linear_hopper, Values::kBf16)
+LINEARS_HOPPER(linear_hopper_fp8, Values::kFp8)
+LINEARS_HOPPER(linear_hopper_fp8_blocks, Values::kFp8Blocks)

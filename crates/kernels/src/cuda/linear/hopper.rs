@@ -30,8 +30,8 @@ const NONE: u8 = 0xff;
 #[derive(Debug)]
 pub(super) struct HopperKernels {
     gpu: Gpu,
-    /// For bf16 and e4m3 values, for each of [`STAGES`]; none where kernels made for Hopper do not run.
-    kernels: Vec<[Function; 2]>,
+    /// By the values, for each of [`STAGES`]; none where kernels made for Hopper do not run.
+    kernels: Vec<(GpuValues, Vec<Function>)>,
     /// Whether it is to multiply e4m3 values.
     fp8_products: bool,
     workspace: Arc<GpuSlab>,
@@ -43,13 +43,18 @@ impl HopperKernels {
         let mut kernels = Vec::new();
         if has_hopper_kernels(gpu) {
             let module = load(gpu, "linear_hopper")?;
-            for (rows, stages) in STAGES {
-                let function = |name: &str| -> Result<Function, GpuError> {
+            let types = [
+                ("linear_hopper", GpuValues::Bf16),
+                ("linear_hopper_fp8", GpuValues::Fp8(Fp8Scaling::Rows)),
+                ("linear_hopper_fp8_blocks", GpuValues::Fp8(Fp8Scaling::Blocks)),
+            ];
+            for (name, values) in types {
+                let functions = STAGES.map(|(rows, stages)| -> Result<Function, GpuError> {
                     let function = module.function(&format!("{name}_{rows}"))?;
                     function.allow_shared(shared_bytes(rows, stages))?;
                     Ok(function)
-                };
-                kernels.push([function("linear_hopper")?, function("linear_hopper_fp8")?]);
+                });
+                kernels.push((values, functions.into_iter().collect::<Result<_, _>>()?));
             }
             gpu.fill(sums(workspace), NONE)?;
         }
@@ -65,9 +70,14 @@ impl HopperKernels {
     pub(super) fn can(&self, shape: &Shape, output: LinearOutput) -> bool {
         let &Shape { m, n, pitch, .. } = shape;
         let row_bytes = row_bytes(shape);
+        // Each half of a gated tile has one factor.
+        let whole_blocks = shape.scaling() != Some(Fp8Scaling::Blocks)
+            || output.stacked() == 1
+            || n.is_multiple_of(FEATURES / 2);
         !self.kernels.is_empty()
             && self.gpu.info().sm_count <= MOST_BLOCKS
             && (self.fp8_products || shape.scaling().is_none())
+            && whole_blocks
             && m <= MOST_ROWS
             // Inputs are copied 16 bytes at a time, and outputs stored in pairs.
             && row_bytes.is_some_and(|bytes| bytes.is_multiple_of(PIECE))
@@ -93,8 +103,11 @@ impl HopperKernels {
             LinearOutput::Glu(Activation::GeluTanh) => 1,
             LinearOutput::Glu(Activation::Silu) | LinearOutput::Bf16 | LinearOutput::F32 => 0,
         };
-        let is_fp8 = shape.values != GpuValues::Bf16;
-        let args: [Arg; 13] = [
+        let (x_stride, stride) = match shape.scaling() {
+            Some(scaling) => (scaling.input_stride(shape.m), scaling.stride(shape.k)),
+            None => (0, 0),
+        };
+        let args: [Arg; 15] = [
             operands.x.into(),
             operands.weight.into(),
             operands.x_scales.into(),
@@ -108,6 +121,8 @@ impl HopperKernels {
             (shape.pitch as i32).into(),
             output.mode().into(),
             activation.into(),
+            (x_stride as i32).into(),
+            (stride as i32).into(),
         ];
         let tiles = (output.stacked() * shape.n).div_ceil(FEATURES);
         let row = row_bytes(shape).expect("as `can` says");
@@ -119,11 +134,10 @@ impl HopperKernels {
         let launch = Launch::new([grid as u32, 1, 1], THREADS as u32)
             .shared(shared_bytes(rows, stages))
             .pdl(true);
+        let of_type = self.kernels.iter().find(|(values, _)| *values == shape.values);
+        let (_, functions) = of_type.expect("as `can` says");
         // SAFETY: the caller's promise; the arguments are those of `LINEAR_HOPPER` in kernels/linear_hopper.cu.
-        unsafe {
-            self.gpu
-                .launch(&self.kernels[at][usize::from(is_fp8)], launch, &args)
-        }
+        unsafe { self.gpu.launch(&functions[at], launch, &args) }
     }
 }
 
@@ -131,8 +145,8 @@ impl HopperKernels {
 fn row_bytes(shape: &Shape) -> Option<usize> {
     match shape.values {
         GpuValues::Bf16 => Some(2 * shape.k),
-        GpuValues::Fp8(Fp8Scaling::Rows) => Some(shape.k),
-        GpuValues::Fp8(Fp8Scaling::Blocks) | GpuValues::Int4(_) | GpuValues::Gguf(_) => None,
+        GpuValues::Fp8(_) => Some(shape.k),
+        GpuValues::Int4(_) | GpuValues::Gguf(_) => None,
     }
 }
 
