@@ -99,8 +99,10 @@ struct Linear {
     __device__ __forceinline__ int pieces() const { return p.k / (kFp8 ? 16 : 8); }
     // Stages of a tile.
     __device__ __forceinline__ int stages() const { return (pieces() + kPanels * kPieces - 1) / (kPanels * kPieces); }
-    // The first stage of a block, of those of all tiles.
-    __device__ __forceinline__ int begin(int block) const { return int(int64_t(tiles()) * stages() * block / gridDim.x); }
+    // Blocks with the last stages start first, so that whom a block waits for has started, even where they do not all fit at once.
+    __device__ __forceinline__ int rank() const { return gridDim.x - 1 - blockIdx.x; }
+    // The first stage of the block of a rank, of those of all tiles.
+    __device__ __forceinline__ int begin(int rank) const { return int(int64_t(tiles()) * stages() * rank / gridDim.x); }
 
     __device__ __forceinline__ void operator()() const {
         if (threadIdx.x == 0) {
@@ -111,7 +113,7 @@ struct Linear {
         }
         __syncthreads();
         pdl_launch();
-        const int first = begin(blockIdx.x), end = begin(blockIdx.x + 1);
+        const int first = begin(rank()), end = begin(rank() + 1);
         if (threadIdx.x < kConsumerThreads) {
             consume(first, end);
         } else if (threadIdx.x < kConsumerThreads + kWeightThreads) {
@@ -310,14 +312,14 @@ struct Linear {
     }
 
     // Sums of this thread that a block leaves, `kWarpGroup` apart.
-    __device__ __forceinline__ float4* left_by(int block) const {
-        return p.sums + size_t(block) * (kEights * kWarpGroup) + threadIdx.x;
+    __device__ __forceinline__ float4* left_by(int rank) const {
+        return p.sums + size_t(rank) * (kEights * kWarpGroup) + threadIdx.x;
     }
 
     // Leaves sums to the block that has the first stage of the tile: once a block, as it is the block's first tile.
     __device__ __forceinline__ void leave(const float (&acc)[kEights][4]) const {
         const auto computed = [](float x) { return is_none(x) ? __uint_as_float(0x7fffffff) : x; };
-        float4* const to = left_by(blockIdx.x);
+        float4* const to = left_by(rank());
 #pragma unroll
         for (int j = 0; j < kEights; ++j) {
             const float (&c)[4] = acc[j];
@@ -325,23 +327,23 @@ struct Linear {
         }
     }
 
-    // Adds the sums of the blocks after this one that have stages of its last tile, which ends before stage `end`.
+    // Adds the sums of the blocks of the ranks after this one that have stages of its last tile, which ends before stage `end`.
     __device__ __forceinline__ void add_others(float (&acc)[kEights][4], int end) const {
-        int last = blockIdx.x + 1;
+        int last = rank() + 1;
         while (last + 1 < gridDim.x && begin(last + 1) < end) ++last;
         // Of some blocks at once, as a load takes long.
         constexpr int kAtOnce = kTokens == 32 ? 2 : 4;
-        for (int block = blockIdx.x + 1; block <= last; block += kAtOnce) {
+        for (int other = rank() + 1; other <= last; other += kAtOnce) {
             float4 v[kAtOnce][kEights];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-                for (int j = 0; j < kEights; ++j) v[i][j] = load_seen(left_by(min(block + i, last)) + j * kWarpGroup);
+                for (int j = 0; j < kEights; ++j) v[i][j] = load_seen(left_by(min(other + i, last)) + j * kWarpGroup);
             }
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                if (block + i > last) break;
-                float4* const from = left_by(block + i);
+                if (other + i > last) break;
+                float4* const from = left_by(other + i);
 #pragma unroll
                 for (int j = 0; j < kEights; ++j) {
                     while (!is_whole(v[i][j])) v[i][j] = load_seen(from + j * kWarpGroup);
