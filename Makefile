@@ -28,11 +28,16 @@ bench:  ## Latency and throughput of the default model, in release
 	target/release/plimsoll bench throughput "$$model" $(ARGS)
 
 .PHONY: test
-test: lint test-rust test-http  ## Everything CI checks except the CUDA build
+test: check-format test-rust  ## Everything CI checks except the CUDA build
+	# Servers of the HTTP tests wait a quarter of the time, which is enough for the lints.
+	$(MAKE) --jobs=2 --output-sync=line lint test-http
+
+.PHONY: check-format
+check-format:
+	cargo fmt --all --check
 
 .PHONY: lint
-lint:  ## Format, clippy, docs
-	cargo fmt --all --check
+lint: check-format  ## Format, clippy, docs
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --workspace --test gpu -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items
