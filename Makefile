@@ -27,9 +27,9 @@ bench:  ## Latency and throughput of the default model, in release
 	target/release/plimsoll bench latency "$$model" --batch-size 1 $(ARGS) && \
 	target/release/plimsoll bench throughput "$$model" $(ARGS)
 
+# Servers of the HTTP tests wait a quarter of the time, which is enough for the lints.
 .PHONY: test
 test: check-format test-rust  ## Everything CI checks except the CUDA build
-	# Servers of the HTTP tests wait a quarter of the time, which is enough for the lints.
 	$(MAKE) --jobs=2 --output-sync=line lint test-http
 
 .PHONY: check-format
