@@ -447,7 +447,7 @@ impl Linears {
         unsafe {
             match choice {
                 Choice::Stream(cut) => self.stream_rows(key, cut, operands),
-                Choice::Hopper => self.hopper.run(&key.shape, key.output, operands),
+                Choice::Hopper(_) => self.hopper.run(&key.shape, key.output, operands),
                 Choice::Int4(parts) => self.int4_products.run(&key.shape, parts, operands),
                 Choice::Lt(_) if matches!(key.output, LinearOutput::Glu(_)) => {
                     panic!("cuBLAS has no gated activations: ask `fuses_glu`")

@@ -14,8 +14,8 @@ use super::{Fp8Scaling, Key, LinearCut, LinearPath, Linears, stream};
 pub(super) enum Choice {
     /// In parts of the most rows that the kernels take.
     Stream(LinearCut),
-    /// Weights in bf16 or e4m3 by warp groups.
-    Hopper,
+    /// Weights in bf16 or e4m3 by warp groups, on so many multiprocessors, on which the order of sums depends.
+    Hopper(usize),
     /// Weights of four bits by warp groups, k divided among so many blocks.
     Int4(usize),
     Lt(Algorithm),
@@ -26,7 +26,7 @@ impl Choice {
     pub(super) fn input_scaling(self, key: &Key) -> Option<Fp8Scaling> {
         match self {
             Self::Stream(_) | Self::Int4(_) => None,
-            Self::Hopper | Self::Lt(_) => key.shape.scaling(),
+            Self::Hopper(_) | Self::Lt(_) => key.shape.scaling(),
         }
     }
 
@@ -34,7 +34,7 @@ impl Choice {
     pub(super) fn number(self) -> u32 {
         match self {
             Self::Stream(cut) => ((cut.row_warps * 16 + cut.cluster) * 16 + cut.blocks_per_sm) as u32,
-            Self::Hopper => 1 << 21,
+            Self::Hopper(blocks) => 1 << 21 | blocks as u32,
             Self::Int4(parts) => 1 << 22 | parts as u32,
             Self::Lt(algorithm) => 1 << 23 | algorithm.hash() & ((1 << 23) - 1),
         }
@@ -45,7 +45,7 @@ impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Stream(cut) => write!(f, "own {cut}"),
-            Self::Hopper => f.write_str("own, by warp groups"),
+            Self::Hopper(_) => f.write_str("own, by warp groups"),
             Self::Int4(parts) => write!(f, "own, k among {parts} blocks"),
             Self::Lt(algorithm) => write!(f, "cuBLASLt {algorithm}"),
         }
@@ -115,12 +115,12 @@ impl Linears {
                     .map(Choice::Stream),
             },
             Some(LinearPath::Stream(cut)) => Some(Choice::Stream(cut)),
-            Some(LinearPath::Hopper) => Some(Choice::Hopper),
+            Some(LinearPath::Hopper) => Some(self.hopper.choice()),
             Some(LinearPath::CublasLt | LinearPath::Int4(_)) => None,
         };
         choice.filter(|choice| match choice {
             Choice::Stream(cut) => self.stream.can(&key.shape, key.output, *cut),
-            Choice::Hopper => self.hopper.can(&key.shape, key.output),
+            Choice::Hopper(_) => self.hopper.can(&key.shape, key.output),
             Choice::Int4(_) | Choice::Lt(_) => false,
         })
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Launch};
 
 use super::LinearOutput;
+use super::choice::Choice;
 use super::cublas_lt::{Operands, Shape};
 use super::matrix::{Fp8Scaling, GpuValues};
 use crate::Activation;
@@ -64,6 +65,11 @@ impl HopperKernels {
             fp8_products,
             workspace: Arc::clone(workspace),
         })
+    }
+
+    /// This way of a product.
+    pub(super) fn choice(&self) -> Choice {
+        Choice::Hopper(self.gpu.info().sm_count)
     }
 
     /// Whether they can compute a product.

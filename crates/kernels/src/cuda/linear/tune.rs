@@ -307,7 +307,7 @@ impl Clock<'_> {
         // have the norm in them.
         let is_lone_fp8 = shape.scaling().is_some() && shape.m <= FEW_ROWS && !candidates.is_empty();
         if linears.hopper.can(shape, key.output) && !is_lone_fp8 {
-            candidates.push(Choice::Hopper);
+            candidates.push(linears.hopper.choice());
         }
         if candidates.is_empty() || shape.m >= int4_products::LEAST_ROWS {
             let parts = linears.int4_products.parts(shape, key.output);
