@@ -1,16 +1,18 @@
-// Linear layers for up to 32 rows by the matrix instructions of warp groups (sm_90a), out[m, n] = x[m, k] . weight[n, k]^T (+ bias), at the
-// speed of reading weights: of bf16, or of e4m3 values that have a factor for each row, or each 128 x 128, and inputs as well.
+// Linear layers for up to 32 rows with the matrix instructions of warp groups (wgmma, sm_90a): out[m, n] = x[m, k] . weight[n, k]^T
+// (+ bias), at the speed of reading the weights. Weights and inputs are bf16, or e4m3 with factors: one for each row of either, or one
+// for each 128 x 128 weights and each 128 inputs of a row.
 //
-// The weights are the left operand: a tile is 64 rows of them, times all rows of x, and of a stage each of two warp groups multiplies half
-// of the inputs. The stages of all tiles are one sequence, of which each block has an equal part (stream-K, Osama et al. 2023,
-// arXiv:2301.03598), so that all multiprocessors end together. A block that has the first stage of a tile adds to its sums those of the
-// blocks that have the others, in their order.
+// The weights are the left operand. A tile is 64 rows of weights times all rows of x; it is computed in stages of 256 bytes of k, and
+// each of two warp groups multiplies half of a stage. The stages of all tiles form one sequence, which is divided equally among the
+// blocks (stream-K, Osama et al. 2023, arXiv:2301.03598), so that all multiprocessors finish together. Where several blocks share a
+// tile, the one with its first stage adds the partial sums of the others to its own, in a fixed order.
 //
-// Sums go from block to block as in NCCL's protocol for low latency, without flags and fences: memory holds a NaN that no sum has, until
-// sums take its place, and whoever has read them puts it back.
+// Partial sums need no flags or fences, as in NCCL's LL protocol: the exchange buffer holds a NaN that no sum can be; a reader waits
+// until it is replaced, and then restores it for the next launch.
 //
-// Five warps copy ahead of the warp groups. A block has a multiprocessor's shared memory for itself, and fills it with weights before it
-// waits for the kernel ahead: memory stays busy while small kernels run in between, for whose threads and registers there is room.
+// Five warps copy, ahead of the two warp groups that multiply. A block takes nearly all shared memory of a multiprocessor and fills it
+// with weights before it waits for the kernel ahead. So memory stays busy during the small kernels in between, whose blocks still find
+// threads and registers.
 #include "activation.cuh"
 #include "wgmma.cuh"
 
@@ -22,7 +24,7 @@ constexpr int kThreads = kConsumerThreads + kWeightThreads + kWarp;
 
 enum Mode { kBf16 = 0, kF32 = 1, kGlu = 2 };
 
-// Of weights and inputs.
+// The type of weights and inputs.
 enum class Values {
     kBf16,
     kFp8,       // e4m3 with a factor for each row
@@ -36,7 +38,7 @@ struct Problem {
     const float* weight_scales;  // [n] or [2 n], or of blocks [n / 128, stride]
     const bf16* bias;            // [n]; null for none
     void* out;                   // [m] rows that begin `pitch` apart
-    float4* sums;                // that blocks leave to others; all `kNone` before and after
+    float4* sums;                // partial sums that blocks leave for others; all `kNone` between launches
     int m, n, k, pitch;
     int mode, activation;
     int x_stride, stride;
@@ -47,24 +49,24 @@ struct Problem {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kFeatures = 64;  // rows of weights of a tile
-constexpr int kPanel = 128;    // bytes of a row of a panel: of a stage each warp group has one
+constexpr int kPanel = 128;    // bytes of a row of a panel; a stage has one panel for each warp group
 constexpr int kPanels = 2;
 constexpr int kPieces = kPanel / 16;
-constexpr int kInFlight = 4;   // stages of weights that are on their way at once: more only wait for each other, and others for them
+constexpr int kInFlight = 4;   // stages of weights in flight at once; more would only delay each other and the exchange of sums
 
 // Stages, as `STAGES` in crates/kernels/src/cuda/linear/hopper.rs has them too.
 template <int kTokens>
 constexpr int kStagesOf = kTokens == 32 ? 8 : kTokens == 16 ? 10 : 11;
 
-// The bits of a sum that is not there yet. A NaN that was computed has others.
+// Marks a sum that has not arrived: the bits of a NaN. `leave` replaces computed values that have the same bits.
 constexpr uint32_t kNone = 0xffffffff;
 
-// Accesses that other blocks see, or that see theirs, each of the four on its own.
-__device__ __forceinline__ void store_seen(float4* to, float4 v) {
+// Accesses to memory that blocks exchange. Each of the four floats is atomic on its own.
+__device__ __forceinline__ void store_relaxed(float4* to, float4 v) {
     asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-__device__ __forceinline__ float4 load_seen(const float4* from) {
+__device__ __forceinline__ float4 load_relaxed(const float4* from) {
     float4 v;
     asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
@@ -95,13 +97,14 @@ struct Linear {
 
     __device__ __forceinline__ int outputs() const { return p.gated() ? kFeatures / 2 : kFeatures; }
     __device__ __forceinline__ int tiles() const { return (p.n + outputs() - 1) / outputs(); }
-    // Of a row of weights or inputs.
+    // 16-byte pieces of a row of weights or inputs.
     __device__ __forceinline__ int pieces() const { return p.k / (kFp8 ? 16 : 8); }
     // Stages of a tile.
     __device__ __forceinline__ int stages() const { return (pieces() + kPanels * kPieces - 1) / (kPanels * kPieces); }
-    // Blocks with the last stages start first, so that whom a block waits for has started, even where they do not all fit at once.
+    // Ranks run against block indices: a block waits only for higher ranks, which have smaller indices and so have started already, even
+    // where not all blocks fit at once.
     __device__ __forceinline__ int rank() const { return gridDim.x - 1 - blockIdx.x; }
-    // The first stage of the block of a rank, of those of all tiles.
+    // The first stage of a rank's share, in the sequence of the stages of all tiles.
     __device__ __forceinline__ int begin(int rank) const { return int(int64_t(tiles()) * stages() * rank / gridDim.x); }
 
     __device__ __forceinline__ void operator()() const {
@@ -153,7 +156,7 @@ struct Linear {
                 uint8_t* const to = shared.weights[step % kStages][panel] + place(row, piece);
 #pragma unroll
                 for (int i = 0; i < kOfThread; ++i) {
-                    copy_with_neighbours(to + i * kRows * kPanel, weight + (wanted ? from[i] + before : 0), wanted);
+                    copy_async_256(to + i * kRows * kPanel, weight + (wanted ? from[i] + before : 0), wanted);
                 }
             }
             barrier_arrive_after_copies(shared.full + step % kStages);
@@ -162,8 +165,8 @@ struct Linear {
         }
     }
 
-    // The row of the weights that is row `row` of a tile; those past the end repeat the last one. In a gated tile, eight of the gate and
-    // the same eight of the up projection alternate, so that one thread has both sums of an output.
+    // Which row of the weight matrix is row `row` of a tile; rows past the end repeat the last one. Gated tiles alternate eight rows of
+    // gate and the same eight of up, so that one thread has both sums of an output.
     __device__ __forceinline__ int weight_row(int tile, int row) const {
         const int at = tile * outputs();
         if (!p.gated()) return min(at + row, p.n - 1);
@@ -183,7 +186,7 @@ struct Linear {
 #pragma unroll
                 for (int i = 0; i < kTokens / kRows; ++i) {
                     const int token = row + i * kRows;
-                    // Zeros behind the last row, and behind the last input.
+                    // Zeros past the last row and past the last input.
                     const bool wanted = token < p.m && wanted_piece < pieces;
                     uint8_t* const to = shared.inputs[step % kStages][panel] + place(token, piece);
                     copy_async(to, x + (wanted ? token * pieces + wanted_piece : 0), wanted);
@@ -216,7 +219,7 @@ struct Linear {
             } else {
                 for (int i = from; i < to; ++i, ++step) {
                     multiply(acc, weights, inputs, step, i > from);
-                    // While the products of this stage begin those of the one before end.
+                    // The products of this stage run while those of the one before finish.
                     wgmma_wait<1>();
                     if (i > from) release(step - 1);
                 }
@@ -236,7 +239,7 @@ struct Linear {
         }
     }
 
-    // Begins the products of a stage, which are added to what is there or not.
+    // Starts the products of a stage: they are added to `acc`, or replace it.
     __device__ __forceinline__ void multiply(float (&acc)[kEights][4], uint32_t weights, uint32_t inputs, int step, bool add) const {
         const int stage = step % kStages;
         barrier_wait(shared.full + stage, step / kStages & 1);
@@ -255,7 +258,7 @@ struct Linear {
         wgmma_commit();
     }
 
-    // Of a block of 128 inputs of a tile, which lies in one row of blocks of weights, or if gated its halves in one each.
+    // The factors of 128 inputs of a tile. A tile lies within one row of blocks of weights; if gated, gate and up each lie within one.
     struct Factors {
         float low, high;  // of this thread's rows of weights
         float2 tokens[kEights];
@@ -263,7 +266,7 @@ struct Linear {
         __device__ __forceinline__ Factors(const Linear& linear, int tile, int block) {
             const Problem& p = linear.p;
             const int first = tile * linear.outputs(), quad = threadIdx.x % 4;
-            // Both panels of the last stage are multiplied, though one may lie past the end: of zeros.
+            // The last stage always has two panels; one past the end is all zeros, and any factor will do for it.
             block = min(block, (p.k - 1) / 128);
             low = p.weight_scales[first / 128 * p.stride + block];
             high = p.gated() ? p.weight_scales[(p.n + first) / 128 * p.stride + block] : low;
@@ -311,34 +314,35 @@ struct Linear {
         acc[0] += v.x, acc[1] += v.y, acc[2] += v.z, acc[3] += v.w;
     }
 
-    // Sums of this thread that a block leaves, `kWarpGroup` apart.
+    // Where this thread's partial sums lie that the block of a rank leaves; its float4s are `kWarpGroup` apart.
     __device__ __forceinline__ float4* left_by(int rank) const {
         return p.sums + size_t(rank) * (kEights * kWarpGroup) + threadIdx.x;
     }
 
-    // Leaves sums to the block that has the first stage of the tile: once a block, as it is the block's first tile.
+    // Leaves partial sums to the block that has the first stage of the tile. This happens at most once per block: only its first tile can
+    // begin in another block.
     __device__ __forceinline__ void leave(const float (&acc)[kEights][4]) const {
         const auto computed = [](float x) { return is_none(x) ? __uint_as_float(0x7fffffff) : x; };
         float4* const to = left_by(rank());
 #pragma unroll
         for (int j = 0; j < kEights; ++j) {
             const float (&c)[4] = acc[j];
-            store_seen(to + j * kWarpGroup, make_float4(computed(c[0]), computed(c[1]), computed(c[2]), computed(c[3])));
+            store_relaxed(to + j * kWarpGroup, make_float4(computed(c[0]), computed(c[1]), computed(c[2]), computed(c[3])));
         }
     }
 
-    // Adds the sums of the blocks of the ranks after this one that have stages of its last tile, which ends before stage `end`.
+    // Adds the partial sums that later ranks have left for this block's last tile, which ends before stage `end`.
     __device__ __forceinline__ void add_others(float (&acc)[kEights][4], int end) const {
         int last = rank() + 1;
         while (last + 1 < gridDim.x && begin(last + 1) < end) ++last;
-        // Of some blocks at once, as a load takes long.
+        // Loads from several blocks at once, to hide latency.
         constexpr int kAtOnce = kTokens == 32 ? 2 : 4;
         for (int other = rank() + 1; other <= last; other += kAtOnce) {
             float4 v[kAtOnce][kEights];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-                for (int j = 0; j < kEights; ++j) v[i][j] = load_seen(left_by(min(other + i, last)) + j * kWarpGroup);
+                for (int j = 0; j < kEights; ++j) v[i][j] = load_relaxed(left_by(min(other + i, last)) + j * kWarpGroup);
             }
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
@@ -346,10 +350,10 @@ struct Linear {
                 float4* const from = left_by(other + i);
 #pragma unroll
                 for (int j = 0; j < kEights; ++j) {
-                    while (!is_whole(v[i][j])) v[i][j] = load_seen(from + j * kWarpGroup);
+                    while (!is_whole(v[i][j])) v[i][j] = load_relaxed(from + j * kWarpGroup);
                     add(acc[j], v[i][j]);
                     const float none = __uint_as_float(kNone);
-                    from[j * kWarpGroup] = make_float4(none, none, none, none);
+                    store_relaxed(from + j * kWarpGroup, make_float4(none, none, none, none));
                 }
             }
         }
@@ -359,17 +363,10 @@ struct Linear {
         return gate / (1.0f + __expf(-sigmoid_input(Activation(p.activation), gate))) * up;
     }
 
-    // Eight rows of eight bf16, a row in four lanes, to rows that were columns.
-    __device__ __forceinline__ static uint32_t transpose(uint32_t pair) {
-        uint32_t out;
-        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
-        return out;
-    }
-
     // Sums of a tile: of rows `lane / 4` and eight further of a warp's 16 rows of weights, times two neighbouring rows of x.
     __device__ __forceinline__ void store(int tile, const float (&acc)[kEights][4]) const {
         const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = lane / 4, quad = lane % 4;
-        // Of the warp's outputs the first.
+        // The warp's first output.
         const int first = tile * outputs() + warp * (p.gated() ? 8 : 16);
         const auto bias = [&](int output) {
             return p.bias != nullptr && output < p.n ? __bfloat162float(p.bias[output]) : 0.0f;
@@ -431,7 +428,8 @@ __device__ __forceinline__ void run(const Problem&) {}
 
 }  // namespace
 
-// As many blocks as multiprocessors, or as stages if these are fewer. Registers are so few that there are some left for other kernels.
+// One block per multiprocessor, or per stage if there are fewer stages. The bound of two blocks keeps registers at 72 a thread, so that
+// blocks of other kernels fit beside it.
 #define LINEAR_HOPPER(NAME, TOKENS, VALUES)                                                                                         \
     extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                                       \
         NAME##_##TOKENS(const void* x, const void* weight, const float* x_scales, const float* weight_scales, const bf16* bias,     \

@@ -360,13 +360,6 @@ struct Experts {
         if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty + step % kStages);
     }
 
-    // Eight rows of eight bf16, a row in four lanes, to rows that were columns.
-    __device__ __forceinline__ static uint32_t transpose(uint32_t pair) {
-        uint32_t out;
-        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
-        return out;
-    }
-
     // Sums of rows `row` on of a piece of work, 64 of them.
     __device__ __forceinline__ void store(const Work& w, int row, const float (&acc)[kTokens / 8][4], const float (&factors)[2]) const {
         const int warp = threadIdx.x % kWarpGroup / kWarp, lane = threadIdx.x % kWarp, group = lane / 4, quad = lane % 4;

@@ -13,7 +13,8 @@ __device__ __forceinline__ bf16* swizzled(bf16* panel, int row, int chunk) {
     return panel + row * 64 + ((chunk ^ (row & 7)) << 3);
 }
 
-// An operand whose rows run along the summed dimension: up to 16 elements of 64 from an address on. Eight rows are 1024 bytes.
+// An operand whose rows run along the summed dimension: 32 bytes (16 bf16 or 32 e4m3 values) of rows of 128, from an address on. Eight
+// rows are 1024 bytes.
 __device__ __forceinline__ uint64_t rows_operand(uint32_t at) {
     return uint64_t((at & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
@@ -49,11 +50,11 @@ __device__ __forceinline__ void touch(float (&c)[N][4]) {
 
 // The registers of a result of 4 to 128 elements for each thread, as operands and by name.
 #define WGMMA_4(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define WGMMA_8(n) WGMMA_4(n), WGMMA_4(n + 1)
 #define WGMMA_16(n) WGMMA_4(n), WGMMA_4(n + 1), WGMMA_4(n + 2), WGMMA_4(n + 3)
 #define WGMMA_32(n) WGMMA_16(n), WGMMA_16(n + 4)
 #define WGMMA_64(n) WGMMA_32(n), WGMMA_32(n + 8)
 #define WGMMA_128(n) WGMMA_64(n), WGMMA_64(n + 16)
-#define WGMMA_8(n) WGMMA_4(n), WGMMA_4(n + 1)
 #define WGMMA_NAMES_4 "%0, %1, %2, %3"
 #define WGMMA_NAMES_8 WGMMA_NAMES_4 ", %4, %5, %6, %7"
 #define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
@@ -87,7 +88,7 @@ struct Wgmma;
                          : C                                                                                            \
                          : "l"(a), "l"(b), "r"(add));                                                                   \
         }                                                                                                               \
-        /* The same of e4m3 values: a is 64x32, b 32xN. */                                                              \
+        /* The same for e4m3 values: a is 64x32, b is 32xN. Sums have fewer bits than f32. */                            \
         __device__ __forceinline__ static void rows_fp8(float (&c)[N / 8][4], uint64_t a, uint64_t b, int add) {        \
             asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P2 ", 0;\n"                                           \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES "}, " P0 ", " P1            \

@@ -125,11 +125,15 @@ pub(crate) fn bench(gpu: &Gpu) {
             let us = time_layer(gpu, &linears, &model, shape, m);
             print!(" {us:7.1} {:5.1}%", 100.0 * floor / us);
             linears.fix(Some(LinearPath::Hopper));
-            let us = time_layer(gpu, &linears, &model, shape, m);
-            print!(" {us:7.1} {:5.1}%", 100.0 * floor / us);
+            if linears.is_own(m, &model.layers[shape][0], LinearOutput::Bf16) {
+                let us = time_layer(gpu, &linears, &model, shape, m);
+                print!(" {us:7.1} {:5.1}%", 100.0 * floor / us);
+            } else {
+                print!(" {:>14}", "-");
+            }
             for cut in cuts() {
                 linears.fix(Some(LinearPath::Stream(cut)));
-                if linears.streams(m, &model.layers[shape][0], LinearOutput::Bf16) {
+                if linears.is_own(m, &model.layers[shape][0], LinearOutput::Bf16) {
                     let us = time_layer(gpu, &linears, &model, shape, m);
                     print!(" {cut} {us:.1} {:.0}%", 100.0 * floor / us);
                 }
@@ -255,7 +259,7 @@ fn stream_few_bits(gpu: &Gpu, linears: &mut Linears, values: GpuValues) {
                 linears.fix(Some(LinearPath::Stream(cut)));
                 let layers = &model.layers[shape];
                 let layer = &layers[0];
-                if !linears.streams(m, layer, LinearOutput::Bf16) {
+                if !linears.is_own(m, layer, LinearOutput::Bf16) {
                     continue;
                 }
                 let us = time_us(gpu, 2 * layers.len(), |call| {

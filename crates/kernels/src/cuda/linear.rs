@@ -1,10 +1,10 @@
-//! Every linear layer: cuBLASLt, and for small batches kernels of our own that stream the weights, for few rows (`kernels/linear.cu`) and
-//! on GPUs of Hopper's generation for up to 32 (`kernels/linear_hopper.cu`).
+//! Every linear layer: cuBLASLt, and for few rows kernels of our own that stream the weights: `kernels/linear.cu`, and on Hopper
+//! `kernels/linear_hopper.cu` for up to 32 rows.
 //!
-//! e4m3 weights meet e4m3 inputs in cuBLASLt and the latter, and bf16 inputs in the former, which also computes any number of rows, in
-//! parts, on GPUs whose tensor cores do not know e4m3 values. Weights of four bits and in GGUF's types meet bf16 inputs too: with more rows
-//! than are streamed, those of four bits by a kernel for warp groups, which GPUs of Hopper's generation have
-//! (`kernels/int4_products.cu`), and with many, and elsewhere, by cuBLASLt, for which they become bf16 in room of the caller's.
+//! With e4m3 weights, cuBLASLt and `linear_hopper.cu` take inputs quantised to e4m3, and `linear.cu` takes bf16 inputs. On GPUs whose
+//! tensor cores do not know e4m3, `linear.cu` computes any number of rows, in parts. Weights of four bits and in GGUF's types meet bf16
+//! inputs: with more rows than are streamed, those of four bits in a kernel for warp groups, which GPUs of Hopper's generation have
+//! (`kernels/int4_products.cu`), and with many, and elsewhere, in cuBLASLt, for which they become bf16 in room of the caller's.
 
 mod choice;
 mod cublas_lt;
@@ -154,8 +154,8 @@ impl Linears {
         self.known().clear();
     }
 
-    /// Whether our own kernels for few rows compute a product of `m`.
-    pub fn streams(&self, m: usize, linear: &GpuLinear, output: LinearOutput) -> bool {
+    /// Whether a kernel of our own computes a product of `m` rows in one launch.
+    pub fn is_own(&self, m: usize, linear: &GpuLinear, output: LinearOutput) -> bool {
         self.own(&linear.key(m, output)).is_some()
     }
 
@@ -308,7 +308,7 @@ impl Linears {
         fuses
             && linear.order().is_none()
             && self
-                .streamed(&key)
+                .stream_cut(&key)
                 .is_some_and(|cut| StreamKernels::can_norm(&key.shape, cut))
     }
 
@@ -355,7 +355,7 @@ impl Linears {
         }
         assert!(self.fuses_norm(m, linear, output), "ask `fuses_norm`");
         key.shape.pitch = pitch(out.len(), m, n);
-        let cut = self.streamed(&key).expect("as `fuses_norm` says");
+        let cut = self.stream_cut(&key).expect("as `fuses_norm` says");
         let operands = Operands {
             x: hidden.ptr(),
             out: out.ptr(),

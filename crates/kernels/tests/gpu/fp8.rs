@@ -480,6 +480,9 @@ fn products_match_the_reference() {
                     (16, 128),
                     (96, 256),
                     (144, 640),
+                    // Gate and up that begin within a block of weights.
+                    (192, 256),
+                    (320, 640),
                     (272, 1024),
                     (1024, 4096),
                     (160, 14336),

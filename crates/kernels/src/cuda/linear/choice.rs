@@ -14,7 +14,7 @@ use super::{Fp8Scaling, Key, LinearCut, LinearPath, Linears, stream};
 pub(super) enum Choice {
     /// In parts of the most rows that the kernels take.
     Stream(LinearCut),
-    /// Weights in bf16 or e4m3 by warp groups, on so many multiprocessors, on which the order of sums depends.
+    /// bf16 or e4m3 weights by warp groups, on so many multiprocessors: their number decides the order of sums.
     Hopper(usize),
     /// Weights of four bits by warp groups, k divided among so many blocks.
     Int4(usize),
@@ -126,7 +126,7 @@ impl Linears {
     }
 
     /// The cut for our kernels that stream weights, if they are what computes this.
-    pub(super) fn streamed(&self, key: &Key) -> Option<LinearCut> {
+    pub(super) fn stream_cut(&self, key: &Key) -> Option<LinearCut> {
         match self.own(key) {
             Some(Choice::Stream(cut)) => Some(cut),
             _ => None,

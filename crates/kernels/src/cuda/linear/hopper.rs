@@ -1,4 +1,4 @@
-//! Products of weights in bf16 or e4m3 with few rows by the matrix instructions of warp groups (`kernels/linear_hopper.cu`).
+//! Products of few rows with bf16 or e4m3 weights, by wgmma (`kernels/linear_hopper.cu`).
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Lau
 
 use super::LinearOutput;
 use super::choice::Choice;
-use super::cublas_lt::{Operands, Shape};
+use super::cublas_lt::{Operands, Shape, WORKSPACE};
 use super::matrix::{Fp8Scaling, GpuValues};
 use crate::Activation;
 use crate::cuda::{has_hopper_kernels, load};
@@ -17,13 +17,13 @@ const FEATURES: usize = 64;
 const STAGE_ROW_BYTES: usize = 256;
 const PIECE: usize = 16;
 const ALIGN: usize = 1024;
-/// Most rows of inputs of each kernel, and its stages.
+/// The most rows of each kernel, and its number of stages.
 const STAGES: [(usize, usize); 3] = [(8, 11), (16, 10), (MOST_ROWS, 8)];
 const MOST_ROWS: usize = 32;
 
-/// Most thread blocks, one for each multiprocessor: more than GPUs of that generation have.
+/// One thread block runs on each multiprocessor; no GPU of that generation has more than this.
 const MOST_BLOCKS: usize = 144;
-/// Of the workspace, at its end: sums that thread blocks leave to each other.
+/// Behind cuBLASLt's part of the workspace: partial sums that thread blocks leave to each other.
 pub(super) const SUM_BYTES: usize = MOST_BLOCKS * FEATURES * MOST_ROWS * size_of::<f32>();
 /// Every byte of a sum that is not there yet.
 const NONE: u8 = 0xff;
@@ -31,15 +31,15 @@ const NONE: u8 = 0xff;
 #[derive(Debug)]
 pub(super) struct HopperKernels {
     gpu: Gpu,
-    /// By the values, for each of [`STAGES`]; none where kernels made for Hopper do not run.
+    /// By type of values, one for each of [`STAGES`]; empty where kernels made for Hopper do not run.
     kernels: Vec<(GpuValues, Vec<Function>)>,
-    /// Whether it is to multiply e4m3 values.
+    /// Whether e4m3 values are multiplied as they are.
     fp8_products: bool,
     workspace: Arc<GpuSlab>,
 }
 
 impl HopperKernels {
-    /// `workspace` ends with [`SUM_BYTES`] that nobody else uses.
+    /// `workspace` has [`SUM_BYTES`] behind cuBLASLt's [`WORKSPACE`], which nobody else uses.
     pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>, fp8_products: bool) -> Result<Self, GpuError> {
         let mut kernels = Vec::new();
         if has_hopper_kernels(gpu) {
@@ -67,7 +67,7 @@ impl HopperKernels {
         })
     }
 
-    /// This way of a product.
+    /// The choice that stands for these kernels on this GPU.
     pub(super) fn choice(&self) -> Choice {
         Choice::Hopper(self.gpu.info().sm_count)
     }
@@ -76,7 +76,7 @@ impl HopperKernels {
     pub(super) fn can(&self, shape: &Shape, output: LinearOutput) -> bool {
         let &Shape { m, n, pitch, .. } = shape;
         let row_bytes = row_bytes(shape);
-        // Each half of a gated tile has one factor.
+        // Gate and up of a tile must each lie within one block of weights.
         let whole_blocks = shape.scaling() != Some(Fp8Scaling::Blocks)
             || output.stacked() == 1
             || n.is_multiple_of(FEATURES / 2);
@@ -85,10 +85,10 @@ impl HopperKernels {
             && (self.fp8_products || shape.scaling().is_none())
             && whole_blocks
             && m <= MOST_ROWS
-            // Inputs are copied 16 bytes at a time, and outputs stored in pairs.
+            // Inputs are copied 16 bytes at a time, and bf16 outputs are stored in pairs.
             && row_bytes.is_some_and(|bytes| bytes.is_multiple_of(PIECE))
-            && n.is_multiple_of(2)
-            && pitch.is_multiple_of(2)
+            && (output == LinearOutput::F32 || n.is_multiple_of(2) && pitch.is_multiple_of(2))
+            // The kernel counts pieces of weights in 32 bits.
             && u32::try_from(output.stacked() * shape.weight_bytes() / PIECE).is_ok()
     }
 
@@ -147,7 +147,7 @@ impl HopperKernels {
     }
 }
 
-/// Of weights that the kernels know.
+/// Bytes of a row of weights, of the types that these kernels have.
 fn row_bytes(shape: &Shape) -> Option<usize> {
     match shape.values {
         GpuValues::Bf16 => Some(2 * shape.k),
@@ -156,10 +156,9 @@ fn row_bytes(shape: &Shape) -> Option<usize> {
     }
 }
 
-/// The end of the workspace.
+/// Behind cuBLASLt's part of the workspace.
 fn sums(workspace: &GpuSlab) -> GpuSlice<'_, u8> {
-    let all = workspace.slice();
-    all.range(all.len() - SUM_BYTES..all.len())
+    workspace.slice().range(WORKSPACE..WORKSPACE + SUM_BYTES)
 }
 
 /// Stages of weights and inputs with their barriers, sums of a warp group, and alignment.

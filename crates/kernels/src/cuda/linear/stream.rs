@@ -51,7 +51,7 @@ pub enum LinearOutput {
 }
 
 impl LinearOutput {
-    /// `Mode` of `kernels/linear.cu`.
+    /// `Mode` of `kernels/include/linear.cuh` and `kernels/linear_hopper.cu`.
     pub(super) fn mode(self) -> i32 {
         match self {
             Self::Bf16 => 0,
@@ -94,7 +94,7 @@ pub struct LinearCut {
     pub row_warps: usize,
     /// Blocks that share k. A power of two; more than 1 needs compute capability 9.0.
     pub cluster: usize,
-    /// Blocks on a multiprocessor: 1, which has it for itself, or 2, of which one still reads when the other adds up.
+    /// Blocks per multiprocessor: 1, which has it to itself, or 2, of which one reads while the other adds up its sums.
     pub blocks_per_sm: usize,
 }
 
@@ -261,9 +261,10 @@ impl StreamKernels {
         16 * blocks >= 15 * self.gpu.info().sm_count
     }
 
-    /// Shared memory that a block gets. Products start before the kernel ahead has ended. Where blocks are to have a multiprocessor each,
-    /// two must not fit: some would find theirs still full and share another, and all would wait for these (Llama-3.1-8B's shape at batch
-    /// 1, an H200: 5.5 ms instead of 4.3; tests/bench/h200/tiles.json).
+    /// Shared memory to launch a block with. Products start before the kernel ahead has ended, and some multiprocessors are still full then.
+    /// With one block per multiprocessor, a block asks for so much that two do not fit: otherwise some multiprocessors would get two blocks
+    /// and decide how long the product takes (a token of Llama-3.1-8B's shape at batch 1 on an H200: 5.5 ms instead of 4.3;
+    /// tests/bench/h200/tiles.json). Grids that leave multiprocessors idle anyway are not padded.
     fn launched_bytes(&self, shape: &Shape, output: LinearOutput, cut: LinearCut) -> usize {
         let bytes = shared_bytes(shape, cut);
         match cut.blocks_per_sm == 1 && self.fills(shape, output, cut) {

@@ -9,8 +9,8 @@ use plimsoll_device::cuda::{Event, GpuError, GpuSlice};
 use super::cublas_lt::{Operands, Shape};
 use super::{Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products, stream};
 
-/// Bytes of weights that a measurement reads, and most layers that it takes them from: long enough for what the first one, which has none
-/// ahead of it, takes longer.
+/// A measurement reads about this many bytes of weights, in at most so many products: enough to outweigh that the first product has no
+/// kernel ahead to start beside.
 const BYTES: usize = 768 << 20;
 const MOST_CALLS: usize = 8;
 /// Up to so many rows, products are measured with a small kernel after each.
@@ -21,7 +21,7 @@ const MANY_ROWS: usize = 512;
 const MOST_STREAMED_ROWS: usize = 64;
 /// Of a measurement; the least counts.
 const REPEATS: usize = 3;
-/// A way that takes so many times as long as the fastest so far is not measured again.
+/// A way whose better time of two exceeds the fastest so far by this factor is not timed a third time.
 const HOPELESS: f32 = 1.1;
 /// Candidates.
 const MOST_CUTS: usize = 12;
@@ -257,7 +257,7 @@ impl Clock<'_> {
             return Ok(());
         }
         if one.output.stacked() == 1 {
-            let (choice, us) = self.fastest(one, &key, agree)?;
+            let (choice, us) = self.fastest(one, &key, agree)??;
             found.push((key, Some(choice), us));
             return Ok(());
         }
@@ -266,7 +266,7 @@ impl Clock<'_> {
         let apart = match known {
             Some(us) => us,
             None => {
-                let (choice, us) = self.fastest(one, &plain, agree)?;
+                let (choice, us) = self.fastest(one, &plain, agree)??;
                 found.push((plain, Some(choice), us));
                 us
             }
@@ -275,7 +275,7 @@ impl Clock<'_> {
         let fuses = linears.hopper.can(&key.shape, key.output)
             || !linears.stream.cuts(&key.shape, key.output).is_empty();
         let fused = match fuses {
-            true => Some(self.fastest(one, &key, agree)?),
+            true => self.fastest(one, &key, agree)?.ok(),
             false => None,
         };
         found.push(match fused {
@@ -287,12 +287,13 @@ impl Clock<'_> {
         Ok(())
     }
 
+    /// The fastest way and its microseconds, or why no way works.
     fn fastest<E: From<GpuError>>(
         &self,
         one: &LinearUse<'_>,
         key: &Key,
         agree: &mut Agree<'_, E>,
-    ) -> Result<(Choice, f32), E> {
+    ) -> Result<Result<(Choice, f32), GpuError>, E> {
         let Self { linears, scratch, .. } = self;
         let shape = &key.shape;
         let is_dequantised = shape.is_dequantised();
@@ -303,8 +304,8 @@ impl Clock<'_> {
         let cuts = linears.stream.cuts(&Shape { m: part, ..*shape }, key.output);
         let cuts = cuts.into_iter().take(MOST_CUTS);
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
-        // With a row or two, what quantises the inputs of e4m3 products costs more than they win, and kernels that stream the weights can
-        // have the norm in them.
+        // With one or two rows, quantising the inputs costs more than products of e4m3 values save, and the kernels of `linear.cu` can
+        // compute the norm as well.
         let is_lone_fp8 = shape.scaling().is_some() && shape.m <= FEW_ROWS && !candidates.is_empty();
         if linears.hopper.can(shape, key.output) && !is_lone_fp8 {
             candidates.push(linears.hopper.choice());
@@ -320,7 +321,10 @@ impl Clock<'_> {
             candidates.extend(algorithms.into_iter().map(Choice::Lt));
         }
         if candidates.is_empty() {
-            candidates.push(Choice::Stream(linears.slow_cut(key)?));
+            match linears.slow_cut(key) {
+                Ok(cut) => candidates.push(Choice::Stream(cut)),
+                Err(error) => return Ok(Err(error)),
+            }
         }
         let mut failure = GpuError::NoCommonWay;
         let mut fastest = f32::INFINITY;
@@ -343,14 +347,14 @@ impl Clock<'_> {
         let best = times
             .filter(|(_, time)| time.us.is_finite())
             .min_by(|(_, a), (_, b)| a.us.total_cmp(&b.us).then(a.way.cmp(&b.way)));
-        Ok(best.map(|(choice, time)| (choice, time.us)).ok_or(failure)?)
+        Ok(best.map(|(choice, time)| (choice, time.us)).ok_or(failure))
     }
 
-    /// Microseconds of one product, among others like it in a graph; `fastest` are those of the fastest way so far.
+    /// Microseconds of one product, among others like it in a graph; `fastest` is the time of the fastest way so far.
     fn time(&self, one: &LinearUse<'_>, key: &Key, choice: Choice, fastest: f32) -> Result<f32, GpuError> {
         let m = key.shape.m;
         let calls = match m < MANY_ROWS {
-            true => (BYTES / key.shape.weight_bytes()).clamp(2, MOST_CALLS),
+            true => (BYTES / (key.output.stacked() * key.shape.weight_bytes())).clamp(2, MOST_CALLS),
             false => 1,
         };
         let quantised = choice.input_scaling(key);
@@ -378,13 +382,13 @@ impl Clock<'_> {
         })?;
         graph.launch()?;
         let mut least = f32::INFINITY;
-        for _ in 0..REPEATS {
+        for repeat in 0..REPEATS {
             self.start.record()?;
             graph.launch()?;
             self.end.record()?;
             self.end.synchronize()?;
             least = least.min(self.start.elapsed_ms(&self.end)? * 1e3 / calls as f32);
-            if least > HOPELESS * fastest {
+            if repeat > 0 && least > HOPELESS * fastest {
                 break;
             }
         }

@@ -211,8 +211,10 @@ fn formulas_give_what_an_h200_measured() {
         let late_rows = pooled(footprint.shape.limits.max_num_seqs * size_of::<SampleRow>());
         let staging = component(&report, "staging");
         assert_eq!(footprint.staging_bytes(), staging + late_rows);
+        // So was the room behind the libraries' workspace of 32 MiB.
+        let late_room = pooled(Linears::WORKSPACE_BYTES) - (32 << 20);
         assert_eq!(
-            footprint.slack_bytes(staging),
+            footprint.slack_bytes(staging) + late_room,
             report["ready"]["unattributed"].as_u64().unwrap()
         );
         let kv = KvConfig {
