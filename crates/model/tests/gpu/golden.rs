@@ -216,7 +216,9 @@ fn check_greedy(gpu: &Gpu, name: &str, near_tie: f32, one_of: Option<usize>) {
 fn greedy_tokens_that_lead_are_chosen() {
     let gpu = gpu();
     for name in MODELS {
-        check_greedy(&gpu, name, near_tie(&golden(name).cases), None);
+        // Inputs in eight bits turn over single tokens that lead by more: a step of a few rows may take them so, or as they are.
+        let one_of = is_fp8(name).then_some(100);
+        check_greedy(&gpu, name, near_tie(&golden(name).cases), one_of);
     }
 }
 
