@@ -1,7 +1,8 @@
 // Products of weights of four bits by warp groups (sm_90a): from some rows on, where that is measured to be faster than linear.cu.
 //
 // A block has 128 rows of weights, a tile of rows of x, and a part of k. One warp group copies, ahead of the two that multiply 64 rows of
-// weights each: codes become bf16 in registers, the left operand, while the products before are under way.
+// weights each: codes become bf16 in registers, the left operand, while the products before are under way. Their scales are applied to
+// sums or to weights.
 //
 // The blocks of a cluster share k. Sums of their parts meet in shared memory and are added in a fixed order.
 #include "cluster.cuh"
@@ -33,7 +34,7 @@ constexpr int kSumsPitch = kFeatures + 4;
 
 // Stages, as `TILES` in crates/kernels/src/cuda/linear/int4_products.rs has them too.
 template <int kTokens>
-constexpr int kStagesOf = kTokens == 32 ? 6 : kTokens == 64 ? 4 : 5;
+constexpr int kStagesOf = kTokens == 16 ? 7 : kTokens == 32 ? 6 : kTokens == 64 ? 4 : 5;
 // Registers of the warp groups: of the one that copies, and of those that multiply.
 template <int kTokens>
 constexpr int kProducerRegisters = kBlocksOf<kTokens> == 1 ? 56 : 40;
@@ -52,6 +53,8 @@ struct Products {
         uint64_t full[kStages], empty[kStages];
     };
     static_assert(sizeof(float) * kTokens * kSumsPitch <= offsetof(Shared, groups), "sums take the place of stages");
+    // Of 228 KiB of a multiprocessor, a block takes 1 KiB itself and up to 2 to align.
+    static_assert(kBlocksOf<kTokens> * (sizeof(Shared) + (3 << 10)) <= 228 << 10);
 
     const Problem& p;
     Shared& shared;
@@ -160,17 +163,21 @@ struct Products {
         }
     };
 
-    // What the codes of a group become: less its zero, times its scale in two parts, so that a weight is rounded once.
+    // With few rows of x, the sums of `kInputs` inputs are multiplied by the scale of their group; with more it is cheaper to multiply the
+    // weights.
+    static constexpr bool kScaleSums = kTokens <= 32;
+
+    // Widens the codes of a group: subtracts its zero, which is exact, and multiplies by its scale unless sums are scaled. The scale is
+    // held as two bf16, so that a weight is rounded once.
     struct Scale {
         uint32_t zeros;
+        float factor;
         bf162 high, low;
 
-        __device__ __forceinline__ explicit Scale(uint32_t word = 0) {
-            const float scale = group_scale(word);
-            const bf16 rounded = __float2bfloat16_rn(scale);
-            zeros = group_zeros(word);
+        __device__ __forceinline__ explicit Scale(uint32_t word) : zeros(group_zeros(word)), factor(group_scale(word)) {
+            const bf16 rounded = __float2bfloat16_rn(factor);
             high = __bfloat162bfloat162(rounded);
-            low = __bfloat162bfloat162(__float2bfloat16_rn(scale - __bfloat162float(rounded)));
+            low = __bfloat162bfloat162(__float2bfloat16_rn(factor - __bfloat162float(rounded)));
         }
 
         // Pair `shift / 4` of a word.
@@ -178,66 +185,111 @@ struct Products {
             uint32_t bits;
             // (word & mask) | bias
             asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(word >> lane.shift), "r"(lane.mask), "r"(lane.bias));
-            const bf162 steps = __hsub2(reinterpret_cast<const bf162&>(bits), reinterpret_cast<const bf162&>(zeros));
-            const bf162 wide = __hfma2(steps, high, __hmul2(steps, low));
+            bf162 wide = __hsub2(reinterpret_cast<const bf162&>(bits), reinterpret_cast<const bf162&>(zeros));
+            if constexpr (!kScaleSums) wide = __hfma2(wide, high, __hmul2(wide, low));
             return reinterpret_cast<const uint32_t&>(wide);
         }
+    };
+
+    // Inputs of a unit: its weights are widened while the products of the unit before run.
+    static constexpr int kInputs = kGroup < kPanel ? kGroup : kPanel;
+    static constexpr int kUnits = kWindow / kInputs;
+    static_assert(kUnits % 2 == 0);
+
+    // A unit of this thread's two rows of weights, and their scales.
+    struct Weights {
+        uint32_t wide[kInputs / 16][4];
+        float factors[2];
     };
 
     // Sums over this block's windows, of 64 rows of weights from row 64 * group on.
     __device__ __forceinline__ void multiply(float (&acc)[kTokens / 8][4], int begin, int count, int group) const {
         const Lane lane(shared, group);
-        // While products read one half of a window, the other is widened.
-        uint32_t a[2][4][4];
+        if constexpr (kScaleSums) {
+#pragma unroll
+            for (int j = 0; j < kTokens / 8; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f;
+        }
+        Weights weights[2];
+        // The host divides k among no more blocks than there are windows.
+        load_weights(weights[0], lane, begin, 0, 0);
         for (int s = 0; s < count; ++s) {
-            const int stage = s % kStages;
-            barrier_wait(shared.full + stage, s / kStages & 1);
-            fence_for_products();
-            const int left = p.k - (begin + s) * kWindow;  // inputs from this window on
-            Scale scales[2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                // The products whose weights these registers had have ended.
-                wgmma_wait<1>();
-                if (half == 1 && s > 0) release(s - 1);
-                uint32_t(&wide)[4][4] = a[half];
-                uint2 words[2][4];
-#pragma unroll
-                for (int second = 0; second < 2; ++second) {
-#pragma unroll
-                    for (int piece = 0; piece < 4; ++piece) {
-                        // Of rows eight apart a piece lies at the same place.
-                        words[second][piece] = load_shared8(lane.codes(stage, piece) + second * 8 * kRowBytes + half * 8);
+            for (int unit = 0; unit < kUnits; ++unit) {
+                const bool is_last = unit == kUnits - 1;
+                const Weights& now = weights[unit % 2];
+                const auto load_next = [&] {
+                    if (!is_last || s + 1 < count) {
+                        load_weights(weights[(unit + 1) % 2], lane, begin, is_last ? s + 1 : s, is_last ? 0 : unit + 1);
                     }
-                }
+                };
+                if constexpr (kScaleSums) {
+                    float part[kTokens / 8][4];
+                    start(part, now, lane, s, unit, false);
+                    load_next();
+                    wgmma_wait<0>();
+                    touch(part);
+                    if (is_last) release(s);
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int part = half * 2 + i;
+                    for (int j = 0; j < kTokens / 8; ++j) {
 #pragma unroll
-                    for (int second = 0; second < 2; ++second) {
-                        if (part * 32 % kGroup == 0) {
-                            const int word = part * 32 / kGroup;
-                            // What is behind the last input may be anything.
-                            scales[second] = Scale(word * kGroup < left ? load_shared4(lane.word(stage, second, word)) : 0);
-                        }
-#pragma unroll
-                        for (int piece = 0; piece < 4; ++piece) {
-                            const uint32_t word = i == 0 ? words[second][piece].x : words[second][piece].y;
-                            wide[i * 2 + piece / 2][second + piece % 2 * 2] = scales[second].widen(word, lane);
-                        }
+                        for (int i = 0; i < 4; ++i) acc[j][i] = fmaf(part[j][i], now.factors[i / 2], acc[j][i]);
                     }
+                } else {
+                    start(acc, now, lane, s, unit, s > 0 || unit > 0);
+                    // The products before have ended: the registers of their weights are free.
+                    wgmma_wait<1>();
+                    if (unit == 0 && s > 0) release(s - 1);
+                    load_next();
                 }
-                wgmma_fence();
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    const uint64_t b = rows_operand(lane.inputs(stage, half) + k * uint32_t(16 * sizeof(bf16)));
-                    Wgmma<kTokens>::rows(acc, wide[k], b, s > 0 || half > 0 || k > 0);
-                }
-                wgmma_commit();
             }
         }
-        wgmma_wait<0>();
-        touch(acc);
+        if constexpr (!kScaleSums) {
+            wgmma_wait<0>();
+            touch(acc);
+        }
+    }
+
+    // Starts the products of a unit of window `s`: they are added to `sums`, or replace them.
+    __device__ __forceinline__ void start(float (&sums)[kTokens / 8][4], const Weights& weights, const Lane& lane, int s, int unit,
+                                          bool add) const {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kInputs / 16; ++k) {
+            const int input = unit * kInputs + k * 16;
+            const uint32_t from = lane.inputs(s % kStages, input / kPanel) + input % kPanel * uint32_t(sizeof(bf16));
+            Wgmma<kTokens>::rows(sums, weights.wide[k], rows_operand(from), add || k > 0);
+        }
+        wgmma_commit();
+    }
+
+    // Loads and widens a unit; for the first one of a window, waits until the window has arrived.
+    __device__ __forceinline__ void load_weights(Weights& to, const Lane& lane, int begin, int s, int unit) const {
+        const int stage = s % kStages;
+        if (unit == 0) {
+            barrier_wait(shared.full + stage, s / kStages & 1);
+            fence_for_products();
+        }
+        const int first = unit * kInputs, left = p.k - (begin + s) * kWindow;  // inputs from this window on
+#pragma unroll
+        for (int second = 0; second < 2; ++second) {
+            // What is behind the last input may be anything.
+            const Scale scale(first < left ? load_shared4(lane.word(stage, second, first / kGroup)) : 0);
+            to.factors[second] = scale.factor;
+#pragma unroll
+            for (int piece = 0; piece < 4; ++piece) {
+                // A piece has one word for each 32 inputs, and the same place in rows that are eight apart.
+                const uint32_t from = lane.codes(stage, piece) + second * 8 * kRowBytes + first / 32 * 4;
+                uint32_t words[kInputs / 32];
+                if constexpr (kInputs == 64) {
+                    const uint2 both = load_shared8(from);
+                    words[0] = both.x, words[1] = both.y;
+                } else {
+                    words[0] = load_shared4(from);
+                }
+#pragma unroll
+                for (int i = 0; i < kInputs / 32; ++i) to.wide[i * 2 + piece / 2][second + piece % 2 * 2] = scale.widen(words[i], lane);
+            }
+        }
     }
 
     __device__ __forceinline__ void release(int s) const {
@@ -308,6 +360,7 @@ __device__ __forceinline__ void product(const Problem&) {}
     }
 
 #define INT4_PRODUCTS(GROUP) \
+    INT4_PRODUCT(GROUP, 16)  \
     INT4_PRODUCT(GROUP, 32)  \
     INT4_PRODUCT(GROUP, 64)  \
     INT4_PRODUCT(GROUP, 128)

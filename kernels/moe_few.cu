@@ -2,8 +2,8 @@
 //
 // A block has 16 rows of weights, of a gated product eight rows of the gate and the same eight of the up projection, and each of its
 // warps a part of k: one row of x is too little work for fewer warps. A warp has a ring of stages in shared memory, each with 128
-// bytes of every row, whatever the format: shorter pieces cost as many accesses and move less. Rows of x come from L1. The sums of
-// the parts meet in shared memory and are added in order.
+// bytes of every row, whatever the format: shorter pieces cost as many accesses and move less. Rows of x are read
+// into registers ahead, as they may come from L2. The sums of the parts meet in shared memory and are added in order.
 #include "experts.cuh"
 
 namespace {
@@ -11,17 +11,19 @@ namespace {
 constexpr int kParts = 2;  // of k
 constexpr int kThreads = kParts * kWarp;
 constexpr int kRows = 16;  // of weights
-constexpr int kStages = 4;
 constexpr int kRowBytes = 128;  // of a stage
 constexpr int kRowPieces = kRowBytes / 16;
 constexpr int kRowsAtOnce = kWarp / kRowPieces;
 constexpr int kStageBytes = kRows * kRowBytes;
-constexpr int kRingBytes = kStages * kStageBytes;
 constexpr int kSums = kRows + 1;  // of a row of x: no bank conflicts
 constexpr int kExponentBytes = kRowBytes * 2 / kExponentInputs;  // of a row of a stage
 
 template <Format kFormat>
 constexpr int kStageChunks = kRowBytes / kStoredBytes<kFormat>;
+
+// The same as `few_stages` in crates/kernels/src/cuda/moe/products.rs; what was measured is in tests/bench/h200/kernels.md.
+template <Format kFormat>
+constexpr int kStagesOf = kFormat == Format::kBf16 ? 4 : 3;
 
 // Inputs between the two vectors of a chunk that a lane has.
 template <Format kFormat>
@@ -65,6 +67,7 @@ struct Rows {
 // Up to 8 * kTokenTiles rows of x.
 template <int kTokenTiles, Format kFormat>
 __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Rows& rows, uint8_t* shared) {
+    constexpr int kStages = kStagesOf<kFormat>, kRingBytes = kStages * kStageBytes;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = lane / 4, quad = lane % 4;
     const uint8_t* const weight = of_expert(p.weight, p.stride, tile.expert);
     const float* const scales = of_expert(p.scales, p.stride, tile.expert);
@@ -114,16 +117,21 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
         const int row = j * 8 + group;
         x[j] = p.inputs(tile.first + (row < tile.count ? row : 0)) + first_input + skipped;
     }
-    uint4 next[2][kTokenTiles];
+    // With up to 8 rows, x is read a stage ahead; with 16 there are registers for one chunk.
+    constexpr int kAhead = kTokenTiles == 1 ? kStageChunks<kFormat> : 1;
+    uint4 next[kAhead][2][kTokenTiles];
     const auto load_inputs = [&](int chunk, bool may_end) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int at = chunk * kChunk + half * kNextVector<kFormat>;
 #pragma unroll
-            for (int j = 0; j < kTokenTiles; ++j) next[half][j] = *reinterpret_cast<const uint4*>(x[j] + (may_end ? min(at, last) : at));
+            for (int j = 0; j < kTokenTiles; ++j) {
+                next[chunk % kAhead][half][j] = *reinterpret_cast<const uint4*>(x[j] + (may_end ? min(at, last) : at));
+            }
         }
     };
-    load_inputs(0, true);
+#pragma unroll
+    for (int chunk = 0; chunk < kAhead; ++chunk) load_inputs(chunk, true);
     const int low_row = rows.row(group), high_row = rows.row(group + 8);
     // Of blocks, one for each stage.
     const float* const low_scales = scales + low_row / kFp8Block * p.scale_stride;
@@ -157,9 +165,9 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
-                for (int j = 0; j < kTokenTiles; ++j) v[half][j] = next[half][j];
+                for (int j = 0; j < kTokenTiles; ++j) v[half][j] = next[chunk % kAhead][half][j];
             }
-            load_inputs(chunk + 1, is_last || chunk + 1 == kStageChunks<kFormat>);
+            load_inputs(chunk + kAhead, is_last || chunk + kAhead >= kStageChunks<kFormat>);
             const Vectors low = load_vectors<kFormat>(weights, group, chunk, quad, low_scale, low_exponents);
             const Vectors high = load_vectors<kFormat>(weights, group + 8, chunk, quad, high_scale, high_exponents);
 #pragma unroll
@@ -230,6 +238,6 @@ __device__ __forceinline__ void product(const Problem& p) {
 }  // namespace
 
 EXPERT_PRODUCT(moe_few_bf16, kThreads, 10, product<Format::kBf16>)
-EXPERT_PRODUCT(moe_few_fp8, kThreads, 10, product<Format::kFp8>)
-EXPERT_PRODUCT(moe_few_fp8_blocks, kThreads, 10, product<Format::kFp8Blocks>)
-EXPERT_PRODUCT(moe_few_mxfp4, kThreads, 10, product<Format::kMxfp4>)
+EXPERT_PRODUCT(moe_few_fp8, kThreads, 9, product<Format::kFp8>)
+EXPERT_PRODUCT(moe_few_fp8_blocks, kThreads, 9, product<Format::kFp8Blocks>)
+EXPERT_PRODUCT(moe_few_mxfp4, kThreads, 9, product<Format::kMxfp4>)

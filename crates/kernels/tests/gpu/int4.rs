@@ -25,7 +25,7 @@ fn ways() -> impl Iterator<Item = Option<LinearPath>> {
 
 const GROUPS: [Int4Group; 3] = [Int4Group::Of32, Int4Group::Of64, Int4Group::Of128];
 
-/// Sums are rounded to bf16 once, and so are weights on their way to cuBLASLt.
+/// Sums are rounded to bf16 once, and so are weights on their way to cuBLASLt and for more than 32 rows of warp groups.
 const TOLERANCE: f64 = 4e-3;
 
 #[derive(Clone)]
@@ -286,6 +286,10 @@ fn warp_groups_compute_any_number_of_rows() {
         linears.fix(Some(LinearPath::Int4(parts)));
         for (m, n, k, wider) in [
             (1, 130, 1024, 6),
+            (16, 130, 2176, 1),
+            (17, 130, 2304, 0),
+            (32, 130, 2176, 3),
+            (64, 130, 1152, 0),
             (128, 130, 1152, 0),
             (129, 257, 1664, 0),
             (300, 96, 1920, 7),
@@ -317,7 +321,7 @@ fn warp_groups_compute_any_number_of_rows() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn rows_are_independent() {
-    const SHAPE: [usize; 2] = [208, 1024];
+    const SHAPE: [usize; 2] = [208, 2048];
     let gpu = common::gpu();
     let mut rng = common::rng("int4, rows of products");
     let mut linears = linears(&gpu);
@@ -325,7 +329,7 @@ fn rows_are_independent() {
         linears.fix(path);
         for (group, m) in GROUPS
             .into_iter()
-            .flat_map(|group| [2, 4, 8, 16, 40].map(|m| (group, m)))
+            .flat_map(|group| [2, 4, 8, 16, 24, 40].map(|m| (group, m)))
         {
             let [n, k] = SHAPE;
             let mut case = Case::random(&mut rng, group, [m, n, k], true, m == 8);

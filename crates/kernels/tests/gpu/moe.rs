@@ -233,7 +233,17 @@ impl Case {
         experts: usize,
         top_k: usize,
     ) -> Self {
-        let (hidden, inner) = format.random_sizes(rng);
+        let sizes = format.random_sizes(rng);
+        Self::of_sizes(gpu, rng, format, sizes, [rows, experts, top_k])
+    }
+
+    fn of_sizes(
+        gpu: &Gpu,
+        rng: &mut StdRng,
+        format: Format,
+        (hidden, inner): (usize, usize),
+        [rows, experts, top_k]: [usize; 3],
+    ) -> Self {
         let bias = rng.random_bool(0.5);
         let logits = random_logits(rng, rows, experts);
         // Where rows go is another test's.
@@ -513,6 +523,29 @@ fn experts_are_what_they_say() {
             for kernels in &mut all_kernels {
                 case.check_tiles(&gpu, kernels, &mut rng);
             }
+        }
+    }
+}
+
+/// So many inputs that each warp of the kernel for few rows uses its stages again, and a part of one at the end.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn rows_of_many_stages() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("rows_of_many_stages");
+    let mut kernels = MoeKernels::load(&gpu).unwrap();
+    kernels.fix_tile(Some(EXPERT_TILES[0]));
+    for format in Format::ALL {
+        let sizes = match format {
+            Format::Bf16 => (1000, 840),
+            Format::Fp8 => (1840, 1424),
+            Format::Fp8Blocks => (1920, 1408),
+            Format::Mxfp4 => (3488, 2880),
+        };
+        // All rows go to both experts.
+        for rows in [1, 8, 9, 16] {
+            let case = Case::of_sizes(&gpu, &mut rng, format, sizes, [rows, 2, 2]);
+            case.check(&gpu, &kernels, &mut rng, EXPERT_TILES[0]);
         }
     }
 }

@@ -13,7 +13,7 @@ const FEATURES: usize = 128;
 const WINDOW: usize = 128;
 const ALIGN: usize = 1024;
 /// Rows of inputs of a tile, and stages.
-const TILES: [(usize, usize); 3] = [(32, 6), (64, 4), (128, 5)];
+const TILES: [(usize, usize); 4] = [(16, 7), (32, 6), (64, 4), (128, 5)];
 
 /// From so many rows on they are measured; fewer are streamed faster, where they can be.
 pub(super) const LEAST_ROWS: usize = 8;

@@ -13,8 +13,11 @@ use super::{Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears
 /// kernel ahead to start beside.
 const BYTES: usize = 768 << 20;
 const MOST_CALLS: usize = 8;
-/// Up to so many rows, products are measured with a small kernel after each.
-const FEW_ROWS: usize = 2;
+/// Up to so many rows, products of FP8 weights are computed in bf16 if they can be.
+const LONE_ROWS: usize = 2;
+/// Up to so many rows, products are measured with a small kernel after each, except those that apply the activation. With 16 and 32 rows
+/// the choices were not better for it (tests/bench/h200/kernels.md).
+const PAUSED_ROWS: usize = 8;
 /// From so many rows on, one product is long enough.
 const MANY_ROWS: usize = 512;
 /// Up to so many rows, weights in few bits may be streamed again for each part of them: in bf16 they would be written and read.
@@ -32,7 +35,7 @@ const MOST_ALGORITHMS: usize = 3;
 pub struct TimedWay {
     /// The same on all GPUs that have it, below 2^24.
     pub way: u32,
-    /// Microseconds, infinite where it failed.
+    /// Microseconds, with the pause after it where there is one; infinite where it failed.
     pub us: f32,
 }
 
@@ -76,7 +79,7 @@ pub struct LinearChoice {
     pub values: GpuValues,
     /// The way, in words.
     pub path: String,
-    /// Microseconds it took.
+    /// Microseconds it took, with the pause after it where there is one.
     pub us: f32,
 }
 
@@ -279,8 +282,7 @@ impl Clock<'_> {
             false => None,
         };
         found.push(match fused {
-            // No allowance for the activation's own launch: where both are alike, a token takes as long (Llama-3.1-8B's shape at batch 1
-            // on an H200: 4.30 ms with the activation in the product, 4.31 without).
+            // Up to `PAUSED_ROWS` rows, `apart` includes a pause, which stands for the activation's launch. With more, nothing does.
             Some((choice, us)) if us < apart => (key, Some(choice), us),
             _ => (key, None, apart),
         });
@@ -306,7 +308,7 @@ impl Clock<'_> {
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
         // With one or two rows, quantising the inputs costs more than products of e4m3 values save, and the kernels of `linear.cu` can
         // compute the norm as well.
-        let is_lone_fp8 = shape.scaling().is_some() && shape.m <= FEW_ROWS && !candidates.is_empty();
+        let is_lone_fp8 = shape.scaling().is_some() && shape.m <= LONE_ROWS && !candidates.is_empty();
         if linears.hopper.can(shape, key.output) && !is_lone_fp8 {
             candidates.push(linears.hopper.choice());
         }
@@ -357,7 +359,6 @@ impl Clock<'_> {
             true => (BYTES / (key.output.stacked() * key.shape.weight_bytes())).clamp(2, MOST_CALLS),
             false => 1,
         };
-        let quantised = choice.input_scaling(key);
         let graph = self.linears.gpu.capture(|| {
             (0..calls).try_for_each(|call| {
                 let layer = one.layers[call % one.layers.len()];
@@ -371,10 +372,9 @@ impl Clock<'_> {
                 };
                 // SAFETY: the scratch was found large enough; the stream orders what follows.
                 unsafe { self.linears.launch(key, choice, &operands)? };
-                // In a step small kernels lie between products, and with a row or two products that start early gain from
-                // it. With more, what is fastest without them was fastest in a step, as measured. Rows of e4m3 values take one in
-                // any case, which quantises them.
-                match m <= FEW_ROWS || quantised.is_some() {
+                // In a step small kernels lie between products, and products that start early load weights meanwhile. A product that
+                // applies the activation is followed directly by the next product.
+                match m <= PAUSED_ROWS && key.output.stacked() == 1 {
                     true => self.linears.stream.pause(),
                     false => Ok(()),
                 }

@@ -77,6 +77,14 @@ impl Format {
         }
     }
 
+    /// Stages of `kernels/moe_few.cu`.
+    fn few_stages(self) -> usize {
+        match self {
+            Self::Bf16 => 4,
+            Self::Fp8 | Self::Fp8Blocks | Self::Mxfp4 => 3,
+        }
+    }
+
     /// Pieces of 16 bytes with the exponents of a row.
     fn exponent_pieces(self, k: usize) -> usize {
         match self {
@@ -169,14 +177,15 @@ impl Product {
         let (tile, format) = (self.tile, self.format);
         let grid = |features: usize| [rows.div_ceil(features) as u32, most_tiles as u32, 1];
         match self.source {
-            // Rings of four stages for each of two parts of k; an odd number of pieces with exponents.
+            // A ring of stages for each of two parts of k, and each row's exponents, padded to an odd number of pieces.
             Source::Few => {
-                let ring = 4 * 16 * 128;
+                let features = 16;
+                let ring = format.few_stages() * features * 128;
                 let exponents = match format.exponent_pieces(k) {
                     0 => 0,
-                    pieces => 16 * 16 * (pieces | 1),
+                    pieces => features * 16 * (pieces | 1),
                 };
-                Launch::new(grid(16), 64).shared(2 * ring + exponents)
+                Launch::new(grid(features), 64).shared(2 * ring + exponents)
             }
             // Stages, exponents and, in their place, padded sums.
             Source::Portable => {
