@@ -51,6 +51,9 @@ QWEN_2_5_0_5B = {
     "eos_token_id": 151645,
 }
 
+# Shape of Qwen/Qwen2.5-1.5B and Qwen/Qwen2.5-Coder-1.5B.
+QWEN_2_5_1_5B = QWEN_2_5_0_5B | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+
 # Shape of Qwen/Qwen3-32B.
 QWEN_3_32B = {
     "architectures": ["Qwen3ForCausalLM"],
