@@ -54,6 +54,9 @@ QWEN_2_5_0_5B = {
 # Shape of Qwen/Qwen2.5-1.5B and Qwen/Qwen2.5-Coder-1.5B.
 QWEN_2_5_1_5B = QWEN_2_5_0_5B | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
 
+# Shapes that scripts/random-gguf writes, with llama.cpp's name of the family.
+GGUF_SHAPES = {"qwen2.5-1.5b": ("qwen2", QWEN_2_5_1_5B)}
+
 # Shape of Qwen/Qwen3-32B.
 QWEN_3_32B = {
     "architectures": ["Qwen3ForCausalLM"],
