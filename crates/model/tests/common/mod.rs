@@ -169,6 +169,14 @@ pub struct Golden {
     pub cases: Vec<Case>,
 }
 
+impl Golden {
+    /// Of all cases together.
+    pub fn bf16_error(&self) -> f64 {
+        let squares: f64 = self.cases.iter().map(|case| case.bf16_error.powi(2)).sum();
+        (squares / self.cases.len() as f64).sqrt()
+    }
+}
+
 #[derive(Deserialize)]
 pub struct Case {
     pub prompt: Vec<TokenId>,

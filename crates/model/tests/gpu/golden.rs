@@ -46,10 +46,10 @@ fn logits_are_as_close_to_transformers_as_bf16_allows() {
     let gpu = gpu();
     for name in MODELS {
         let model = load(&gpu, name);
-        let cases = golden(name).cases;
+        let golden = golden(name);
+        let together = golden.bf16_error();
+        let cases = golden.cases;
         let worst = cases.iter().map(|case| case.bf16_error).fold(0.0, f64::max);
-        let together =
-            (cases.iter().map(|case| case.bf16_error.powi(2)).sum::<f64>() / cases.len() as f64).sqrt();
         for setup in Setup::all(256).filter(|setup| setup.enforce_eager) {
             for len in [128, 17, 5, 1] {
                 let mut runner = setup.build(&model);
