@@ -1,6 +1,6 @@
 // Mixtures of experts: the products of tiles of many rows, on GPUs for which there is nothing better (moe_hopper.cu); moe_few.cu is
 // for few rows. The grid has as many blocks as there can be tiles; those beyond the last one end at once. Weights that are not bf16
-// become it on their way from shared memory to the registers, exactly or rounded once.
+// become it on their way from shared memory to the registers, exactly or rounded once; scales of int4 weights multiply sums.
 #include "experts.cuh"
 
 namespace {
@@ -34,13 +34,16 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
     return row * kInputBytes + (piece ^ (kFormat == Format::kBf16 ? (row & 1) * 4 : row & 7)) * 16;
 }
 
-// Vector `half` of a lane's of a row of weights in a stage. `scale` is that of blocks.
+// Vector `half` of a lane's of a row of weights in a stage. `scale` is that of blocks, `beside` an exponent or the word of a group.
 template <Format kFormat>
-__device__ __forceinline__ uint4 load_weights(const uint8_t* stage, int row, int quad, int half, float scale, uint32_t exponent) {
+__device__ __forceinline__ uint4 load_weights(const uint8_t* stage, int row, int quad, int half, float scale, uint32_t beside) {
     if constexpr (kFormat == Format::kBf16) {
         return *reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, input_vector<kFormat>(quad, half)));
     } else if constexpr (kFormat == Format::kMxfp4) {
-        return widen_e2m1(*reinterpret_cast<const uint32_t*>(stage + row * kStoredBytes<kFormat> + quad * 8 + half * 4), exponent);
+        return widen_e2m1(*reinterpret_cast<const uint32_t*>(stage + row * kStoredBytes<kFormat> + quad * 8 + half * 4), beside);
+    } else if constexpr (kFormat == Format::kInt4) {
+        const uint8_t* const word = stage + row * kStoredBytes<kFormat> + quad * 8 + half * 4;
+        return widen_int4(*reinterpret_cast<const uint32_t*>(word), group_zeros(beside));
     } else {
         return widen_e4m3(*reinterpret_cast<const uint2*>(stage + row * kStoredBytes<kFormat> + quad * 16 + half * 8), scale);
     }
@@ -80,7 +83,7 @@ __device__ __forceinline__ void product(const Problem& p) {
 
     // What this thread copies: a piece of some rows of weights, and of some rows of x.
     const int piece = threadIdx.x % S::kPieces, first_row = threadIdx.x / S::kPieces;
-    const int pieces = p.k * S::kRowBytes / kChunk / 16;
+    const int pieces = row_pieces<kFormat>(p);
     const uint8_t* from[S::kCopies];
 #pragma unroll
     for (int i = 0; i < S::kCopies; ++i) {
@@ -129,6 +132,8 @@ __device__ __forceinline__ void product(const Problem& p) {
     for (int i = 0; i < S::kStages - 1; ++i) request(i, i);
 
     const float* const scales = of_expert(p.scales, p.stride, tile.expert);
+    const uint32_t* const groups = groups_of(p, tile.expert);
+    const int shift = kFormat == Format::kInt4 ? group_shift(p) : 0;
     const int warp_row = feature_warp * S::kFeatureTiles * 16;
     // A warp whose rows of x are all beyond the tile's only copies.
     const bool idle = token_warp * S::kTokenTiles * 8 >= tile.count;
@@ -153,23 +158,25 @@ __device__ __forceinline__ void product(const Problem& p) {
             for (int i = 0; i < S::kFeatureTiles; ++i) {
                 const int row = warp_row + i * 16 + group;
                 float scale = 1.0f;
-                uint32_t exponent[2] = {};
+                uint32_t beside[2] = {};
                 if constexpr (kFormat == Format::kFp8Blocks) {
                     // A tile of 16 rows lies in one row of blocks, whether of gate or up.
                     scale = scales[weight_row(warp_row + i * 16) / 128 * p.scale_stride + chunk * kChunk / 128];
                 } else if constexpr (kFormat == Format::kMxfp4) {
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        exponent[j] = exponents[(row + j * 8) * exponent_pieces * 16 + chunk * 2 + quad / 2];
+                        beside[j] = exponents[(row + j * 8) * exponent_pieces * 16 + chunk * 2 + quad / 2];
+                    }
+                } else if constexpr (kFormat == Format::kInt4) {
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        beside[j] = __ldg(groups + size_t(weight_row(row + j * 8)) * p.scale_stride + (chunk * 2 + half >> shift));
                     }
                 }
-                const uint4 low = load_weights<kFormat>(weights, row, quad, half, scale, exponent[0]);
-                const uint4 high = load_weights<kFormat>(weights, row + 8, quad, half, scale, exponent[1]);
-                const uint32_t even[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
-#pragma unroll
-                for (int j = 0; j < S::kTokenTiles; ++j) mma(acc[i][j], even, v[j].x, v[j].y);
-#pragma unroll
-                for (int j = 0; j < S::kTokenTiles; ++j) mma(acc[i][j], second, v[j].z, v[j].w);
+                const uint4 low = load_weights<kFormat>(weights, row, quad, half, scale, beside[0]);
+                const uint4 high = load_weights<kFormat>(weights, row + 8, quad, half, scale, beside[1]);
+                const float of_groups[2] = {group_scale(beside[0]), group_scale(beside[1])};
+                add_products<kFormat>(acc[i], low, high, v, of_groups);
             }
         }
     }
@@ -217,3 +224,4 @@ PRODUCTS(moe_bf16, Format::kBf16)
 PRODUCTS(moe_fp8, Format::kFp8)
 PRODUCTS(moe_fp8_blocks, Format::kFp8Blocks)
 PRODUCTS(moe_mxfp4, Format::kMxfp4)
+PRODUCTS(moe_int4, Format::kInt4)

@@ -4,6 +4,8 @@
 // warps a part of k: one row of x is too little work for fewer warps. A warp has a ring of stages in shared memory, each with 128
 // bytes of every row, whatever the format: shorter pieces cost as many accesses and move less. Rows of x are read
 // into registers ahead, as they may come from L2. The sums of the parts meet in shared memory and are added in order.
+//
+// Codes of int4 weights are multiplied without their scale, which multiplies the sums of each 32 inputs instead: nothing is rounded.
 #include "experts.cuh"
 
 namespace {
@@ -23,16 +25,20 @@ constexpr int kStageChunks = kRowBytes / kStoredBytes<kFormat>;
 
 // The same as `few_stages` in crates/kernels/src/cuda/moe/products.rs; what was measured is in tests/bench/h200/kernels.md.
 template <Format kFormat>
-constexpr int kStagesOf = kFormat == Format::kBf16 ? 4 : 3;
+constexpr int kStagesOf = kFormat == Format::kBf16 ? 4 : kFormat == Format::kInt4 ? 2 : 3;
 
 // Inputs between the two vectors of a chunk that a lane has.
 template <Format kFormat>
-constexpr int kNextVector = kFormat == Format::kBf16 ? 32 : 8;
+constexpr int kNextVector = kFormat == Format::kBf16 || kFormat == Format::kInt4 ? 32 : 8;
+
+// Whether what rows have beside codes, exponents or groups, is kept behind the rings, for all inputs.
+template <Format kFormat>
+constexpr bool kBeside = kFormat == Format::kMxfp4 || kFormat == Format::kInt4;
 
 // Where a 16-byte piece of a row lies in a stage: what is read at once, of two rows or of four, is in different banks.
 template <Format kFormat>
 __device__ __forceinline__ int swizzled(int row, int piece) {
-    return row * kRowBytes + (piece ^ (kFormat == Format::kMxfp4 ? (row & 3) * 2 : (row & 1) * 4)) * 16;
+    return row * kRowBytes + (piece ^ (kBeside<kFormat> ? (row & 3) * 2 : (row & 1) * 4)) * 16;
 }
 
 // A lane's vectors of a chunk of a row of weights, and what they are multiplied by.
@@ -40,16 +46,17 @@ struct Vectors {
     uint4 of[2];
 };
 
-// `exponents` are those of the row's stage.
+// `beside` are the exponents of the row's stage, or the groups of both vectors.
 template <Format kFormat>
-__device__ __forceinline__ Vectors load_vectors(const uint8_t* stage, int row, int chunk, int quad, float scale, uint2 exponents) {
-    if constexpr (kFormat == Format::kBf16) {
+__device__ __forceinline__ Vectors load_vectors(const uint8_t* stage, int row, int chunk, int quad, float scale, uint2 beside) {
+    if constexpr (kBeside<kFormat>) {
+        const uint2 codes = *reinterpret_cast<const uint2*>(stage + swizzled<kFormat>(row, chunk * 2 + quad / 2) + quad % 2 * 8);
+        if (kFormat == Format::kInt4) return {widen_int4(codes.x, group_zeros(beside.x)), widen_int4(codes.y, group_zeros(beside.y))};
+        const uint32_t exponent = __byte_perm(chunk < 2 ? beside.x : beside.y, 0, 0x4440 + chunk % 2 * 2 + quad / 2);
+        return {widen_e2m1(codes.x, exponent), widen_e2m1(codes.y, exponent)};
+    } else if constexpr (kFormat == Format::kBf16) {
         return {*reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, quad)),
                 *reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, quad + 4))};
-    } else if constexpr (kFormat == Format::kMxfp4) {
-        const uint2 codes = *reinterpret_cast<const uint2*>(stage + swizzled<kFormat>(row, chunk * 2 + quad / 2) + quad % 2 * 8);
-        const uint32_t exponent = __byte_perm(chunk < 2 ? exponents.x : exponents.y, 0, 0x4440 + chunk % 2 * 2 + quad / 2);
-        return {widen_e2m1(codes.x, exponent), widen_e2m1(codes.y, exponent)};
     } else {
         const uint4 codes = *reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, chunk * 4 + quad));
         return {widen_e4m3(make_uint2(codes.x, codes.y), scale), widen_e4m3(make_uint2(codes.z, codes.w), scale)};
@@ -73,7 +80,7 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
     const float* const scales = of_expert(p.scales, p.stride, tile.expert);
 
     // What this lane copies: a piece of every fourth row, in the stages of its warp.
-    const int pieces = p.k * kStoredBytes<kFormat> / kChunk / 16, stages = (pieces + kRowPieces - 1) / kRowPieces;
+    const int pieces = row_pieces<kFormat>(p), stages = (pieces + kRowPieces - 1) / kRowPieces;
     const int begin = stages * warp / kParts, end = stages * (warp + 1) / kParts;
     const int piece = lane % kRowPieces, first_row = lane / kRowPieces;
     const uint8_t* from[kRows / kRowsAtOnce];
@@ -101,6 +108,17 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
         for (int i = threadIdx.x; i < kRows * exponent_pieces; i += kThreads) {
             const int row = i / exponent_pieces, at = i % exponent_pieces * 16;
             copy_async(exponents + row * exponent_pitch + at, weight + size_t(rows.row(row)) * p.pitch + p.k / 2 + at, true);
+        }
+        commit_async();
+    }
+    // So are words of groups.
+    uint32_t* const groups = reinterpret_cast<uint32_t*>(shared + kParts * kRingBytes);
+    const int group_words = p.scale_stride, group_pitch = group_words | 1, shift = kFormat == Format::kInt4 ? group_shift(p) : 0;
+    if constexpr (kFormat == Format::kInt4) {
+        const uint32_t* const stored = groups_of(p, tile.expert);
+        for (int i = threadIdx.x; i < kRows * group_words; i += kThreads) {
+            const int row = i / group_words, at = i % group_words;
+            copy_async_of<4>(groups + row * group_pitch + at, stored + size_t(rows.row(row)) * group_words + at);
         }
         commit_async();
     }
@@ -139,7 +157,7 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
     constexpr bool kBlocks = kFormat == Format::kFp8Blocks;
     static_assert(!kBlocks || kStageChunks<kFormat> * kChunk == kFp8Block);
     float low_next = kBlocks && begin < end ? low_scales[begin] : 1.0f, high_next = kBlocks && begin < end ? high_scales[begin] : 1.0f;
-    if constexpr (kFormat == Format::kMxfp4) {
+    if constexpr (kBeside<kFormat>) {
         wait_async<kStages - 1>();
         __syncthreads();
     }
@@ -154,13 +172,22 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
         slot = slot + 1 == kStages ? 0 : slot + 1;
         const float low_scale = low_next, high_scale = high_next;
         if (kBlocks && !is_last) low_next = low_scales[stage + 1], high_next = high_scales[stage + 1];
-        uint2 low_exponents{}, high_exponents{};
+        uint2 low_beside{}, high_beside{};
         if constexpr (kFormat == Format::kMxfp4) {
-            low_exponents = *reinterpret_cast<const uint2*>(exponents + group * exponent_pitch + stage * kExponentBytes);
-            high_exponents = *reinterpret_cast<const uint2*>(exponents + (group + 8) * exponent_pitch + stage * kExponentBytes);
+            low_beside = *reinterpret_cast<const uint2*>(exponents + group * exponent_pitch + stage * kExponentBytes);
+            high_beside = *reinterpret_cast<const uint2*>(exponents + (group + 8) * exponent_pitch + stage * kExponentBytes);
         }
 #pragma unroll
         for (int chunk = 0; chunk < kStageChunks<kFormat>; ++chunk) {
+            // Copies past the end of a row are codes of 0, which stand for less than 0.
+            if (kFormat == Format::kInt4 && is_last && (stage * kStageChunks<kFormat> + chunk) * 2 >= pieces) break;
+            if constexpr (kFormat == Format::kInt4) {
+                const int first = (stage * kStageChunks<kFormat> + chunk) * 2;
+                const uint32_t* const low = groups + group * group_pitch;
+                const uint32_t* const high = low + 8 * group_pitch;
+                low_beside = make_uint2(low[first >> shift], low[first + 1 >> shift]);
+                high_beside = make_uint2(high[first >> shift], high[first + 1 >> shift]);
+            }
             uint4 v[2][kTokenTiles];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -168,16 +195,13 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
                 for (int j = 0; j < kTokenTiles; ++j) v[half][j] = next[chunk % kAhead][half][j];
             }
             load_inputs(chunk + kAhead, is_last || chunk + kAhead >= kStageChunks<kFormat>);
-            const Vectors low = load_vectors<kFormat>(weights, group, chunk, quad, low_scale, low_exponents);
-            const Vectors high = load_vectors<kFormat>(weights, group + 8, chunk, quad, high_scale, high_exponents);
+            const Vectors low = load_vectors<kFormat>(weights, group, chunk, quad, low_scale, low_beside);
+            const Vectors high = load_vectors<kFormat>(weights, group + 8, chunk, quad, high_scale, high_beside);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const uint4 a = low.of[half], b = high.of[half];
-                const uint32_t even[4] = {a.x, b.x, a.y, b.y}, second[4] = {a.z, b.z, a.w, b.w};
-#pragma unroll
-                for (int j = 0; j < kTokenTiles; ++j) mma(acc[j], even, v[half][j].x, v[half][j].y);
-#pragma unroll
-                for (int j = 0; j < kTokenTiles; ++j) mma(acc[j], second, v[half][j].z, v[half][j].w);
+                const float of_groups[2] = {group_scale(half ? low_beside.y : low_beside.x),
+                                            group_scale(half ? high_beside.y : high_beside.x)};
+                add_products<kFormat>(acc, low.of[half], high.of[half], v[half], of_groups);
             }
         }
 #pragma unroll
@@ -241,3 +265,4 @@ EXPERT_PRODUCT(moe_few_bf16, kThreads, 10, product<Format::kBf16>)
 EXPERT_PRODUCT(moe_few_fp8, kThreads, 9, product<Format::kFp8>)
 EXPERT_PRODUCT(moe_few_fp8_blocks, kThreads, 9, product<Format::kFp8Blocks>)
 EXPERT_PRODUCT(moe_few_mxfp4, kThreads, 9, product<Format::kMxfp4>)
+EXPERT_PRODUCT(moe_few_int4, kThreads, 10, product<Format::kInt4>)

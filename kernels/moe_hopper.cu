@@ -25,7 +25,7 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == 3 * 168, "
 // Stages that fit, as `launch_of` in crates/kernels/src/cuda/moe/products.rs has them too.
 template <int kTokens, Format kFormat>
 constexpr int kStagesOf = kFormat == Format::kBf16    ? (kTokens == 128 ? 4 : 5)
-                          : kFormat == Format::kMxfp4 ? (kTokens == 128 ? 4 : 6)
+                          : kFormat == Format::kMxfp4 || kFormat == Format::kInt4 ? (kTokens == 128 ? 4 : 6)
                                                       : (kTokens == 128 ? 3 : 4);
 
 template <int kTokens, Format kFormat>
@@ -36,13 +36,14 @@ struct Experts {
     static constexpr int kStageChunks = kWidens ? 2 : 1;
     static constexpr int kRowBytes = kStageChunks * kStoredBytes<kFormat>;
     static constexpr int kRowPieces = kRowBytes / 16;
-    static constexpr int kExponents = kFormat == Format::kMxfp4 ? kFeatures : 0;
+    // Words that a row of a stage has beside codes: one of four exponents, or up to four of groups.
+    static constexpr int kBeside = kFormat == Format::kMxfp4 ? 1 : kFormat == Format::kInt4 ? kWindow / 32 : 0;
 
     struct __align__(1024) Shared {
         uint8_t weights[kStages][kFeatures * kRowBytes];
         bf16 inputs[kStages][kStageChunks][kTokens * kChunk];
         uint64_t full[kStages], empty[kStages];
-        uint32_t exponents[kStages][kExponents + 1];  // four of each row
+        uint32_t beside[kStages][kFeatures * kBeside + 1];
     };
 
     // A piece of work.
@@ -105,7 +106,7 @@ struct Experts {
         constexpr int kPieces = kChunk / 8, kRows = kWarpGroup / kPieces, kWeightRows = kWarpGroup / kRowPieces;
         const int piece = threadIdx.x % kPieces, first_row = threadIdx.x / kPieces, pieces = p.k / 8;
         const int weight_piece = threadIdx.x % kRowPieces, first_weight = threadIdx.x / kRowPieces;
-        const int weight_pieces = p.k * kStoredBytes<kFormat> / kChunk / 16;
+        const int weight_pieces = row_pieces<kFormat>(p), stage_groups = kFormat == Format::kInt4 ? kBeside >> group_shift(p) : 0;
         int step = 0;
         for (int index = blockIdx.x; index < count; index += gridDim.x) {
             const Work w = work(index);
@@ -153,7 +154,14 @@ struct Experts {
 #pragma unroll
                     for (int row = threadIdx.x; row < kFeatures; row += kWarpGroup) {
                         const size_t at = size_t(weight_row(w, row)) * p.pitch + p.k / 2 + s * 4;
-                        copy_async_of<4>(shared.exponents[stage] + row, weight + at);
+                        copy_async_of<4>(shared.beside[stage] + row, weight + at);
+                    }
+                } else if constexpr (kFormat == Format::kInt4) {
+                    const uint32_t* const groups = groups_of(p, w.tile.expert) + s * stage_groups;
+#pragma unroll
+                    for (int row = threadIdx.x; row < kFeatures; row += kWarpGroup) {
+                        const uint32_t* const from = groups + size_t(weight_row(w, row)) * p.scale_stride;
+                        for (int i = 0; i < stage_groups; ++i) copy_async_of<4>(shared.beside[stage] + row * kBeside + i, from + i);
                     }
                 }
                 barrier_arrive_after_copies(shared.full + stage);
@@ -172,8 +180,10 @@ struct Experts {
         int group;
         int row;          // the first of its rows of weights
         int quad;
+        int shift;        // of int4 weights: see `group_shift`
 
-        __device__ __forceinline__ Lane(const Shared& all, int group) : shared(shared_address(&all)), group(group) {
+        __device__ __forceinline__ Lane(const Shared& all, int group, int shift)
+            : shared(shared_address(&all)), group(group), shift(shift) {
             row = group * kGroupFeatures + threadIdx.x % kWarpGroup / kWarp * 16 + threadIdx.x % kWarp / 4;
             quad = threadIdx.x % 4;
             // The compiler would look them up in the loop.
@@ -185,8 +195,8 @@ struct Experts {
             constexpr uint32_t kPanel = kTokens * kChunk * sizeof(bf16);
             return shared + uint32_t(offsetof(Shared, inputs)) + (stage * kStageChunks + chunk) * kPanel;
         }
-        __device__ __forceinline__ uint32_t exponents(int stage, int row) const {
-            return shared + uint32_t(offsetof(Shared, exponents)) + (stage * (kExponents + 1) + row) * 4;
+        __device__ __forceinline__ uint32_t beside(int stage, int row, int word) const {
+            return shared + uint32_t(offsetof(Shared, beside)) + (stage * (kFeatures * kBeside + 1) + row * kBeside + word) * 4;
         }
     };
 
@@ -238,7 +248,7 @@ struct Experts {
 
     // Multiplies rows `kGroupFeatures * group` on of all work.
     __device__ __forceinline__ void consume(int count, int group) const {
-        const Lane lane(shared, group);
+        const Lane lane(shared, group, kFormat == Format::kInt4 ? group_shift(p) : 0);
         int step = 0;
         for (int index = blockIdx.x; index < count; index += gridDim.x) {
             const Work w = work(index);
@@ -329,7 +339,7 @@ struct Experts {
         if constexpr (kFormat == Format::kMxfp4) {
 #pragma unroll
             for (int second = 0; second < 2; ++second) {
-                uint32_t exponents = load_shared4(lane.exponents(stage, row + second * 8));
+                uint32_t exponents = load_shared4(lane.beside(stage, row + second * 8, 0));
                 // None past the end of k, so that nothing there is infinite.
                 const int left = p.k / kExponentInputs - s * 4;
                 if (left < 4) exponents &= (1u << 8 * left) - 1;
@@ -341,6 +351,26 @@ struct Experts {
                     a[half * 2][second + 2] = e2m1_pair(codes.y, exponent, quad);
                     a[half * 2 + 1][second] = e2m1_pair(codes.z, exponent, quad);
                     a[half * 2 + 1][second + 2] = e2m1_pair(codes.w, exponent, quad);
+                }
+            }
+        } else if constexpr (kFormat == Format::kInt4) {
+#pragma unroll
+            for (int second = 0; second < 2; ++second) {
+                // Inputs 0, 32, 8 and 40 on of the chunk, and 16, 48, 24 and 56 on.
+                const uint4 codes[2] = {piece(second, chunk * 2), piece(second, chunk * 2 + 1)};
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const uint32_t word = load_shared4(lane.beside(stage, row + second * 8, chunk * 2 + half >> lane.shift));
+                    const uint32_t zeros = group_zeros(word);
+                    const float whole = group_scale(word);
+                    const bf16 rounded = __float2bfloat16(whole);
+                    const bf162 scale(rounded, rounded), rest = __float2bfloat162_rn(whole - __bfloat162float(rounded));
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const int k = half * 2 + i;
+                        a[k][second] = int4_pair(half ? codes[i].y : codes[i].x, zeros, scale, rest, quad);
+                        a[k][second + 2] = int4_pair(half ? codes[i].w : codes[i].z, zeros, scale, rest, quad);
+                    }
                 }
             }
         } else {
@@ -417,3 +447,4 @@ PRODUCTS(moe_hopper_bf16, Format::kBf16)
 PRODUCTS(moe_hopper_fp8, Format::kFp8)
 PRODUCTS(moe_hopper_fp8_blocks, Format::kFp8Blocks)
 PRODUCTS(moe_hopper_mxfp4, Format::kMxfp4)
+PRODUCTS(moe_hopper_int4, Format::kInt4)

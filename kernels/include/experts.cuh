@@ -2,13 +2,15 @@
 // bf16, and what becomes of sums. moe_route.cu says what routes, places and tiles are.
 //
 // Both take weights as the 16-row operand of mma.m16n8k16 and rows of x as the columns of the other. The order of k within a product
-// is free as long as both operands agree, so a lane takes consecutive inputs. Of 64 inputs it has two vectors of eight: with weights
-// of two bytes 8 * quad and 32 + 8 * quad on, else 16 * quad and 16 * quad + 8 on, so that what it reads of a row of weights is 16
-// bytes or one piece. Both kernels add in this order: a row gets the same bits in tiles of any size.
+// is free as long as both operands agree, so a lane takes consecutive inputs. Of 64 inputs it has two vectors of eight: with bf16
+// weights 8 * quad and 32 + 8 * quad on, with those of fewer bits 16 * quad and 16 * quad + 8 on, so that what it reads of a row of
+// weights is 16 bytes or one piece. Int4 weights are stored so that it has the inputs that it has of bf16 ones: the products of a vector
+// are those of 32 neighbouring inputs, which have one scale.
 #pragma once
 
 #include "activation.cuh"
 #include "fp8.cuh"
+#include "int4.cuh"
 #include "mma.cuh"
 #include "rows.cuh"
 
@@ -22,7 +24,8 @@ enum class Format {
     kBf16,
     kFp8,        // e4m3, a scale for each output
     kFp8Blocks,  // e4m3, a scale for each 128 x 128
-    kMxfp4       // rows of codes of four bits, then an exponent for each 32 inputs
+    kMxfp4,      // rows of codes of four bits, then an exponent for each 32 inputs
+    kInt4        // codes of four bits, and words with the scale and the zero of each group (int4.cuh)
 };
 
 // What becomes of sums.
@@ -33,7 +36,7 @@ struct Problem {
     const bf16* x;          // [rows, k], or [places, k]
     const uint8_t* weight;  // [n, k], or gate and up, [2 n, k]; rows begin `pitch` bytes apart
     const bf16* bias;       // [n] or [2 n]; null for none
-    const float* scales;
+    const float* scales;    // or words of groups
     bf16* out;              // [places, n]
     const int* sources;
     const Tile* tiles;
@@ -41,7 +44,7 @@ struct Problem {
     int n, k, pitch;
     int top_k;              // 0 where x has a row for each place
     int kind;
-    int scale_stride;       // of rows of blocks
+    int scale_stride;       // of rows of blocks, or of groups
 
     // The row of x of a place.
     __device__ __forceinline__ int input_row(int place) const { return top_k > 0 ? sources[place] / top_k : place; }
@@ -53,18 +56,32 @@ constexpr int kExponentInputs = 32;
 
 // Of a chunk of a row of weights.
 template <Format kFormat>
-constexpr int kStoredBytes = kFormat == Format::kBf16 ? 128 : kFormat == Format::kMxfp4 ? 32 : 64;
+constexpr int kStoredBytes = kFormat == Format::kBf16 ? 128 : kFormat == Format::kMxfp4 || kFormat == Format::kInt4 ? 32 : 64;
+
+// Pieces of 16 bytes with the codes of a row of weights.
+template <Format kFormat>
+__device__ __forceinline__ int row_pieces(const Problem& p) {
+    return kFormat == Format::kInt4 ? p.pitch / 16 : p.k * kStoredBytes<kFormat> / kChunk / 16;
+}
+
+// log2 of how many times 32 inputs a group has, from the words of a window of 128 inputs: 4, 2 or 1.
+__device__ __forceinline__ int group_shift(const Problem& p) { return 2 - p.scale_stride / ((p.k + kWindow - 1) / kWindow) / 2; }
 
 // Which of the eight vectors of a chunk of x goes with a lane's vector `half` of weights.
 template <Format kFormat>
 __device__ __forceinline__ int input_vector(int quad, int half) {
-    return kFormat == Format::kBf16 ? half * 4 + quad : quad * 2 + half;
+    return kFormat == Format::kBf16 || kFormat == Format::kInt4 ? half * 4 + quad : quad * 2 + half;
 }
 
 template <typename T>
 __device__ __forceinline__ T* of_expert(T* first, size_t stride, int expert) {
     if (first == nullptr) return nullptr;
     return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(first) + stride * expert);
+}
+
+// The words of the groups of an expert.
+__device__ __forceinline__ const uint32_t* groups_of(const Problem& p, int expert) {
+    return reinterpret_cast<const uint32_t*>(of_expert(p.scales, p.stride, expert));
 }
 
 __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
@@ -113,6 +130,36 @@ __device__ __forceinline__ uint32_t e4m3_pair(uint32_t low, uint32_t high, int q
     // In the upper halves of 16 bits: the sign is where bf16 has it, and the rest 4 bits above.
     const uint32_t codes = __byte_perm(low, high, quad * 0x2020 + 0x1000);
     return multiply((codes & 0x80008000u) | (codes >> 4 & 0x07f007f0u), 0x7b807b80u);  // 2^120
+}
+
+// Adds products of vectors of two rows of weights, eight apart, with those of eight rows of x each. `scales` are those of int4 weights.
+template <Format kFormat, int kTokenTiles>
+__device__ __forceinline__ void add_products(float (&acc)[kTokenTiles][4], const uint4& low, const uint4& high,
+                                             const uint4 (&x)[kTokenTiles], const float (&scales)[2]) {
+    const uint32_t even[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+    if constexpr (kFormat == Format::kInt4) {
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) {
+            float of_codes[4] = {};
+            mma(of_codes, even, x[j].x, x[j].y);
+            mma(of_codes, second, x[j].z, x[j].w);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[j][i] = fmaf(of_codes[i], scales[i / 2], acc[j][i]);
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) mma(acc[j], even, x[j].x, x[j].y);
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) mma(acc[j], second, x[j].z, x[j].w);
+    }
+}
+
+// Pair `quad` of the eight int4 values of a word times `scale + rest`, which are two bf16 each: rounded once, but for 2^-17 of it.
+__device__ __forceinline__ uint32_t int4_pair(uint32_t codes, uint32_t zeros, bf162 scale, bf162 rest, int quad) {
+    const uint32_t bits = (codes >> 4 * quad & 0x000f000fu) | 0x43004300u;
+    const bf162 wide = __hsub2(reinterpret_cast<const bf162&>(bits), reinterpret_cast<const bf162&>(zeros));
+    const bf162 product = __hfma2(wide, scale, __hmul2(wide, rest));
+    return reinterpret_cast<const uint32_t&>(product);
 }
 
 // What sums of widened weights are multiplied by.

@@ -233,8 +233,9 @@ fn a_gpu_refuses_experts_that_its_kernels_do_not_know() {
             "`moe_intermediate_size` is 44",
         ),
         (
-            json!({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}),
-            "AWQ of four bits, a scale per 32 inputs for `model.layers.3.mlp.experts.0.gate_proj`",
+            json!({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32,
+                "modules_to_not_convert": ["mlp.gate", "experts.2.down_proj"]}}),
+            "for `model.layers.3.mlp.experts.2.down_proj`",
         ),
     ] {
         let mut config = config_json("qwen3-moe");

@@ -8,7 +8,7 @@ use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::{
     EXPERT_TILES, Fp8Scaling, FusedKernels, GpuExperts, GpuLinear, GpuMatrix, GpuRouter, GpuRoutes,
-    GpuWeight, MoeKernels, mxfp4_pitch,
+    GpuWeight, Int4Group, MoeKernels, expert_int4_pitch, mxfp4_pitch,
 };
 use plimsoll_kernels::{Activation, ExpertActivation, Route, Router, RouterSoftmax, route};
 use rand::rngs::StdRng;
@@ -27,6 +27,8 @@ enum Stored {
     Bf16,
     Fp8Blocks,
     Mxfp4,
+    /// With groups of 128.
+    Int4,
 }
 
 #[derive(Clone, Copy)]
@@ -39,7 +41,7 @@ struct Model {
     stored: Stored,
 }
 
-const MODELS: [Model; 3] = [
+const MODELS: [Model; 4] = [
     Model {
         name: "Qwen3-30B-A3B, bf16",
         experts: 128,
@@ -55,6 +57,14 @@ const MODELS: [Model; 3] = [
         hidden: 2048,
         inner: 768,
         stored: Stored::Fp8Blocks,
+    },
+    Model {
+        name: "Qwen3-30B-A3B, int4 in groups of 128",
+        experts: 128,
+        top_k: 8,
+        hidden: 2048,
+        inner: 768,
+        stored: Stored::Int4,
     },
     Model {
         name: "gpt-oss-20b, MXFP4",
@@ -80,6 +90,7 @@ impl Model {
             Stored::Bf16 => 2 * inputs,
             Stored::Fp8Blocks => inputs,
             Stored::Mxfp4 => mxfp4_pitch(inputs),
+            Stored::Int4 => expert_int4_pitch(inputs) + 4 * Int4Group::Of128.stride(inputs),
         }
     }
 
@@ -122,6 +133,17 @@ fn experts(
                     values: GpuWeight::new(&slab, start..start + n * k),
                     scales: GpuWeight::new(&slab, first..first + blocks),
                     scaling: Fp8Scaling::Blocks,
+                }
+            }
+            Stored::Int4 => {
+                // Any bits will do, and words of groups are such too.
+                wide(each / 2);
+                let (codes, words) = (n * expert_int4_pitch(k), n * Int4Group::Of128.stride(k));
+                let first = start + codes;
+                GpuMatrix::ExpertInt4 {
+                    codes: GpuWeight::new(&slab, start..first),
+                    groups: GpuWeight::new(&slab, first / 4..first / 4 + words),
+                    group: Int4Group::Of128,
                 }
             }
             Stored::Mxfp4 => {

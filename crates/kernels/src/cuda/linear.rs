@@ -41,7 +41,7 @@ pub use gguf::GgufKernels;
 pub use int4::Int4Kernels;
 pub use matrix::{
     FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuInputs, GpuLinear, GpuMatrix, GpuRows, GpuValues, GpuWeight,
-    Int4Group, PART_OUTPUTS, int4_pitch, mxfp4_pitch,
+    Int4Group, PART_OUTPUTS, expert_int4_pitch, int4_pitch, mxfp4_pitch,
 };
 pub use stream::{LinearCut, LinearOutput};
 pub use tune::{LinearChoice, LinearScratch, LinearUse, TimedWay};
@@ -496,7 +496,7 @@ impl GpuLinear {
             GpuMatrix::Int4 { codes, groups, .. } => (codes.slice().ptr(), groups.slice().ptr()),
             GpuMatrix::Gguf { rows, .. } => (rows.slice().ptr(), 0),
             GpuMatrix::Parts(_) => panic!("each part is a product"),
-            GpuMatrix::Mxfp4(_) => panic!("experts are no linear layers"),
+            GpuMatrix::Mxfp4(_) | GpuMatrix::ExpertInt4 { .. } => panic!("experts are no linear layers"),
         };
         Operands {
             x: 0,

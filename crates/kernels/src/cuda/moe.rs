@@ -244,13 +244,13 @@ impl MoeKernels {
         }
         let tile = self.tile(routes);
         let product = self.products.of(format, tile);
-        let launch = product.launch_of(n * stacked, k, routes.most_tiles(tile));
+        let address = experts.addresses();
+        let launch = product.launch_of(n * stacked, k, address.scale_stride, routes.most_tiles(tile));
         let (shared, most) = (launch.shared as usize, self.gpu.info().max_shared_bytes);
         assert!(
             shared <= most,
             "{shared} bytes of shared memory, of which there are {most}"
         );
-        let address = experts.addresses();
         let args = [
             x.into(),
             address.weight.into(),

@@ -1,3 +1,5 @@
+use std::collections::HashMap;
+
 use plimsoll_kernels::cuda::PART_OUTPUTS;
 
 use super::weights::products;
@@ -10,7 +12,7 @@ use crate::{DecoderSpec, ModelError};
 /// # Errors
 /// [`ModelError::Unsupported`], which names the matrix.
 pub(super) fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
-    Decoder::visit(spec, &mut Products).map(drop)
+    Decoder::visit(spec, &mut Products::default()).map(drop)
 }
 
 /// Sizes that cuBLASLt takes in eight bits: rows of whole 16-byte vectors, of inputs and of outputs.
@@ -62,17 +64,12 @@ fn check_product(parts: &[Matrix]) -> Result<(), ModelError> {
             inputs,
             format,
             order: _,
-            expert,
+            expert: _,
             // Of an encoder, which is stored in floats.
             stored_as: _,
             // Outputs and inputs are the rank's.
             share: _,
         } = part;
-        if is_int4 && expert.is_some() {
-            let value = format!("{format} for `{module}`");
-            let supported = "on a GPU experts in floats, FP8 and MXFP4 are; --device cpu takes it";
-            return refuse(value, supported.to_owned());
-        }
         let is_router = part.is_router();
         if module == "lm_head" || is_router {
             let value = format!("{format} for `{module}`");
@@ -95,7 +92,33 @@ fn check_product(parts: &[Matrix]) -> Result<(), ModelError> {
     Ok(())
 }
 
-struct Products;
+/// The first expert's module and format, by the name of the tensor that all experts of a layer are in or could be in.
+#[derive(Default)]
+struct Products(HashMap<String, (String, MatrixFormat)>);
+
+impl Products {
+    /// A kernel takes all experts of a layer in one format.
+    fn check_experts(&mut self, parts: &[Matrix]) -> Result<(), ModelError> {
+        for part in parts {
+            let Some(expert) = &part.expert else {
+                continue;
+            };
+            let own = || (part.module.clone(), part.format);
+            let (module, format) = self.0.entry(expert.stacked.clone()).or_insert_with(own);
+            if *format != part.format {
+                return Err(ModelError::unsupported(
+                    "quantization_config",
+                    format!(
+                        "{format} for `{module}` and {} for `{}`",
+                        part.format, part.module
+                    ),
+                    "on a GPU one format for all experts of a layer is; --device cpu has no such bound",
+                ));
+            }
+        }
+        Ok(())
+    }
+}
 
 impl Visitor for Products {
     type Vector = ();
@@ -113,6 +136,7 @@ impl Visitor for Products {
 
     fn linear(&mut self, stack: &Stack) -> Result<(), ModelError> {
         check_parts(&stack.parts)?;
+        self.check_experts(&stack.parts)?;
         products(&stack.parts).try_for_each(check_product)
     }
 

@@ -21,7 +21,7 @@ use crate::blocks::{self, Matrix, Stack, Vector, Visitor};
 use crate::model::Description;
 use crate::quantization::Fp8Scales;
 use crate::rope::RopeTable;
-use crate::weights::{Checked, DUMMY_SCALE, Scales};
+use crate::weights::{Checked, DUMMY_SCALE, Scales, mix};
 use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError, Progress};
 use convert::{Job, widen_int4, widen_mxfp4};
 pub(super) use layout::products;
@@ -216,7 +216,7 @@ impl GpuWeights {
                 let rows = rows.chunks_exact(part.row_bytes());
                 rows.flat_map(|row| widen_mxfp4(row, matrix.inputs)).collect()
             }
-            (Element::Int4, Some(place), Stored::Matrix(matrix)) => {
+            (Element::Int4 | Element::ExpertInt4, Some(place), Stored::Matrix(matrix)) => {
                 let Some(KeptScales::Int4(group)) = part.kept() else {
                     unreachable!("what has codes of four bits has groups")
                 };
@@ -229,7 +229,8 @@ impl GpuWeights {
                 let mut elements = Vec::with_capacity(matrix.outputs * inputs);
                 for (row, words) in rows.zip(words.chunks_exact(group.stride(inputs))) {
                     let mut stored = vec![0.0; inputs];
-                    for (element, &input) in widen_int4(row, words, group, inputs).into_iter().zip(&order) {
+                    let widened = widen_int4(part.element, row, words, group, inputs);
+                    for (element, &input) in widened.into_iter().zip(&order) {
                         stored[input as usize] = element;
                     }
                     elements.extend(stored);
@@ -355,14 +356,18 @@ fn fill_matrices(
                     .try_for_each(|gguf| gguf.fill(out, matrix.inputs, format, seed, deviation))?;
             }
             None => kernels.fill_random(view(slab, part.span()), seed, deviation)?,
-            Some(span) if part.element == Element::Int4 => {
+            Some(span) if matches!(part.element, Element::Int4 | Element::ExpertInt4) => {
                 if int4.is_none() {
                     int4 = Some(Int4Kernels::load(gpu)?);
                 }
                 int4.iter()
                     .try_for_each(|int4| int4.fill(view(slab, part.span()), seed))?;
-                let word = Int4Group::word(deviation / CODE_DEVIATION, 8);
-                gpu.upload(&vec![word; span.len / size_of::<u32>()], view(slab, span))?;
+                // The mean of codes is 7.5; with one zero for all, all outputs would have a part in common, which grows by the layer.
+                let words = [7, 8].map(|zero| Int4Group::word(deviation / CODE_DEVIATION, zero));
+                let zero = |group: u64| (mix(seed.wrapping_add(group)) & 1) as usize;
+                let count = (span.len / size_of::<u32>()) as u64;
+                let groups: Vec<u32> = (0..count).map(|group| words[zero(group)]).collect();
+                gpu.upload(&groups, view(slab, span))?;
             }
             Some(span) => {
                 kernels.fill_random_e4m3(view(slab, part.span()), seed, deviation / DUMMY_SCALE)?;
@@ -426,6 +431,13 @@ impl Views<'_> {
                     Fp8Scales::Tensor | Fp8Scales::Channel => Fp8Scaling::Rows,
                 },
             },
+            Some((groups, KeptScales::Int4(group))) if span.element == Element::ExpertInt4 => {
+                GpuMatrix::ExpertInt4 {
+                    codes: self.weight(span.weight),
+                    groups: self.weight(groups),
+                    group,
+                }
+            }
             Some((groups, KeptScales::Int4(group))) => GpuMatrix::Int4 {
                 codes: self.weight(span.weight),
                 groups: self.weight(groups),

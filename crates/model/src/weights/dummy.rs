@@ -178,7 +178,7 @@ fn unit(stream: u64, index: usize) -> f32 {
 }
 
 /// One step of [SplitMix64](https://doi.org/10.1145/2714064.2660195).
-fn mix(state: u64) -> u64 {
+pub(crate) fn mix(state: u64) -> u64 {
     let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

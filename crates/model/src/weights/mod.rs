@@ -24,7 +24,7 @@ use crate::{ModelError, Shape};
 pub(crate) use checked::Checked;
 #[cfg(test)]
 pub(crate) use checked::int4_tests;
-pub(crate) use dummy::{DUMMY_SCALE, DummyWeights};
+pub(crate) use dummy::{DUMMY_SCALE, DummyWeights, mix};
 pub(crate) use fp8::{Beside, Scales, StoredMatrix};
 pub(crate) use gguf::GgufWeights;
 pub(crate) use int4::{Int4, code as int4_code};

@@ -130,13 +130,14 @@ pub const WINDOW_MODELS: [&str; 11] = [
 ];
 
 /// Those with experts.
-pub const EXPERT_MODELS: [&str; 9] = [
+pub const EXPERT_MODELS: [&str; 10] = [
     "gemma4-moe",
     "gpt-oss",
     "gpt-oss-mxfp4",
     "mixtral",
     "qwen2-moe",
     "qwen3-moe",
+    "qwen3-moe-awq",
     "qwen3-moe-fp8-block",
     "qwen3-next-moe",
     "qwen3_5-moe",

@@ -1,6 +1,7 @@
 //! What linear layers are made of, and the rows that they take.
 
 use std::marker::PhantomData;
+use std::mem::discriminant;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -123,6 +124,16 @@ pub enum GpuMatrix {
     /// Of an expert: rows of [`mxfp4_pitch`] bytes, first two elements in each byte, then an exponent for each 32 inputs. Of eight
     /// elements four bytes hold the even ones in their lower half and the odd ones in the upper.
     Mxfp4(GpuWeight<u8>),
+    /// Of an expert: integers of four bits, whose windows are smaller than those of [`Self::Int4`]. Codes past the end are the zero of
+    /// the last group, and words past the end are its word.
+    ExpertInt4 {
+        /// Rows of [`expert_int4_pitch`] bytes.
+        codes: GpuWeight<u8>,
+        /// `[n,` [`Int4Group::stride`]`]`.
+        groups: GpuWeight<u32>,
+        /// Which inputs share one of them.
+        group: Int4Group,
+    },
 }
 
 /// Outputs of each of [`GpuMatrix::Parts`] but the last are a multiple of this, so that those of the next begin at whole vectors.
@@ -134,6 +145,14 @@ const INT4_WINDOW: usize = 128;
 /// Bytes of a row of `k` codes of four bits, as `kernels/include/int4.cuh` orders them: windows of 128, the last filled up.
 pub fn int4_pitch(k: usize) -> usize {
     k.div_ceil(INT4_WINDOW) * INT4_WINDOW / 2
+}
+
+/// Inputs of a window of an expert's codes of four bits.
+const EXPERT_INT4_WINDOW: usize = 64;
+
+/// Bytes of a row of `k` codes of four bits of an expert: windows of 64, the last filled up.
+pub fn expert_int4_pitch(k: usize) -> usize {
+    k.div_ceil(EXPERT_INT4_WINDOW) * EXPERT_INT4_WINDOW / 2
 }
 
 /// So many neighbouring inputs of an output have a word together: their scale as `f32`, but for the last four bits, which are the zero.
@@ -155,7 +174,7 @@ impl Int4Group {
         }
     }
 
-    /// Words of a row of `k` inputs, as many as whole windows have.
+    /// Words of a row of `k` inputs, as many as whole windows of 128 have.
     pub fn stride(self, k: usize) -> usize {
         k.div_ceil(INT4_WINDOW) * (INT4_WINDOW / self.inputs())
     }
@@ -229,17 +248,22 @@ impl GpuMatrix {
                     && parts.iter().map(|part| part.n).sum::<usize>() == n
             }
             Self::Mxfp4(rows) => rows.slice().len() == n * mxfp4_pitch(k) && k.is_multiple_of(32),
+            Self::ExpertInt4 { codes, groups, group } => {
+                codes.slice().len() == n * expert_int4_pitch(k)
+                    && groups.slice().len() == n * group.stride(k)
+                    && k.is_multiple_of(8)
+            }
         }
     }
 
-    /// What its elements are; `None` for those of several parts, and for MXFP4, in which experts alone are.
+    /// What its elements are; `None` for those of several parts, and in formats that experts alone have.
     pub fn values(&self) -> Option<GpuValues> {
         Some(match self {
             Self::Bf16(_) => GpuValues::Bf16,
             Self::Fp8 { scaling, .. } => GpuValues::Fp8(*scaling),
             Self::Int4 { group, .. } => GpuValues::Int4(*group),
             Self::Gguf { format, .. } => GpuValues::Gguf(*format),
-            Self::Parts(_) | Self::Mxfp4(_) => return None,
+            Self::Parts(_) | Self::Mxfp4(_) | Self::ExpertInt4 { .. } => return None,
         })
     }
 }
@@ -304,8 +328,14 @@ impl GpuLinear {
             return parts.len() == others.len() && parts.iter().zip(others).all(|(a, b)| a.is_like(b));
         }
         let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some());
-        let format = |linear: &Self| (linear.matrix.values(), linear.order().is_some());
-        shape(self) == shape(other) && format(self) == format(other)
+        let group = |linear: &Self| match linear.matrix {
+            GpuMatrix::ExpertInt4 { group, .. } => Some(group),
+            _ => None,
+        };
+        let format = |linear: &Self| (linear.matrix.values(), group(linear), linear.order().is_some());
+        shape(self) == shape(other)
+            && discriminant(&self.matrix) == discriminant(&other.matrix)
+            && format(self) == format(other)
     }
 
     /// Which input each of the matrix's is, where it has them in another order; `[k]`.

@@ -47,9 +47,9 @@ pub(super) struct Addresses {
     pub(super) weight: u64,
     /// 0 for none.
     pub(super) bias: u64,
-    /// 0 for none.
+    /// Or words of groups; 0 for none.
     pub(super) scales: u64,
-    /// Scales from one row of blocks to the next.
+    /// Scales from one row of blocks to the next, or words of groups of a row.
     pub(super) scale_stride: usize,
 }
 
@@ -67,8 +67,13 @@ impl Addresses {
                 scaling.stride(linear.inputs()),
             ),
             GpuMatrix::Mxfp4(rows) => (rows.slice().ptr(), 0, 0),
+            GpuMatrix::ExpertInt4 { codes, groups, group } => (
+                codes.slice().ptr(),
+                groups.slice().ptr(),
+                group.stride(linear.inputs()),
+            ),
             GpuMatrix::Int4 { .. } | GpuMatrix::Gguf { .. } | GpuMatrix::Parts(_) => {
-                panic!("there are no products of experts in integers")
+                panic!("there are no products of experts in this format")
             }
         };
         Self {

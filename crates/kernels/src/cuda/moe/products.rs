@@ -3,7 +3,7 @@
 use plimsoll_device::cuda::{Function, Gpu, GpuError, Launch};
 
 use super::EXPERT_TILES;
-use crate::cuda::linear::{Fp8Scaling, GpuMatrix, mxfp4_pitch};
+use crate::cuda::linear::{Fp8Scaling, GpuMatrix, Int4Group, expert_int4_pitch, mxfp4_pitch};
 
 /// Inputs that the kernels go on by.
 const CHUNK: usize = 64;
@@ -17,10 +17,11 @@ pub(super) enum Format {
     Fp8,
     Fp8Blocks,
     Mxfp4,
+    Int4,
 }
 
 impl Format {
-    const ALL: [Self; 4] = [Self::Bf16, Self::Fp8, Self::Fp8Blocks, Self::Mxfp4];
+    const ALL: [Self; 5] = [Self::Bf16, Self::Fp8, Self::Fp8Blocks, Self::Mxfp4, Self::Int4];
 
     pub(super) fn of(matrix: &GpuMatrix) -> Self {
         match matrix {
@@ -34,8 +35,9 @@ impl Format {
                 ..
             } => Self::Fp8Blocks,
             GpuMatrix::Mxfp4(_) => Self::Mxfp4,
+            GpuMatrix::ExpertInt4 { .. } => Self::Int4,
             GpuMatrix::Int4 { .. } | GpuMatrix::Gguf { .. } | GpuMatrix::Parts(_) => {
-                panic!("there are no products of experts in integers")
+                panic!("there are no products of experts in this format")
             }
         }
     }
@@ -46,13 +48,14 @@ impl Format {
             Self::Fp8 => "fp8",
             Self::Fp8Blocks => "fp8_blocks",
             Self::Mxfp4 => "mxfp4",
+            Self::Int4 => "int4",
         }
     }
 
     /// Inputs are a multiple of this.
     pub(super) fn inputs(self) -> usize {
         match self {
-            Self::Bf16 => VEC,
+            Self::Bf16 | Self::Int4 => VEC,
             Self::Fp8 => 16,
             Self::Fp8Blocks => 128,
             Self::Mxfp4 => EXPONENT_INPUTS,
@@ -65,6 +68,7 @@ impl Format {
             Self::Bf16 => 2 * k,
             Self::Fp8 | Self::Fp8Blocks => k,
             Self::Mxfp4 => mxfp4_pitch(k),
+            Self::Int4 => expert_int4_pitch(k),
         }
     }
 
@@ -73,7 +77,7 @@ impl Format {
         match self {
             Self::Bf16 => 2 * CHUNK,
             Self::Fp8 | Self::Fp8Blocks => CHUNK,
-            Self::Mxfp4 => CHUNK / 2,
+            Self::Mxfp4 | Self::Int4 => CHUNK / 2,
         }
     }
 
@@ -82,6 +86,7 @@ impl Format {
         match self {
             Self::Bf16 => 4,
             Self::Fp8 | Self::Fp8Blocks | Self::Mxfp4 => 3,
+            Self::Int4 => 2,
         }
     }
 
@@ -172,20 +177,21 @@ impl Products {
 }
 
 impl Product {
-    /// Of `rows` rows of `k` weights with as many tiles as there can be.
-    pub(super) fn launch_of(&self, rows: usize, k: usize, most_tiles: usize) -> Launch {
+    /// Of `rows` rows of `k` weights, each with so many words of groups if there are groups, with as many tiles as there can be.
+    pub(super) fn launch_of(&self, rows: usize, k: usize, groups: usize, most_tiles: usize) -> Launch {
         let (tile, format) = (self.tile, self.format);
         let grid = |features: usize| [rows.div_ceil(features) as u32, most_tiles as u32, 1];
         match self.source {
-            // A ring of stages for each of two parts of k, and each row's exponents, padded to an odd number of pieces.
+            // A ring of stages for each of two parts of k, and each row's exponents or groups, an odd number of pieces or words.
             Source::Few => {
                 let features = 16;
                 let ring = format.few_stages() * features * 128;
-                let exponents = match format.exponent_pieces(k) {
-                    0 => 0,
-                    pieces => features * 16 * (pieces | 1),
+                let beside = match (format, format.exponent_pieces(k)) {
+                    (Format::Int4, _) => features * size_of::<u32>() * (groups | 1),
+                    (_, 0) => 0,
+                    (_, pieces) => features * 16 * (pieces | 1),
                 };
-                Launch::new(grid(features), 64).shared(2 * ring + exponents)
+                Launch::new(grid(features), 64).shared(2 * ring + beside)
             }
             // Stages, exponents and, in their place, padded sums.
             Source::Portable => {
@@ -195,17 +201,17 @@ impl Product {
                 let sums = tile * (features + 4) * size_of::<f32>();
                 Launch::new(grid(features), 128).shared((stages * stage + exponents).max(sums))
             }
-            // Stages of one chunk or two, with exponents, barriers, and alignment.
+            // Stages of one chunk or two, with exponents or groups, barriers, and alignment.
             Source::Hopper => {
                 let features = 256;
-                let (chunks, [some, many], exponents) = match format {
+                let (chunks, [some, many], beside) = match format {
                     Format::Bf16 => (1, [5, 4], 0),
                     Format::Fp8 | Format::Fp8Blocks => (2, [4, 3], 0),
                     Format::Mxfp4 => (2, [6, 4], 2 * CHUNK / EXPONENT_INPUTS),
+                    Format::Int4 => (2, [6, 4], Int4Group::Of32.stride(2 * CHUNK) * size_of::<u32>()),
                 };
                 let stages = if tile == 64 { some } else { many };
-                let stage =
-                    chunks * (features * format.chunk_bytes() + tile * 2 * CHUNK) + features * exponents;
+                let stage = chunks * (features * format.chunk_bytes() + tile * 2 * CHUNK) + features * beside;
                 let blocks = (rows.div_ceil(features) * most_tiles).min(self.multiprocessors);
                 Launch::new([blocks as u32, 1, 1], 384).shared(stages * stage + 2 * 1024)
             }

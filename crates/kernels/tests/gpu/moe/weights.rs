@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use half::bf16;
+use half::{bf16, f16};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_kernels::cuda::{
-    FP8_BLOCK, Fp8Scaling, GpuExperts, GpuLinear, GpuMatrix, GpuWeight, mxfp4_pitch,
+    FP8_BLOCK, Fp8Scaling, GpuExperts, GpuLinear, GpuMatrix, GpuWeight, Int4Group, expert_int4_pitch,
+    mxfp4_pitch,
 };
 use plimsoll_kernels::{e4m3_from_f32, e4m3_to_f32};
 use rand::Rng;
@@ -19,15 +20,24 @@ pub(super) enum Format {
     Fp8,
     Fp8Blocks,
     Mxfp4,
+    Int4(Int4Group),
 }
 
 impl Format {
-    pub(super) const ALL: [Self; 4] = [Self::Bf16, Self::Fp8, Self::Fp8Blocks, Self::Mxfp4];
+    pub(super) const ALL: [Self; 7] = [
+        Self::Bf16,
+        Self::Fp8,
+        Self::Fp8Blocks,
+        Self::Mxfp4,
+        Self::Int4(Int4Group::Of32),
+        Self::Int4(Int4Group::Of64),
+        Self::Int4(Int4Group::Of128),
+    ];
 
     /// Outer and inner width: with parts of tiles and of stages, where the format has such.
     pub(super) fn random_sizes(self, rng: &mut StdRng) -> (usize, usize) {
         let unit = match self {
-            Self::Bf16 => 8,
+            Self::Bf16 | Self::Int4(_) => 8,
             Self::Fp8 => 16,
             Self::Fp8Blocks => 128,
             Self::Mxfp4 => 32,
@@ -51,7 +61,8 @@ pub(super) struct Experts {
 /// One matrix as a device keeps it.
 struct Stored {
     bytes: Vec<u8>,
-    scales: Vec<f32>,
+    /// Or words of groups.
+    scales: Vec<u32>,
     wide: Vec<f64>,
 }
 
@@ -87,10 +98,10 @@ impl Experts {
         let linears: Vec<GpuLinear> = starts
             .into_iter()
             .map(|[weight, scales, own_bias]| {
-                let scales = || GpuWeight::<f32>::new(&slab, scales.start / 4..scales.end / 4);
+                let scales = scales.start / 4..scales.end / 4;
                 let values = |scaling| GpuMatrix::Fp8 {
                     values: GpuWeight::new(&slab, weight.clone()),
-                    scales: scales(),
+                    scales: GpuWeight::new(&slab, scales.clone()),
                     scaling,
                 };
                 let matrix = match format {
@@ -98,6 +109,11 @@ impl Experts {
                     Format::Fp8 => values(Fp8Scaling::Rows),
                     Format::Fp8Blocks => values(Fp8Scaling::Blocks),
                     Format::Mxfp4 => GpuMatrix::Mxfp4(GpuWeight::new(&slab, weight)),
+                    Format::Int4(group) => GpuMatrix::ExpertInt4 {
+                        codes: GpuWeight::new(&slab, weight),
+                        groups: GpuWeight::new(&slab, scales.clone()),
+                        group,
+                    },
                 };
                 let bias = bias.then(|| GpuWeight::new(&slab, own_bias.start / 2..own_bias.end / 2));
                 GpuLinear::new(matrix, bias, n, k)
@@ -140,6 +156,7 @@ impl Stored {
             Format::Fp8 => Self::fp8(rng, Fp8Scaling::Rows, n, k),
             Format::Fp8Blocks => Self::fp8(rng, Fp8Scaling::Blocks, n, k),
             Format::Mxfp4 => Self::mxfp4(rng, n, k),
+            Format::Int4(group) => Self::int4(rng, group, n, k),
         }
     }
 
@@ -163,7 +180,7 @@ impl Stored {
         Self {
             wide: wide.collect(),
             bytes,
-            scales,
+            scales: scales.iter().map(|scale| scale.to_bits()).collect(),
         }
     }
 
@@ -198,6 +215,43 @@ impl Stored {
         Self {
             bytes,
             scales: Vec::new(),
+            wide,
+        }
+    }
+
+    /// Rows as [`GpuMatrix::ExpertInt4`] says.
+    fn int4(rng: &mut StdRng, group: Int4Group, n: usize, k: usize) -> Self {
+        let (pitch, stride) = (expert_int4_pitch(k), group.stride(k));
+        let mut bytes = vec![0; n * pitch];
+        let (mut words, mut wide) = (Vec::new(), Vec::new());
+        for row in bytes.chunks_exact_mut(pitch) {
+            let mut shared: Vec<(f32, u8)> = (0..stride)
+                .map(|_| {
+                    let scale = f16::from_f32(rng.random_range(0.01..0.3));
+                    (scale.to_f32(), rng.random_range(0..16))
+                })
+                .collect();
+            let (used, last) = (k.div_ceil(group.inputs()), shared[(k - 1) / group.inputs()]);
+            shared[used..].fill(last);
+            words.extend(shared.iter().map(|&(scale, zero)| Int4Group::word(scale, zero)));
+            for input in 0..pitch * 2 {
+                let (scale, zero) = if input < k {
+                    shared[input / group.inputs()]
+                } else {
+                    last
+                };
+                let code = if input < k { rng.random_range(0..16) } else { zero };
+                if input < k {
+                    wide.push((f64::from(code) - f64::from(zero)) * f64::from(scale));
+                }
+                let (window, part, quad, place) = (input / 64, input % 64 / 32, input % 32 / 8, input % 8);
+                let byte = 4 * (8 * window + 2 * quad + part) + place % 2 * 2 + place / 4;
+                row[byte] |= code << (place / 2 % 2 * 4);
+            }
+        }
+        Self {
+            bytes,
+            scales: words,
             wide,
         }
     }

@@ -121,7 +121,7 @@ impl<'a> Job<'a> {
             match self.part.element {
                 Element::F32 => cast_slice_mut(out).copy_from_slice(values),
                 Element::Bf16 => narrow(values, out),
-                Element::Fp8 | Element::Mxfp4 | Element::Int4 | Element::Gguf(_) => {
+                Element::Fp8 | Element::Mxfp4 | Element::Int4 | Element::ExpertInt4 | Element::Gguf(_) => {
                     unreachable!("vectors have no scales")
                 }
             }
@@ -218,7 +218,10 @@ const MOST_MXFP4_EXPONENT: u8 = 192;
 
 /// Which input of a matrix in four bits each is on the device: groups one after the other.
 fn input_order(int4: &Int4<'_>, part: &Part, name: &str) -> Result<Option<Vec<u32>>, ModelError> {
-    let Stored::Matrix(Matrix { inputs, .. }) = part.stored else {
+    let Stored::Matrix(Matrix {
+        inputs, ref expert, ..
+    }) = part.stored
+    else {
         unreachable!("vectors have no groups")
     };
     let refuse = |message: &str| {
@@ -229,6 +232,9 @@ fn input_order(int4: &Int4<'_>, part: &Part, name: &str) -> Result<Option<Vec<u3
     };
     let mut order: Vec<u32> = (0..inputs as u32).collect();
     match (int4.order(), part.order) {
+        (Some(_), None) if expert.is_some() => {
+            return refuse("its inputs are in another order, which experts cannot have on a GPU");
+        }
         (Some(_), None) => {
             return refuse("its inputs are in another order, of which the configuration says nothing");
         }
@@ -261,6 +267,7 @@ impl Job<'_> {
             unreachable!("what has codes of four bits has groups")
         };
         let inputs = *inputs;
+        let window = window_words(self.part.element);
         let mut unpacked = Vec::new();
         int4.unpack(&self.tensor, rows.clone(), &mut unpacked);
         let mut ordered = vec![0; inputs / INT4_WORD];
@@ -275,11 +282,13 @@ impl Job<'_> {
                 }
                 codes = &ordered;
             }
+            let groups = int4.groups(self.tensor.order, row)?;
+            // Padding has the zero of the last group as its codes, which stand for 0: `moe_few.cu` multiplies them.
+            let filling = groups.last().map_or(0, |group| u32::from(group.zero) * EACH_CODE);
             for (at, out) in out.as_chunks_mut().0.iter_mut().enumerate() {
-                let word = codes.get(word_in_row(at)).copied().unwrap_or(0);
+                let word = codes.get(word_in_row(at, window)).copied().unwrap_or(filling);
                 *out = apart(word).to_le_bytes();
             }
-            let groups = int4.groups(self.tensor.order, row)?;
             let size = int4.group_inputs();
             words.extend((0..group.stride(inputs)).map(|at| {
                 // Those past the end are of no inputs.
@@ -291,15 +300,41 @@ impl Job<'_> {
     }
 }
 
-/// Which word of eight neighbouring inputs lies at a place of a row, in windows of 16: within, those that the lanes of a product read
-/// together are four apart.
-fn word_in_row(at: usize) -> usize {
-    let (window, place) = (at / 16, at % 16);
-    16 * window + place % 4 * 4 + place / 4
+/// A code, in each place of a word.
+const EACH_CODE: u32 = 0x1111_1111;
+/// Lanes of a product that share a row of weights.
+const LANES: usize = 4;
+
+/// Words of a window of a row of codes.
+fn window_words(element: Element) -> usize {
+    match element {
+        Element::ExpertInt4 => 8,
+        _ => 16,
+    }
 }
 
-/// A row of [`Element::Int4`] as the kernels take it, for oracles: codes and words of groups.
-pub(super) fn widen_int4(row: &[u8], words: &[u32], group: Int4Group, inputs: usize) -> Vec<f32> {
+/// Which word of eight neighbouring inputs lies at a place of a row, in windows of so many: within, those that the lanes of a product
+/// read together are [`LANES`] apart.
+fn word_in_row(at: usize, window: usize) -> usize {
+    let (first, place, parts) = (at / window * window, at % window, window / LANES);
+    first + place % parts * LANES + place / parts
+}
+
+/// The place of a word, the inverse.
+fn place_in_row(word: usize, window: usize) -> usize {
+    let (first, at, parts) = (word / window * window, word % window, window / LANES);
+    first + at % LANES * parts + at / LANES
+}
+
+/// A row of [`Element::Int4`] or [`Element::ExpertInt4`] as the kernels take it, for oracles: codes and words of groups.
+pub(super) fn widen_int4(
+    element: Element,
+    row: &[u8],
+    words: &[u32],
+    group: Int4Group,
+    inputs: usize,
+) -> Vec<f32> {
+    let window = window_words(element);
     let row: Vec<u32> = row
         .as_chunks()
         .0
@@ -307,8 +342,7 @@ pub(super) fn widen_int4(row: &[u8], words: &[u32], group: Int4Group, inputs: us
         .map(|&word| u32::from_le_bytes(word))
         .collect();
     let element = |input: usize| {
-        // The permutation of words is its own inverse.
-        let word = row[word_in_row(input / 8)];
+        let word = row[place_in_row(input / 8, window)];
         let place = input % 8;
         let code = word >> (place % 2 * 16 + place / 2 * 4) & 15;
         let shared = words[input / group.inputs()];

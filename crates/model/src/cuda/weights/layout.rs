@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use half::bf16;
 use plimsoll_kernels::GgufFormat;
-use plimsoll_kernels::cuda::{int4_pitch, mxfp4_pitch};
+use plimsoll_kernels::cuda::{expert_int4_pitch, int4_pitch, mxfp4_pitch};
 
 use crate::blocks::{Decoder, Encoder, Matrix, Stack, Vector, Visitor};
 use crate::quantization::MatrixFormat;
@@ -28,6 +28,8 @@ pub(super) enum Element {
     Mxfp4,
     /// Of matrices: integers of four bits.
     Int4,
+    /// Of experts' matrices: the same in smaller windows.
+    ExpertInt4,
     /// Of matrices: a block type of GGUF's.
     Gguf(GgufFormat),
 }
@@ -36,7 +38,9 @@ impl Element {
     /// What those of a matrix become.
     fn of(matrix: &Matrix) -> Self {
         match (KeptScales::of(matrix.format), matrix.gguf()) {
-            (Some(kept), _) => kept.element(),
+            (Some(KeptScales::Fp8(_)), _) => Self::Fp8,
+            (Some(KeptScales::Int4(_)), _) if matrix.expert.is_some() => Self::ExpertInt4,
+            (Some(KeptScales::Int4(_)), _) => Self::Int4,
             (None, Some(format)) => Self::Gguf(format),
             (None, None) if matrix.format == MatrixFormat::Mxfp4 => Self::Mxfp4,
             (None, None) => Self::Bf16,
@@ -51,6 +55,7 @@ impl Element {
             Self::Fp8 => Some(elements),
             Self::Mxfp4 => Some(mxfp4_pitch(elements)),
             Self::Int4 => Some(int4_pitch(elements)),
+            Self::ExpertInt4 => Some(expert_int4_pitch(elements)),
             Self::Gguf(format) => Some(format.pitch(elements)),
         }
     }
@@ -271,8 +276,9 @@ impl Places {
     }
 
     /// Matrices of the same inputs and type of elements one after another, and then their scales.
-    fn put_matrices(&mut self, matrices: &[Matrix]) -> Result<MatrixSpan, Boundless> {
+    pub(super) fn put_matrices(&mut self, matrices: &[Matrix]) -> Result<MatrixSpan, Boundless> {
         let Matrix { inputs, format, .. } = matrices[0];
+        let in_experts = matrices[0].expert.is_some();
         let outputs = matrices.iter().map(|matrix| matrix.outputs).sum();
         let kept = KeptScales::of(format);
         let element = Element::of(&matrices[0]);
@@ -287,8 +293,10 @@ impl Places {
             }
         };
         let order = match format {
-            // Numbers of as many bytes.
-            MatrixFormat::Int4(format) if format.ordered => Some(self.take(1, inputs, Element::F32)?),
+            // Numbers of as many bytes. What goes to experts is never put into another order.
+            MatrixFormat::Int4(format) if format.ordered && !in_experts => {
+                Some(self.take(1, inputs, Element::F32)?)
+            }
             _ => None,
         };
         let mut start = weight.start;

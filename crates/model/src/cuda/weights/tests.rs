@@ -12,9 +12,9 @@ use rand::{Rng, SeedableRng};
 use super::convert::{Job, widen_int4, widen_mxfp4};
 use super::layout::tests::random_spec;
 use super::layout::{Element, KeptScales, Layout, LinearSpan, Part, Places, Span, Stored};
-use crate::blocks::{Decoder, Layer, Matrix, RowOrder};
+use crate::blocks::{Among, Decoder, InExperts, Layer, Matrix, RowOrder};
 use crate::model::Description;
-use crate::quantization::{GgufTypes, Quantization};
+use crate::quantization::{GgufTypes, Int4Groups, Quantization};
 use crate::shard::Axis;
 use crate::spec::LayerSpec;
 use crate::weights::int4_tests::{self, Plain};
@@ -44,6 +44,7 @@ fn experts_arrive_as_a_cpu_reads_them() {
         "mixtral",
         "qwen2-moe",
         "qwen3-moe",
+        "qwen3-moe-awq",
         "qwen3-moe-fp8-block",
         "gpt-oss",
         "gpt-oss-mxfp4",
@@ -70,6 +71,7 @@ fn parts_of_ranks_arrive_as_a_cpu_reads_them() {
         ("qwen3-next-moe", &[2]),
         ("mixtral", &[2, 4]),
         ("qwen3-moe", &[2, 4]),
+        ("qwen3-moe-awq", &[2]),
         ("gpt-oss", &[2, 4]),
     ] {
         for &ranks in counts {
@@ -126,13 +128,13 @@ fn arrives(name: &str, shard: Shard) -> Result<Vec<Matrix>, ModelError> {
                         .map(|x| bf16::from_f32(x).to_f32())
                         .collect()
                 }
-                (Element::Int4, Some(words), Some(KeptScales::Int4(group))) => {
+                (Element::Int4 | Element::ExpertInt4, Some(words), Some(KeptScales::Int4(group))) => {
                     let stride = group.stride(matrix.inputs);
                     let words: Vec<u32> = words[row * stride..][..stride]
                         .iter()
                         .map(|word| word.to_bits())
                         .collect();
-                    let elements = widen_int4(bytes, &words, group, matrix.inputs);
+                    let elements = widen_int4(part.element, bytes, &words, group, matrix.inputs);
                     elements.into_iter().map(|x| bf16::from_f32(x).to_f32()).collect()
                 }
                 _ => {
@@ -176,14 +178,18 @@ fn integers_of_four_bits_keep_their_values() {
         let plain = Plain::random(format, outputs, inputs, &mut rng);
         let tensors = plain.tensors();
         let parts = [1, 3, 0, 4].map(|part| part * outputs / 8);
-        for order in [RowOrder::Plain, RowOrder::Grouped { groups: 1, parts }] {
+        let elements = [Element::Int4, Element::ExpertInt4].into_iter();
+        let grouped = RowOrder::Grouped { groups: 1, parts };
+        for (element, order) in
+            elements.flat_map(|element| [RowOrder::Plain, grouped].map(|order| (element, order)))
+        {
             let place = Span {
                 start: 0,
                 len: inputs * size_of::<u32>(),
             };
             let part = Part {
                 stored: Stored::Matrix(plain.matrix(order)),
-                element: Element::Int4,
+                element,
                 start: 0,
                 scales: None,
                 order: format.ordered.then_some(place),
@@ -204,13 +210,66 @@ fn integers_of_four_bits_keep_their_values() {
                 assert_eq!(words.len(), rows.len() * group.stride(inputs));
                 let codes = codes.chunks_exact(part.row_bytes());
                 for (row, (codes, words)) in rows.zip(codes.zip(words.chunks_exact(group.stride(inputs)))) {
-                    let found = widen_int4(codes, words, group, inputs);
+                    let places = match element {
+                        Element::ExpertInt4 => 2 * part.row_bytes(),
+                        _ => inputs,
+                    };
+                    let mut found = widen_int4(element, codes, words, group, places);
+                    let padding = found.split_off(inputs);
+                    assert!(
+                        padding.iter().all(|&x| x == 0.0),
+                        "{format:?}, row {row}: {padding:?}"
+                    );
                     let of = |&input: &u32| plain.element(order.stored(row), input as usize);
                     let want: Vec<f32> = input_of.iter().map(of).collect();
                     assert_eq!(found, want, "{format:?}, {order:?}, row {row}");
                 }
             }
         }
+    }
+}
+
+/// What goes to experts is never put into another order.
+#[test]
+fn experts_have_their_inputs_in_order() {
+    let formats =
+        int4_tests::formats().filter(|format| format.ordered && format.groups != Int4Groups::Channel);
+    for (seed, format) in (0..).zip(formats) {
+        let plain = Plain::random(format, 16, 256, &mut StdRng::seed_from_u64(seed));
+        let tensors = plain.tensors();
+        let matrix = Matrix {
+            expert: Some(InExperts {
+                stacked: "experts".to_owned(),
+                index: 0,
+                count: 1,
+                rows: Among {
+                    first: 0,
+                    step: 1,
+                    all: 16,
+                },
+                transposed: false,
+            }),
+            ..plain.matrix(RowOrder::Plain)
+        };
+        let place = Places::default()
+            .put_matrices(std::slice::from_ref(&matrix))
+            .ok()
+            .unwrap();
+        assert_eq!((place.element, place.order), (Element::ExpertInt4, None));
+        let part = Part {
+            stored: Stored::Matrix(matrix),
+            element: place.element,
+            start: 0,
+            scales: None,
+            order: None,
+        };
+        let error = Job::new(&mut Checked::new(&tensors), &part)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("mlp.up_proj") && error.contains("which experts cannot have on a GPU"),
+            "{format:?}: {error}"
+        );
     }
 }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use plimsoll_kernels::cuda::{Fp8Scaling, Int4Group};
 
-use super::{Element, Span};
+use super::Span;
 use crate::blocks::Matrix;
 use crate::quantization::{FP8_BLOCK, Fp8Scales, Int4Groups, MatrixFormat};
 
@@ -34,13 +34,6 @@ impl KeptScales {
                 Int4Groups::Of128 | Int4Groups::Channel => Int4Group::Of128,
             })),
             other => other.kept_scales().map(Self::Fp8),
-        }
-    }
-
-    pub(super) fn element(self) -> Element {
-        match self {
-            Self::Fp8(_) => Element::Fp8,
-            Self::Int4(_) => Element::Int4,
         }
     }
 
