@@ -9,7 +9,7 @@
 //! prefix cache kept.
 //!
 //! Why this cannot thrash: a preemption happens with no block available, and admission needs all blocks of the request
-//! plus one for each that runs. So a preempted request does not return on the blocks it gave up, only after others ended
+//! plus one for each that runs, or what all of them are likely to grow by, if that is more. So a preempted request does not return on the blocks it gave up, only after others ended
 //! (or when it can share blocks that it held alone). And it cannot starve: once others have had
 //! [`SchedulerConfig::patience`] turns since it came, it is next as soon as it is the oldest that waits, and then has the
 //! lowest rank of all that come after it; the lowest rank is never preempted, and [`plimsoll_core::Request::new`] only
@@ -27,6 +27,7 @@
 
 mod budget;
 mod defect;
+mod growth;
 mod queue;
 mod scheduler;
 mod sequence;

@@ -14,6 +14,7 @@ use plimsoll_kv::{BlockTable, KvManager};
 use crate::{
     PromptBudget, SchedulerStats,
     defect::defect,
+    growth::Outputs,
     queue::{Queue, Rank},
     scheduler::images::KnownImages,
     sequence::{Arrival, Running, Sequence},
@@ -85,6 +86,7 @@ pub struct Scheduler {
     /// A request was preempted and no blocks came back since: a request admitted now would soon be preempted too.
     short_of_blocks: bool,
     prompt_budget: Option<PromptBudget>,
+    outputs: Outputs,
     images: KnownImages,
     counters: SchedulerStats,
 }
@@ -123,6 +125,7 @@ impl Scheduler {
             in_flight: Vec::with_capacity(MAX_IN_FLIGHT),
             short_of_blocks: false,
             prompt_budget: None,
+            outputs: Outputs::default(),
             images: KnownImages::default(),
             counters: SchedulerStats::default(),
         }
@@ -170,6 +173,13 @@ impl Scheduler {
 
     /// Cancels a request without further events. False if there is none: it may just have ended.
     pub fn cancel(&mut self, id: RequestId) -> bool {
+        // Outputs end this way at stop strings too, and where clients have read enough.
+        if let Some((_, running)) = self.running_mut(id)
+            && running.sequence.outputs() > 0
+        {
+            let outputs = running.sequence.outputs();
+            self.outputs.ended(outputs);
+        }
         let known = self.remove(id);
         self.counters.cancelled += u64::from(known);
         known
@@ -464,6 +474,7 @@ impl Scheduler {
             Some(FinishReason::Stop | FinishReason::Complete) => self.counters.finished_stop += 1,
             Some(FinishReason::Length) => self.counters.finished_length += 1,
         }
+        self.outputs.ended(running.sequence.outputs());
         self.retire(rank);
     }
 

@@ -244,7 +244,7 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
     let library = rng.random_bool(0.25);
     let (most_requests, most_words, most_tokens) = if library { (40, 4, 24) } else { (16, 40, longest) };
     let tenants = *[1, 1, 2, 4].choose(rng).expect("there are numbers");
-    let priorities = if rng.random_bool(0.3) { 3 } else { 1 };
+    let priorities = if rng.random_bool(0.6) { 3 } else { 1 };
     let mut tick = 0;
     let mut requests: Vec<(u64, Request)> = Vec::new();
     for id in 0..rng.random_range(1..=most_requests) {

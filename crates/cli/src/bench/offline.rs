@@ -102,7 +102,7 @@ pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
     let samples = warmups.split_off(args.num_warmups);
     bench.run(&warmups, &indicatif::ProgressBar::hidden()).await?;
     let idle_before = bench.device_time();
-    let steps_before = bench.engine.stats().seconds_by_kind;
+    let before = bench.engine.stats();
     let bar = count_bar("requests", args.num_prompts as u64);
     let timing = bench.run(&samples, &bar).await?;
     bar.finish_and_clear();
@@ -123,7 +123,9 @@ pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
     }
     report.rate("Generation throughput (tok/s)", "output_throughput", output);
     report.rate("Total throughput (tok/s)", "tokens_per_second", prompt + output);
-    bench.report_steps(&mut report, steps_before);
+    let preemptions = bench.engine.stats().scheduler.preemptions - before.scheduler.preemptions;
+    report.count("Preemptions", "num_preemptions", preemptions as usize);
+    bench.report_steps(&mut report, before.seconds_by_kind);
     bench.report_idle(&mut report, idle_before);
     bench.end().await;
     report.publish(" Throughput Benchmark Result ", args.output_json.as_deref())

@@ -2,10 +2,12 @@
 
 use std::ops::Bound;
 
-use plimsoll_core::Run;
+use plimsoll_core::{CacheKind, Run};
 
 use super::{Place, Scheduler, room::Room};
-use crate::{queue::Rank, sequence::Running};
+use crate::growth::{Forecast, Growth};
+use crate::queue::{Class, Rank};
+use crate::sequence::Running;
 
 impl Scheduler {
     pub(super) fn plan_runs(&mut self, runs: &mut Vec<Run>, room: &mut Room) {
@@ -61,19 +63,27 @@ impl Scheduler {
 
     /// Admits waiting requests, each in its turn, while tokens, runs and blocks last.
     fn plan_waiting(&mut self, runs: &mut Vec<Run>, room: &mut Room) {
+        let mut growth: Option<(Class, Forecast, Growth)> = None;
         while room.for_prompts() > 0 && !self.short_of_blocks && self.running.len() < self.limits.max_num_seqs
         {
             let lowest = self.running.first_key_value().map(|(rank, _)| rank.class);
             let Some(next) = self.waiting.next(self.counters.admissions, lowest) else {
                 return;
             };
-            // One more block of each group for each that runs, lest the newcomer be preempted as soon as they grow.
-            let headroom = self.running.len() * self.kv.config().groups.pages_per_block();
             let sequence = self.waiting.peek(next);
             // Most likely too little for a chunk, whatever the prefix cache has: not worth taking blocks to find out.
             if room.for_prompts() < self.kv.state_chunk().min(sequence.tokens.len()) {
                 return;
             }
+            // Those of higher classes give way if they grow.
+            if growth.as_ref().is_none_or(|(class, ..)| *class != next.class) {
+                let forecast = self.outputs.forecast();
+                let ahead = self.running.iter().filter(|(rank, _)| rank.class <= next.class);
+                let all = ahead.map(|(_, running)| forecast.of(&running.sequence)).collect();
+                growth = Some((next.class, forecast, all));
+            }
+            let (_, forecast, growth) = growth.as_mut().expect("just made");
+            let headroom = self.pages_to_grow(growth.add(forecast.of(sequence)));
             let Ok(table) = self.kv.open(&sequence.tokens, sequence.sharing(), headroom) else {
                 return;
             };
@@ -94,5 +104,25 @@ impl Scheduler {
             runs.push(running.next_run(len, &mut self.kv));
             self.running.insert(rank, running);
         }
+    }
+
+    /// Pages that must stay free beside a newcomer's: one more block of each group for each that runs, or those for `tokens` more
+    /// tokens, if that is more. What lies behind a window is given back as a request grows. None if it is alone, where every request
+    /// fits.
+    fn pages_to_grow(&self, tokens: usize) -> usize {
+        let config = self.kv.config();
+        let of_kind = |is_full: bool| {
+            let groups = config
+                .groups
+                .iter()
+                .filter(move |group| (group.kind == CacheKind::Full) == is_full);
+            groups.map(|group| group.pages_per_block).sum::<usize>()
+        };
+        let running = self.running.len();
+        let grown = match running {
+            0 => 0,
+            _ => running.max(config.block_size.blocks_for(tokens)),
+        };
+        grown * of_kind(true) + running * of_kind(false)
     }
 }
