@@ -179,7 +179,7 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
         }
 #pragma unroll
         for (int chunk = 0; chunk < kStageChunks<kFormat>; ++chunk) {
-            // Copies past the end of a row are codes of 0, which stand for less than 0.
+            // Past the end of a row copies fill in codes of 0, and (0 - zero) * scale is not 0.
             if (kFormat == Format::kInt4 && is_last && (stage * kStageChunks<kFormat> + chunk) * 2 >= pieces) break;
             if constexpr (kFormat == Format::kInt4) {
                 const int first = (stage * kStageChunks<kFormat> + chunk) * 2;

@@ -68,15 +68,16 @@ impl Forecast {
     }
 }
 
-/// Requests that generate a token in each step until they end.
-#[derive(Debug, Default)]
+/// Running requests, taken to generate a token in each step until they end.
+#[derive(Debug)]
 pub(crate) struct Growth {
     /// The longest-lived first.
     requests: Vec<Growing>,
-    /// By all of them.
+    /// Tokens that all of them hold.
     held: usize,
 }
 
+/// One of them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Growing {
     /// Tokens that it holds.

@@ -1,60 +1,14 @@
 //! What the scheduler promises, one promise at a time; the simulator tests them all together.
 
+mod common;
+
 use plimsoll_core::{
-    BlockSize, CacheGroups, Event, FinishReason, KvConfig, Limits, PromptLogprob, Request, RequestId,
-    RequestOptions, RunInput, Sampled, SamplingOptions, StepError, StepLimits, StepOutput, StepPlan,
-    TenantId, TokenId,
+    BlockSize, CacheGroups, Event, FinishReason, KvConfig, Limits, Request, RequestId, RequestOptions,
+    RunInput, SamplingOptions, StepError, StepOutput, StepPlan, TenantId, TokenId,
 };
-use plimsoll_scheduler::{Scheduler, SchedulerConfig};
+use plimsoll_scheduler::Scheduler;
 
-const STOP: TokenId = 99;
-const PATIENCE: u64 = 20;
-
-fn scheduler(max_num_batched_tokens: usize, max_num_seqs: usize, num_blocks: usize) -> Scheduler {
-    Scheduler::new(SchedulerConfig {
-        limits: StepLimits {
-            max_num_batched_tokens,
-            max_num_seqs,
-            max_model_len: 1000,
-        },
-        kv: KvConfig {
-            block_size: BlockSize::new(8).expect("8 is legal"),
-            num_pages: num_blocks,
-            groups: CacheGroups::default(),
-            state_slots: 0,
-        },
-        state_chunk: 1,
-        enable_prefix_caching: true,
-        patience: PATIENCE,
-    })
-}
-
-/// A request whose prompt begins with its id.
-fn request(id: u64, prompt: usize, max_tokens: usize) -> Request {
-    with_sampling(id, prompt, max_tokens, SamplingOptions::default())
-}
-
-fn with_sampling(id: u64, prompt: usize, max_tokens: usize, sampling: SamplingOptions) -> Request {
-    let limits = Limits {
-        max_model_len: 1000,
-        kv_capacity_tokens: 1000,
-        vocab_size: 100,
-        images: None,
-    };
-    let prompt = (0..prompt as u32)
-        .map(|i| if i == 0 { id as u32 } else { i % 90 })
-        .collect();
-    let stop_token_ids = vec![STOP];
-    let options = RequestOptions {
-        prompt,
-        max_tokens: Some(max_tokens),
-        sampling,
-        seed: id,
-        stop_token_ids,
-        ..Default::default()
-    };
-    Request::new(RequestId(id), options, &limits).expect("the request is legal")
-}
+use common::{PATIENCE, STOP, output, request, scheduler, step, with_sampling};
 
 /// As [`request`], with log-probabilities of the prompt.
 fn scored(id: u64, prompt: usize, max_tokens: usize) -> Request {
@@ -81,46 +35,12 @@ fn scores(plan: &StepPlan) -> Option<(usize, Vec<TokenId>)> {
     Some((score.first, score.targets.clone()))
 }
 
-/// Every run that samples gets `token`.
-fn output(plan: &StepPlan, token: TokenId) -> StepOutput {
-    let samples = plan.runs.iter().map(|run| {
-        run.sample.as_ref().map(|_| Sampled {
-            token,
-            logprobs: None,
-        })
-    });
-    let scored = |&target: &TokenId| PromptLogprob {
-        token: target,
-        logprob: -1.0,
-        rank: 1,
-        top: Vec::new(),
-    };
-    let scores = plan.runs.iter().filter_map(|run| run.score.as_ref());
-    StepOutput {
-        samples: samples.collect(),
-        scores: scores
-            .map(|score| score.targets.iter().map(scored).collect())
-            .collect(),
-        pooled: Vec::new(),
-    }
-}
-
 /// (request, start, tokens, samples) of each run.
 fn shape(plan: &StepPlan) -> Vec<(u64, usize, usize, bool)> {
     plan.runs
         .iter()
         .map(|run| (run.request.0, run.start, run.input.len(), run.sample.is_some()))
         .collect()
-}
-
-fn step(scheduler: &mut Scheduler, token: TokenId) -> (StepPlan, Vec<(RequestId, Event)>) {
-    let plan = scheduler.plan();
-    let mut events = scheduler.admitted(&plan);
-    if !plan.is_empty() {
-        events.extend(scheduler.apply(&plan, output(&plan, token)));
-    }
-    scheduler.check_invariants().expect("the bookkeeping is sound");
-    (plan, events)
 }
 
 #[test]

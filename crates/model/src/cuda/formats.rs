@@ -92,7 +92,7 @@ fn check_product(parts: &[Matrix]) -> Result<(), ModelError> {
     Ok(())
 }
 
-/// The first expert's module and format, by the name of the tensor that all experts of a layer are in or could be in.
+/// Module and format of the first expert of each layer, by the name of the tensor in which all of them are or would be stacked.
 #[derive(Default)]
 struct Products(HashMap<String, (String, MatrixFormat)>);
 

@@ -362,7 +362,7 @@ fn fill_matrices(
                 }
                 int4.iter()
                     .try_for_each(|int4| int4.fill(view(slab, part.span()), seed))?;
-                // The mean of codes is 7.5; with one zero for all, all outputs would have a part in common, which grows by the layer.
+                // The mean of codes is 7.5; with one zero for all, all outputs would share a component that grows from layer to layer.
                 let words = [7, 8].map(|zero| Int4Group::word(deviation / CODE_DEVIATION, zero));
                 let zero = |group: u64| (mix(seed.wrapping_add(group)) & 1) as usize;
                 let count = (span.len / size_of::<u32>()) as u64;

@@ -332,10 +332,16 @@ impl GpuLinear {
             GpuMatrix::ExpertInt4 { group, .. } => Some(group),
             _ => None,
         };
-        let format = |linear: &Self| (linear.matrix.values(), group(linear), linear.order().is_some());
-        shape(self) == shape(other)
-            && discriminant(&self.matrix) == discriminant(&other.matrix)
-            && format(self) == format(other)
+        let format = |linear: &Self| {
+            let matrix = &linear.matrix;
+            (
+                discriminant(matrix),
+                matrix.values(),
+                group(linear),
+                linear.order().is_some(),
+            )
+        };
+        shape(self) == shape(other) && format(self) == format(other)
     }
 
     /// Which input each of the matrix's is, where it has them in another order; `[k]`.

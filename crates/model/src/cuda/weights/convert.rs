@@ -300,7 +300,7 @@ impl Job<'_> {
     }
 }
 
-/// A code, in each place of a word.
+/// A word whose eight codes are 1.
 const EACH_CODE: u32 = 0x1111_1111;
 /// Lanes of a product that share a row of weights.
 const LANES: usize = 4;
