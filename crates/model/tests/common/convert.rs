@@ -353,6 +353,18 @@ pub fn converted(
     tensors.iter().map(convert).collect()
 }
 
+/// The same weights, as quantisation rounded them, in f32.
+pub fn dequantised(tensors: &[(String, QTensor)]) -> Vec<(String, QTensor)> {
+    let float = |tensor: &QTensor| {
+        let tensor = tensor.dequantize(&Device::Cpu).unwrap();
+        QTensor::quantize(&tensor, GgmlDType::F32).unwrap()
+    };
+    let tensors = tensors.iter();
+    tensors
+        .map(|(name, tensor)| (name.clone(), float(tensor)))
+        .collect()
+}
+
 /// The matrices of all experts as one tensor (`modify_tensors` of the families with experts).
 fn merged(tensors: &Tensors) -> Tensors {
     let mut out = Tensors::new();
