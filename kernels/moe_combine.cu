@@ -1,6 +1,7 @@
-// Mixtures of experts, last part: the weighted sums of each row's experts. And random weights in MXFP4.
+// Mixtures of experts, last part: the weighted sums of each row's experts, alone or with the norm that takes them up. And random weights
+// in MXFP4.
+#include "norm.cuh"
 #include "philox.cuh"
-#include "rows.cuh"
 
 constexpr int kExponentInputs = 32;
 
@@ -32,28 +33,89 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// out[row] = sum over the row's routes of weight * x[place], in order. With `gates`, [rows], plus sigmoid(gate) * out[row].
+namespace {
+
+// The sums of rows' experts: sum over the row's routes of weight * x[place], in order. With `gates`, [rows], plus
+// sigmoid(gate) * shared[row].
+struct Sums {
+    const bf16* x;  // [places, n]
+    const int* places;
+    const float* weights;
+    const float* gates;
+    const bf16* shared;
+    int n, top_k;
+
+    // Eight elements of a row, of so many experts at once.
+    template <int kAtOnce>
+    __device__ __forceinline__ Bf16x8 of(int row, int at) const {
+        const size_t first = size_t(row) * top_k;
+        Float8 sum{};
+        for (int begin = 0; begin < top_k; begin += kAtOnce) {
+            Bf16x8 one[kAtOnce];
+            float weight[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                if (begin + i >= top_k) break;
+                weight[i] = weights[first + begin + i];
+                one[i] = load8(x + size_t(places[first + begin + i]) * n + at);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                if (begin + i >= top_k) break;
+                const Float8 wide = widen(one[i]);
+#pragma unroll
+                for (int j = 0; j < kVec; ++j) sum.at[j] = fmaf(weight[i], wide.at[j], sum.at[j]);
+            }
+        }
+        if (gates != nullptr) {
+            const float gate = 1.0f / (1.0f + expf(-gates[row]));
+            const Float8 other = widen(load8(shared + size_t(row) * n + at));
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) sum.at[j] = fmaf(gate, other.at[j], sum.at[j]);
+        }
+        return narrow(sum);
+    }
+};
+
+template <int kVecs, bool kFp8>
+__device__ __forceinline__ void add_and_norm(const Norm& norm, const Sums& sums) {
+    norm_row<Rows::kAdd, kVecs, kFp8>(norm, [&](Bf16x8(&delta)[kVecs], int64_t) {
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) {
+            const int at = static_cast<int>(threadIdx.x + v * blockDim.x) * kVec;
+            if (at < norm.n) delta[v] = sums.of<kVecs == 1 ? 4 : 2>(blockIdx.x, at);
+        }
+    });
+}
+
+}  // namespace
+
+// out = the sums. `shared` may be `out`.
 extern "C" __global__ void __launch_bounds__(256)
     moe_combine(const bf16* x, const int* places, const float* weights, const float* gates, bf16* out, int n, int top_k) {
     pdl_launch();
     pdl_wait();
     const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kVec;
     if (at >= n) return;
-    const size_t first = size_t(blockIdx.x) * top_k;
-    Float8 sum{};
-#pragma unroll 4
-    for (int i = 0; i < top_k; ++i) {
-        const float weight = weights[first + i];
-        const Float8 one = widen(load8(x + size_t(places[first + i]) * n + at));
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) sum.at[j] = fmaf(weight, one.at[j], sum.at[j]);
-    }
-    bf16* to = out + size_t(blockIdx.x) * n + at;
-    if (gates != nullptr) {
-        const float gate = 1.0f / (1.0f + expf(-gates[blockIdx.x]));
-        const Float8 shared = widen(load8(to));
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) sum.at[j] = fmaf(gate, shared.at[j], sum.at[j]);
-    }
-    store8(to, narrow(sum));
+    const Sums sums{x, places, weights, gates, out, n, top_k};
+    store8(out + size_t(blockIdx.x) * n + at, sums.of<8>(blockIdx.x, at));
 }
+
+#define SUM_PARAMS const bf16 *x, const int *places, const float *weights, const float *gates, const bf16 *shared, int top_k
+
+// hidden += the sums, rounded to bf16 first; then the norm of that, as `add_rms_norm` in fused.cu.
+#define NORM_KERNELS(VECS)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
+        moe_add_rms_norm_##VECS(SUM_PARAMS, bf16* hidden, const float* weight, bf16* out, int n, float eps) {           \
+        add_and_norm<VECS, false>({hidden, nullptr, nullptr, weight, out, {}, nullptr, n, eps},                         \
+                                  {x, places, weights, gates, shared, n, top_k});                                       \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
+        moe_add_rms_norm_fp8_##VECS(SUM_PARAMS, bf16* hidden, const float* weight, uint8_t* values, float* scales,      \
+                                    int stride, int n, float eps) {                                                     \
+        add_and_norm<VECS, true>({hidden, nullptr, nullptr, weight, nullptr, {values, scales, stride}, nullptr, n, eps}, \
+                                 {x, places, weights, gates, shared, n, top_k});                                        \
+    }
+
+NORM_KERNELS(1)
+NORM_KERNELS(2)

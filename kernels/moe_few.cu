@@ -5,7 +5,8 @@
 // bytes of every row, whatever the format: shorter pieces cost as many accesses and move less. Rows of x are read
 // into registers ahead, as they may come from L2. The sums of the parts meet in shared memory and are added in order.
 //
-// Codes of int4 weights are multiplied without their scale, which multiplies the sums of each 32 inputs instead: nothing is rounded.
+// Codes of int4 weights, and of e4m3 weights with scales of blocks, are multiplied without their scale, which multiplies the sums of each
+// 32 or 128 inputs instead: nothing is rounded.
 #include "experts.cuh"
 
 namespace {
@@ -41,14 +42,14 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
     return row * kRowBytes + (piece ^ (kBeside<kFormat> ? (row & 3) * 2 : (row & 1) * 4)) * 16;
 }
 
-// A lane's vectors of a chunk of a row of weights, and what they are multiplied by.
+// A lane's vectors of a chunk of a row of weights.
 struct Vectors {
     uint4 of[2];
 };
 
 // `beside` are the exponents of the row's stage, or the groups of both vectors.
 template <Format kFormat>
-__device__ __forceinline__ Vectors load_vectors(const uint8_t* stage, int row, int chunk, int quad, float scale, uint2 beside) {
+__device__ __forceinline__ Vectors load_vectors(const uint8_t* stage, int row, int chunk, int quad, uint2 beside) {
     if constexpr (kBeside<kFormat>) {
         const uint2 codes = *reinterpret_cast<const uint2*>(stage + swizzled<kFormat>(row, chunk * 2 + quad / 2) + quad % 2 * 8);
         if (kFormat == Format::kInt4) return {widen_int4(codes.x, group_zeros(beside.x)), widen_int4(codes.y, group_zeros(beside.y))};
@@ -59,20 +60,23 @@ __device__ __forceinline__ Vectors load_vectors(const uint8_t* stage, int row, i
                 *reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, quad + 4))};
     } else {
         const uint4 codes = *reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, chunk * 4 + quad));
-        return {widen_e4m3(make_uint2(codes.x, codes.y), scale), widen_e4m3(make_uint2(codes.z, codes.w), scale)};
+        return {widen_e4m3(make_uint2(codes.x, codes.y)), widen_e4m3(make_uint2(codes.z, codes.w))};
     }
 }
 
-// What a block multiplies: `row(i)` is which row of the expert's weights its row `i` is.
+// What a block multiplies: eight rows of the expert's weights and eight more, of the other projection if gated. Where there are no more,
+// eight are computed twice.
 struct Rows {
-    int first, n;
-    bool gated, both;  // whether there are sixteen outputs if not gated; else eight are computed twice
+    int first, second;
+    bool gated;
 
-    __device__ __forceinline__ int row(int i) const { return first + i % 8 + (i < 8 ? 0 : gated ? n : both ? 8 : 0); }
+    __device__ __forceinline__ int row(int i) const { return i < 8 ? first + i : second + i - 8; }
+    // log2 of the outputs of a row of x.
+    __device__ __forceinline__ int outputs_log2() const { return gated || first == second ? 3 : 4; }
 };
 
-// Up to 8 * kTokenTiles rows of x.
-template <int kTokenTiles, Format kFormat>
+// Up to 8 * kTokenTiles rows of x, which may be the only one.
+template <int kTokenTiles, Format kFormat, bool kOneRow>
 __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Rows& rows, uint8_t* shared) {
     constexpr int kStages = kStagesOf<kFormat>, kRingBytes = kStages * kStageBytes;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = lane / 4, quad = lane % 4;
@@ -83,31 +87,38 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
     const int pieces = row_pieces<kFormat>(p), stages = (pieces + kRowPieces - 1) / kRowPieces;
     const int begin = stages * warp / kParts, end = stages * (warp + 1) / kParts;
     const int piece = lane % kRowPieces, first_row = lane / kRowPieces;
-    const uint8_t* from[kRows / kRowsAtOnce];
-#pragma unroll
-    for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
-        from[i] = weight + size_t(rows.row(first_row + i * kRowsAtOnce)) * p.pitch + piece * 16;
-    }
+    static_assert(kRows == 4 * kRowsAtOnce);
+    const uint8_t* first_from = weight + size_t(rows.first + first_row) * p.pitch + begin * kRowBytes + piece * 16;
+    const uint8_t* second_from = first_from + size_t(rows.second - rows.first) * p.pitch;
+    const int four_rows = kRowsAtOnce * p.pitch;
     uint8_t* const ring = shared + warp * kRingBytes;
-    uint8_t* const to = ring + swizzled<kFormat>(first_row, piece);
-    const auto request = [&](int stage, int slot) {
+    const uint32_t first_place = shared_address(ring + swizzled<kFormat>(first_row, piece));
+    uint32_t place = first_place;
+    const auto request = [&](int stage) {
         if (stage < end) {
             const bool wanted = stage * kRowPieces + piece < pieces;
-#pragma unroll
-            for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
-                copy_async(to + slot * kStageBytes + i * kRowsAtOnce * kRowBytes, wanted ? from[i] + stage * kRowBytes : from[i], wanted);
-            }
+            constexpr int kFourRows = kRowsAtOnce * kRowBytes;
+            // A copy that is not wanted reads nothing, wherever its source is.
+            copy_async(place, first_from, wanted);
+            copy_async(place + kFourRows, first_from + four_rows, wanted);
+            copy_async(place + 2 * kFourRows, second_from, wanted);
+            copy_async(place + 3 * kFourRows, second_from + four_rows, wanted);
         }
         commit_async();
+        first_from += kRowBytes;
+        second_from += kRowBytes;
+        place = place == first_place + (kStages - 1) * kStageBytes ? first_place : place + kStageBytes;
     };
     // Exponents of all inputs: an odd number of pieces for each row, so that rows are in different banks.
     uint8_t* const exponents = shared + kParts * kRingBytes;
     const int exponent_pieces = kFormat == Format::kMxfp4 ? (p.k / kExponentInputs + 15) / 16 : 0;
     const int exponent_pitch = (exponent_pieces | 1) * 16;
+    constexpr int kRowThreads = kThreads / kRows;
+    const int beside_row = threadIdx.x / kRowThreads, beside_first = threadIdx.x % kRowThreads;
     if constexpr (kFormat == Format::kMxfp4) {
-        for (int i = threadIdx.x; i < kRows * exponent_pieces; i += kThreads) {
-            const int row = i / exponent_pieces, at = i % exponent_pieces * 16;
-            copy_async(exponents + row * exponent_pitch + at, weight + size_t(rows.row(row)) * p.pitch + p.k / 2 + at, true);
+        const uint8_t* const stored = weight + size_t(rows.row(beside_row)) * p.pitch + p.k / 2;
+        for (int i = beside_first; i < exponent_pieces; i += kRowThreads) {
+            copy_async(exponents + beside_row * exponent_pitch + i * 16, stored + i * 16, true);
         }
         commit_async();
     }
@@ -115,15 +126,12 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
     uint32_t* const groups = reinterpret_cast<uint32_t*>(shared + kParts * kRingBytes);
     const int group_words = p.scale_stride, group_pitch = group_words | 1, shift = kFormat == Format::kInt4 ? group_shift(p) : 0;
     if constexpr (kFormat == Format::kInt4) {
-        const uint32_t* const stored = groups_of(p, tile.expert);
-        for (int i = threadIdx.x; i < kRows * group_words; i += kThreads) {
-            const int row = i / group_words, at = i % group_words;
-            copy_async_of<4>(groups + row * group_pitch + at, stored + size_t(rows.row(row)) * group_words + at);
-        }
+        const uint32_t* const stored = groups_of(p, tile.expert) + size_t(rows.row(beside_row)) * group_words;
+        for (int i = beside_first; i < group_words; i += kRowThreads) copy_async_of<4>(groups + beside_row * group_pitch + i, stored + i);
         commit_async();
     }
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) request(begin + i, i);
+    for (int i = 0; i < kStages - 1; ++i) request(begin + i);
 
     // Columns of no row repeat the first one and are not stored. Past the end of k weights are zeros and x its last inputs.
     const int first_input = input_vector<kFormat>(quad, 0) * 8;
@@ -133,7 +141,7 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
 #pragma unroll
     for (int j = 0; j < kTokenTiles; ++j) {
         const int row = j * 8 + group;
-        x[j] = p.inputs(tile.first + (row < tile.count ? row : 0)) + first_input + skipped;
+        x[j] = (kOneRow ? p.x : p.inputs(tile.first + (row < tile.count ? row : 0))) + first_input + skipped;
     }
     // With up to 8 rows, x is read a stage ahead; with 16 there are registers for one chunk.
     constexpr int kAhead = kTokenTiles == 1 ? kStageChunks<kFormat> : 1;
@@ -167,10 +175,12 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
     const auto multiply_stage = [&](int stage, bool is_last) {
         wait_async<kStages - 2>();
         __syncwarp();
-        request(stage + kStages - 1, slot == 0 ? kStages - 1 : slot - 1);
+        request(stage + kStages - 1);
         const uint8_t* const weights = ring + slot * kStageBytes;
         slot = slot + 1 == kStages ? 0 : slot + 1;
         const float low_scale = low_next, high_scale = high_next;
+        float of_block[kTokenTiles][4] = {};
+        auto& sums = kBlocks ? of_block : acc;
         if (kBlocks && !is_last) low_next = low_scales[stage + 1], high_next = high_scales[stage + 1];
         uint2 low_beside{}, high_beside{};
         if constexpr (kFormat == Format::kMxfp4) {
@@ -188,24 +198,34 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
                 low_beside = make_uint2(low[first >> shift], low[first + 1 >> shift]);
                 high_beside = make_uint2(high[first >> shift], high[first + 1 >> shift]);
             }
+            // What is read one chunk ahead is requested before the products, what is read a stage ahead after them: that saves copies of
+            // registers.
             uint4 v[2][kTokenTiles];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
                 for (int j = 0; j < kTokenTiles; ++j) v[half][j] = next[chunk % kAhead][half][j];
             }
-            load_inputs(chunk + kAhead, is_last || chunk + kAhead >= kStageChunks<kFormat>);
-            const Vectors low = load_vectors<kFormat>(weights, group, chunk, quad, low_scale, low_beside);
-            const Vectors high = load_vectors<kFormat>(weights, group + 8, chunk, quad, high_scale, high_beside);
+            const bool ends = is_last || chunk + kAhead >= kStageChunks<kFormat>;
+            if (kAhead == 1) load_inputs(chunk + kAhead, ends);
+            const Vectors low = load_vectors<kFormat>(weights, group, chunk, quad, low_beside);
+            const Vectors high = load_vectors<kFormat>(weights, group + 8, chunk, quad, high_beside);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float of_groups[2] = {group_scale(half ? low_beside.y : low_beside.x),
                                             group_scale(half ? high_beside.y : high_beside.x)};
-                add_products<kFormat>(acc, low.of[half], high.of[half], v[half], of_groups);
+                add_products<kFormat>(sums, low.of[half], high.of[half], v[half], of_groups);
             }
+            if (kAhead > 1) load_inputs(chunk + kAhead, ends);
         }
 #pragma unroll
-        for (int j = 0; j < kTokenTiles; ++j) x[j] += kStageChunks<kFormat> * kChunk;
+        for (int j = 0; j < kTokenTiles; ++j) {
+            x[j] += kStageChunks<kFormat> * kChunk;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (kBlocks) acc[j][i] = fmaf(of_block[j][i], i < 2 ? low_scale : high_scale, acc[j][i]);
+            }
+        }
         last -= kStageChunks<kFormat> * kChunk;
     };
     for (int stage = begin; stage < end - 1; ++stage) multiply_stage(stage, false);
@@ -231,14 +251,19 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
         const float scale = kFormat == Format::kFp8 ? scales[row] : kSumScale<kFormat>;
         return fmaf(sum, scale, bias != nullptr ? __bfloat162float(bias[row]) : 0.0f);
     };
-    const int outputs = rows.both ? kRows : kRows / 2;
-    for (int i = threadIdx.x; i < tile.count * outputs; i += kThreads) {
-        const int row = i / outputs, column = i % outputs, output = rows.row(column);
+    const int outputs_log2 = rows.outputs_log2(), column = threadIdx.x & (1 << outputs_log2) - 1, output = rows.row(column);
+    for (int row = threadIdx.x >> outputs_log2; row < tile.count; row += kThreads >> outputs_log2) {
         const float* const at = sums + row * kSums + column;
         float value = finished(at, output);
         if (rows.gated) value = activate(p.kind, value, finished(at + 8, output + p.n));
         p.out[size_t(tile.first + row) * p.n + output] = __float2bfloat16(value);
     }
+}
+
+__device__ __forceinline__ Rows rows_of_block(const Problem& p) {
+    const bool gated = p.kind != kPlain;
+    const int first = blockIdx.x * (gated ? kRows / 2 : kRows);
+    return {first, gated ? first + p.n : p.n - first > 8 ? first + 8 : first, gated};
 }
 
 template <Format kFormat>
@@ -249,20 +274,65 @@ __device__ __forceinline__ void product(const Problem& p) {
     const int count = p.tiles[0].count;
     const Tile tile = p.tiles[1 + blockIdx.y];
     if (int(blockIdx.y) >= count) return;
-    const bool gated = p.kind != kPlain;
-    const int first = blockIdx.x * (gated ? kRows / 2 : kRows);
-    const Rows rows{first, p.n, gated, !gated && p.n - first > kRows / 2};
+    const Rows rows = rows_of_block(p);
     if (tile.count > 8) {
-        run<2, kFormat>(p, tile, rows, shared);
+        run<2, kFormat, false>(p, tile, rows, shared);
     } else {
-        run<1, kFormat>(p, tile, rows, shared);
+        run<1, kFormat, false>(p, tile, rows, shared);
     }
+}
+
+// Where one row goes.
+struct Route {
+    const float* logits;
+    Router router;
+    int experts;
+    float* weights;
+    int* places;
+    int* sources;
+    Tile* tiles;
+};
+
+// A product of one row. Each block finds the row's experts itself, which takes less time than a kernel ahead. The first block writes what
+// moe_route.cu would have, for the kernels that follow.
+template <Format kFormat>
+__device__ __forceinline__ void product_of_one(const Problem& p, const Route& route) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    // Where the ring is later.
+    float* const weights = reinterpret_cast<float*>(shared);
+    uint16_t* const chosen = reinterpret_cast<uint16_t*>(weights + kWarp);
+    pdl_launch();
+    pdl_wait();
+    const int i = threadIdx.x, at = blockIdx.y;
+    if (i < kWarp) route_row(route.logits, route.router, route.experts, p.top_k, chosen, weights);
+    __syncthreads();
+    const int expert = chosen[at];
+    if (blockIdx.x == 0 && at == 0 && i < p.top_k) {
+        route.weights[i] = weights[i];
+        route.places[i] = route.sources[i] = i;
+        route.tiles[1 + i] = {chosen[i], i, 1, 0};
+        if (i == 0) route.tiles[0] = {0, 0, p.top_k, 0};
+    }
+    __syncthreads();
+    run<1, kFormat, true>(p, {expert, at, 1, 0}, rows_of_block(p), shared);
 }
 
 }  // namespace
 
-EXPERT_PRODUCT(moe_few_bf16, kThreads, 10, product<Format::kBf16>)
-EXPERT_PRODUCT(moe_few_fp8, kThreads, 9, product<Format::kFp8>)
-EXPERT_PRODUCT(moe_few_fp8_blocks, kThreads, 9, product<Format::kFp8Blocks>)
-EXPERT_PRODUCT(moe_few_mxfp4, kThreads, 9, product<Format::kMxfp4>)
-EXPERT_PRODUCT(moe_few_int4, kThreads, 10, product<Format::kInt4>)
+#define PRODUCTS(NAME, FORMAT, BLOCKS)                                                                                           \
+    EXPERT_PRODUCT(NAME, kThreads, BLOCKS, product<FORMAT>)                                                                      \
+    extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)                                                               \
+        NAME##_one(const float* logits, const bf16* router_bias, int of_all, float scale, const float* expert_scales,            \
+                   int experts, float* weights, int* places, int* sources, Tile* tiles, const bf16* x, const uint8_t* weight,    \
+                   const bf16* bias, const float* scales, bf16* out, uint64_t stride, int n, int k, int pitch, int top_k,        \
+                   int kind, int scale_stride) {                                                                                 \
+        product_of_one<FORMAT>(                                                                                                  \
+            {x, weight, bias, scales, out, nullptr, nullptr, stride, n, k, pitch, top_k, kind, scale_stride},                    \
+            {logits, {router_bias, of_all != 0, scale, expert_scales}, experts, weights, places, sources, tiles});               \
+    }
+
+PRODUCTS(moe_few_bf16, Format::kBf16, 10)
+PRODUCTS(moe_few_fp8, Format::kFp8, 9)
+PRODUCTS(moe_few_fp8_blocks, Format::kFp8Blocks, 9)
+PRODUCTS(moe_few_mxfp4, Format::kMxfp4, 9)
+PRODUCTS(moe_few_int4, Format::kInt4, 10)

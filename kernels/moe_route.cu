@@ -2,18 +2,11 @@
 //
 // A route is one row's way to one expert; route `row * top_k + i` leads to the row's i-th expert, in ascending order. Routes are
 // grouped by expert, those of one expert in the order of their rows: the place of a route is its index in that order. The places
-// of an expert are cut into tiles, which moe.cu multiplies, and which are listed in device memory: what the host launches does not
-// depend on where rows go.
-#include "common.cuh"
+// of an expert are cut into tiles, which moe_few.cu, moe_hopper.cu and moe.cu multiply, and which are listed in device memory: what the
+// host launches does not depend on where rows go. A step of one row needs none of this: moe_few.cu routes it itself.
+#include "route.cuh"
 
 namespace {
-
-constexpr int kMostExperts = 1024;
-
-// Places `first` on, so many, of one expert. In front of the tiles is one whose `count` is the number of tiles.
-struct __align__(16) Tile {
-    int expert, first, count, unused;
-};
 
 // What a step's routes are kept in.
 struct Routes {
@@ -25,88 +18,9 @@ struct Routes {
     int rows, experts, top_k, tile;
 };
 
-// From logits to weights.
-struct Router {
-    const bf16* bias;     // added to logits, or null
-    bool of_all;          // weights of all experts sum to 1, not those of the chosen alone
-    float scale;          // of logits
-    const float* scales;  // of weights, [experts], or null
-};
-
-// Unsigned numbers in the order of logits. What is no number is the largest, and there is one zero.
-__device__ __forceinline__ uint32_t to_key(float logit) {
-    const uint32_t bits = isnan(logit) ? 0x7f800000u : __float_as_uint(logit + 0.0f);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float from_key(uint32_t key) {
-    return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
-}
-
-// The experts of a row, by a warp whose lanes hold `kLogits` logits each.
-template <int kLogits>
-__device__ __forceinline__ void route_row(const float* logits, const Router& router, int experts, int top_k, uint16_t* chosen,
-                                          float* weights) {
-    const int lane = threadIdx.x % kWarp;
-    uint32_t keys[kLogits];
-#pragma unroll
-    for (int i = 0; i < kLogits; ++i) {
-        const int at = lane + i * kWarp;
-        keys[i] = 0;
-        if (at >= experts) continue;
-        const float bias = router.bias == nullptr ? 0.0f : __bfloat162float(router.bias[at]);
-        keys[i] = to_key(logits[at] * router.scale + bias);
-    }
-    // The largest logit that comes after the last one found; of equal ones the first expert.
-    uint64_t last = ~uint64_t(0), top = 0, mine = 0;
-    for (int found = 0; found < top_k; ++found) {
-        uint64_t best = 0;
-#pragma unroll
-        for (int i = 0; i < kLogits; ++i) {
-            const uint64_t next = uint64_t(keys[i]) << 32 | uint32_t(~(lane + i * kWarp));
-            if (next < last && next > best) best = next;
-        }
-#pragma unroll
-        for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-            const uint64_t other = __shfl_xor_sync(kAllLanes, static_cast<unsigned long long>(best), offset);
-            best = other > best ? other : best;
-        }
-        if (found == 0) top = best;
-        if (found == lane) mine = best;
-        last = best;
-    }
-    const bool is_mine = lane < top_k;
-    const float max = from_key(uint32_t(top >> 32));
-    float weight = is_mine ? expf(from_key(uint32_t(mine >> 32)) - max) : 0.0f, sum = weight;
-    if (router.of_all) {
-        sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kLogits; ++i) {
-            if (lane + i * kWarp < experts) sum += expf(from_key(keys[i]) - max);
-        }
-    }
-    weight = isfinite(max) ? weight / warp_sum(sum) : __int_as_float(0x7fffffff);
-    const int expert = int(~uint32_t(mine));
-    int rank = 0;
-    for (int i = 0; i < top_k; ++i) rank += __shfl_sync(kAllLanes, expert, i) < expert;
-    if (is_mine) {
-        if (router.scales != nullptr) weight *= router.scales[expert];
-        chosen[rank] = static_cast<uint16_t>(expert);
-        weights[rank] = weight;
-    }
-}
-
 __device__ __forceinline__ void route_row(const float* logits, const Router& router, const Routes& r, int row,
                                           uint16_t* chosen) {
-    logits += size_t(row) * r.experts;
-    float* weights = r.weights + size_t(row) * r.top_k;
-    if (r.experts <= 4 * kWarp) {
-        route_row<4>(logits, router, r.experts, r.top_k, chosen, weights);
-    } else if (r.experts <= 8 * kWarp) {
-        route_row<8>(logits, router, r.experts, r.top_k, chosen, weights);
-    } else {
-        route_row<kMostExperts / kWarp>(logits, router, r.experts, r.top_k, chosen, weights);
-    }
+    ::route_row(logits + size_t(row) * r.experts, router, r.experts, r.top_k, chosen, r.weights + size_t(row) * r.top_k);
 }
 
 // The sum of a value of the threads before this one; `total` is that of all threads. `partial` is used once.

@@ -12,12 +12,8 @@
 #include "fp8.cuh"
 #include "int4.cuh"
 #include "mma.cuh"
+#include "route.cuh"
 #include "rows.cuh"
-
-// As moe_route.cu writes it: places `first` on, so many, of one expert. In front of the tiles is one whose `count` is the number of tiles.
-struct __align__(16) Tile {
-    int expert, first, count, unused;
-};
 
 // How experts' weights are stored.
 enum class Format {
@@ -101,6 +97,9 @@ __device__ __forceinline__ uint4 widen_e4m3(uint2 codes, float scale) {
     return make_uint4(widen_scaled(codes.x & 0xffff, scale), widen_scaled(codes.x >> 16, scale),
                       widen_scaled(codes.y & 0xffff, scale), widen_scaled(codes.y >> 16, scale));
 }
+
+// Eight e4m3 values, exactly.
+__device__ __forceinline__ uint4 widen_e4m3(uint2 codes) { return widen_e4m3(codes, 1.0f); }
 
 // Eight e2m1 values, of which a word has the even ones in its lower half, times 2^(exponent - 127) / kSumScale.
 //

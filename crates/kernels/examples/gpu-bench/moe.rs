@@ -7,8 +7,8 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::{
-    EXPERT_TILES, Fp8Scaling, FusedKernels, GpuExperts, GpuLinear, GpuMatrix, GpuRouter, GpuRoutes,
-    GpuWeight, Int4Group, MoeKernels, expert_int4_pitch, mxfp4_pitch,
+    EXPERT_TILES, Fp8Scaling, FusedKernels, GpuExpertOutputs, GpuExperts, GpuLinear, GpuMatrix, GpuRouter,
+    GpuRoutes, GpuWeight, Int4Group, MoeKernels, expert_int4_pitch, mxfp4_pitch,
 };
 use plimsoll_kernels::{Activation, ExpertActivation, Route, Router, RouterSoftmax, route};
 use rand::rngs::StdRng;
@@ -245,6 +245,11 @@ impl Layer<'_> {
         let inner_rows = activated.slice::<bf16>().range(0..places * inner);
         let outputs = projected.slice::<bf16>().range(0..places * hidden);
         let sums = out.slice::<bf16>().range(0..rows * hidden);
+        let expert_outputs = |routes| GpuExpertOutputs {
+            x: outputs,
+            routes,
+            gates: None,
+        };
         let hit = steps.iter().map(|step| step.hit).sum::<usize>() as f64 / STEPS as f64;
         println!("-- {}: {rows} rows, {hit:.1} experts hit", model.name);
         let gate_up_bytes = hit * (2 * inner * model.row_bytes(hidden)) as f64;
@@ -280,15 +285,23 @@ impl Layer<'_> {
             let us = time_us(gpu, 24, |call| route(&steps[call % STEPS]));
             println!("route        {rows:5} rows {us:9.2} us");
             let us = time_us(gpu, 24, |call| {
-                kernels.combine(outputs, &routes(call), None, sums)
+                kernels.combine(&expert_outputs(routes(call)), sums)
             });
             println!("combine      {rows:5} rows {us:9.2} us");
             let us = time_us(gpu, 24, |call| {
                 let routes = routes(call);
-                route(&steps[call % STEPS])?;
-                kernels.gate_up(inputs, &self.gate_up, activation, &routes, inner_rows)?;
+                let logits = steps[call % STEPS].logits.slice().range(0..rows * model.experts);
+                let router = GpuRouter::plain(None, RouterSoftmax::Chosen);
+                kernels.route_gate_up(
+                    inputs,
+                    (logits, router),
+                    &self.gate_up,
+                    activation,
+                    &routes,
+                    inner_rows,
+                )?;
                 kernels.down(inner_rows, &self.down, &routes, outputs)?;
-                kernels.combine(outputs, &routes, None, sums)
+                kernels.combine(&expert_outputs(routes), sums)
             });
             self.line("all", rows, us, gate_up_bytes + down_bytes, 3.0 * flops);
         }

@@ -42,7 +42,9 @@ pub use linear::{
     TimedWay, dequantised_room, expert_int4_pitch, int4_pitch, mxfp4_pitch,
 };
 pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
-pub use moe::{EXPERT_TILES, GpuExperts, GpuRouter, GpuRoutes, MOST_EXPERTS, MOST_ROUTES, MoeKernels};
+pub use moe::{
+    EXPERT_TILES, GpuExpertOutputs, GpuExperts, GpuRouter, GpuRoutes, MOST_EXPERTS, MOST_ROUTES, MoeKernels,
+};
 pub use sample::{
     RankArgs, RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias, TokenRank,
 };

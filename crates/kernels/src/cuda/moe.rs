@@ -1,4 +1,5 @@
-//! Mixtures of experts on the GPU: `kernels/moe_route.cu`, and the products of `kernels/moe_few.cu`, `moe_hopper.cu` and `moe.cu`.
+//! Mixtures of experts on the GPU: `kernels/moe_route.cu`, and the products of `kernels/moe_few.cu`, `moe_hopper.cu` and
+//! `moe.cu`, and the sums of `kernels/moe_combine.cu`.
 //!
 //! Where rows go is known in device memory only. What is launched, and the memory that it takes, depends on the numbers of rows
 //! and experts. A row's result depends on that row and the size of tiles alone, to the bit, whatever rows are beside it.
@@ -9,12 +10,12 @@ mod products;
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
 
-use super::fused::int;
-use super::has_hopper_kernels;
-use super::linear::mxfp4_pitch;
+use super::fused::{address as address_of, fp8_args, int};
+use super::linear::{GpuRows, mxfp4_pitch};
+use super::{FusedKernels, GpuNorm, has_hopper_kernels};
 use crate::{Activation, ExpertActivation, RouterSoftmax};
 
-pub use operands::{GpuExperts, GpuRouter, GpuRoutes};
+pub use operands::{GpuExpertOutputs, GpuExperts, GpuRouter, GpuRoutes};
 use products::{Format, Products};
 
 /// Rows of a tile, of which the kernels have one each.
@@ -43,6 +44,8 @@ pub struct MoeKernels {
     route_few: Function,
     products: Products,
     combine: Function,
+    /// Of rows of which a thread keeps one vector or two; then the same with quantised outputs.
+    add_rms_norm: [[Function; 2]; 2],
     fill_mxfp4: Function,
     /// Of each list of tiles, where it is not chosen by the numbers of rows and experts.
     tile: Option<usize>,
@@ -83,6 +86,16 @@ impl MoeKernels {
             route_few: routes.function("moe_route_few")?,
             products: Products::load(gpu, hopper)?,
             combine: sums.function("moe_combine")?,
+            add_rms_norm: [
+                [
+                    sums.function("moe_add_rms_norm_1")?,
+                    sums.function("moe_add_rms_norm_2")?,
+                ],
+                [
+                    sums.function("moe_add_rms_norm_fp8_1")?,
+                    sums.function("moe_add_rms_norm_fp8_2")?,
+                ],
+            ],
             fill_mxfp4: sums.function("moe_fill_mxfp4")?,
             tile: None,
         })
@@ -121,28 +134,17 @@ impl MoeKernels {
         routes: &GpuRoutes<'_>,
     ) -> Result<(), GpuError> {
         routes.check();
+        router.check(logits, routes);
         let GpuRoutes {
             rows, top_k, experts, ..
         } = *routes;
-        assert_eq!(logits.len(), rows * experts, "logits of [{rows}, {experts}]");
-        let GpuRouter {
-            bias,
-            softmax,
-            scale,
-            expert_scale,
-        } = router;
-        assert!(
-            bias.is_none_or(|bias| bias.len() == experts)
-                && expert_scale.is_none_or(|scales| scales.len() == experts),
-            "a bias and a scale for each expert"
-        );
         if rows == 0 {
             return Ok(());
         }
         let tile = self.tile(routes);
         let args = [
             logits.into(),
-            bias.map_or(0, |bias| bias.ptr()).into(),
+            router.bias.map_or(0, |bias| bias.ptr()).into(),
             routes.chosen.into(),
             routes.weights.into(),
             routes.places.into(),
@@ -152,9 +154,9 @@ impl MoeKernels {
             int(experts),
             int(top_k),
             int(tile),
-            i32::from(softmax == RouterSoftmax::All).into(),
-            scale.into(),
-            expert_scale.map_or(0, |scales| scales.ptr()).into(),
+            i32::from(router.softmax == RouterSoftmax::All).into(),
+            router.scale.into(),
+            address_of(router.expert_scale),
         ];
         if routes.len() <= FEW_ROUTES {
             return self.launch(&self.route_few, Launch::new([1, 1, 1], FEW_THREADS), &args);
@@ -193,7 +195,31 @@ impl MoeKernels {
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
         assert_eq!(x.len(), routes.rows * experts.inputs(), "x of [rows, k]");
-        self.product(x, experts, Some(activation), routes, out)
+        self.product(x, experts, Some(activation), routes, None, out)
+    }
+
+    /// [`Self::route`], then [`Self::gate_up`]; for one row both in one kernel, which does not write `routes.chosen`.
+    ///
+    /// # Errors
+    /// As theirs.
+    ///
+    /// # Panics
+    /// As they do.
+    pub fn route_gate_up(
+        &self,
+        x: GpuSlice<'_, bf16>,
+        (logits, router): (GpuSlice<'_, f32>, GpuRouter<'_>),
+        experts: &GpuExperts,
+        activation: ExpertActivation,
+        routes: &GpuRoutes<'_>,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        if routes.rows != 1 || self.tile(routes) != EXPERT_TILES[0] {
+            self.route(logits, router, routes)?;
+            return self.gate_up(x, experts, activation, routes, out);
+        }
+        assert_eq!(x.len(), experts.inputs(), "x of [1, k]");
+        self.product(x, experts, Some(activation), routes, Some((logits, router)), out)
     }
 
     /// Each expert's product with its rows of `x` `[rows * top_k, k]` into `out` `[rows * top_k, n]`, both in the order of places.
@@ -211,16 +237,17 @@ impl MoeKernels {
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
         assert_eq!(x.len(), routes.len() * experts.inputs(), "x of [places, k]");
-        self.product(x, experts, None, routes, out)
+        self.product(x, experts, None, routes, None, out)
     }
 
-    /// Of all rows with an activation, of places without.
+    /// Of all rows with an activation, of places without. With `logits` there is one row, which the kernel sends to its experts by them.
     fn product(
         &self,
         x: GpuSlice<'_, bf16>,
         experts: &GpuExperts,
         activation: Option<ExpertActivation>,
         routes: &GpuRoutes<'_>,
+        logits: Option<(GpuSlice<'_, f32>, GpuRouter<'_>)>,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
         routes.check();
@@ -245,20 +272,22 @@ impl MoeKernels {
         let tile = self.tile(routes);
         let product = self.products.of(format, tile);
         let address = experts.addresses();
-        let launch = product.launch_of(n * stacked, k, address.scale_stride, routes.most_tiles(tile));
+        // One row has a tile for each of its experts.
+        let most_tiles = logits.map_or_else(|| routes.most_tiles(tile), |_| routes.top_k);
+        let launch = product.launch_of(n * stacked, k, address.scale_stride, most_tiles);
         let (shared, most) = (launch.shared as usize, self.gpu.info().max_shared_bytes);
         assert!(
             shared <= most,
             "{shared} bytes of shared memory, of which there are {most}"
         );
-        let args = [
+        let operands = [
             x.into(),
             address.weight.into(),
             address.bias.into(),
             address.scales.into(),
             out.into(),
-            routes.sources.into(),
-            routes.tiles.into(),
+        ];
+        let sizes = [
             (experts.stride() as u64).into(),
             int(n),
             int(k),
@@ -267,48 +296,109 @@ impl MoeKernels {
             activation.map_or(0, kind).into(),
             int(address.scale_stride),
         ];
-        self.launch(&product.function, launch, &args)
+        match (logits, &product.of_one) {
+            (Some((logits, router)), Some(of_one)) => {
+                router.check(logits, routes);
+                let route = [
+                    logits.into(),
+                    router.bias.map_or(0, |bias| bias.ptr()).into(),
+                    i32::from(router.softmax == RouterSoftmax::All).into(),
+                    router.scale.into(),
+                    address_of(router.expert_scale),
+                    int(routes.experts),
+                    routes.weights.into(),
+                    routes.places.into(),
+                    routes.sources.into(),
+                    routes.tiles.into(),
+                ];
+                self.launch(of_one, launch, &[&route[..], &operands, &sizes].concat())
+            }
+            (Some(_), None) => unreachable!("only the kernels of few rows send a row to its experts"),
+            (None, _) => {
+                let places = [routes.sources.into(), routes.tiles.into()];
+                self.launch(
+                    &product.function,
+                    launch,
+                    &[&operands[..], &places, &sizes].concat(),
+                )
+            }
+        }
     }
 
-    /// The sums of each row's experts: `x` is `[rows * top_k, n]` in the order of places, `out` `[rows, n]`. With `gates`, `[rows]`,
-    /// the sigmoid of each times what is in `out` is added, as [`add_gated`](crate::add_gated) does.
+    /// The sums of each row's experts into `out`, `[rows, n]`. With gates, the sigmoid of each times what is in `out` is added, as
+    /// [`add_gated`](crate::add_gated) does.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
     /// If a length does not fit.
-    pub fn combine(
-        &self,
-        x: GpuSlice<'_, bf16>,
-        routes: &GpuRoutes<'_>,
-        gates: Option<GpuSlice<'_, f32>>,
-        out: GpuSlice<'_, bf16>,
-    ) -> Result<(), GpuError> {
-        routes.check();
-        if routes.rows == 0 {
+    pub fn combine(&self, outputs: &GpuExpertOutputs<'_>, out: GpuSlice<'_, bf16>) -> Result<(), GpuError> {
+        let n = outputs.width(out);
+        if outputs.routes.rows == 0 {
             return Ok(());
         }
-        let n = out.len() / routes.rows;
-        assert_eq!(out.len(), routes.rows * n, "out of [rows, n]");
-        assert_eq!(x.len(), routes.len() * n, "x of [places, {n}]");
-        assert!(
-            gates.is_none_or(|gates| gates.len() == routes.rows),
-            "a gate for each row"
-        );
-        assert!(n.is_multiple_of(VEC), "rows of {n} are not a multiple of {VEC}");
         let args = [
-            x.into(),
-            routes.places.into(),
-            routes.weights.into(),
-            gates.map_or(0, |gates| gates.ptr()).into(),
+            outputs.x.into(),
+            outputs.routes.places.into(),
+            outputs.routes.weights.into(),
+            address_of(outputs.gates),
             out.into(),
             int(n),
-            int(routes.top_k),
+            int(outputs.routes.top_k),
         ];
         let blocks = (n / VEC).div_ceil(COMBINE_THREADS) as u32;
-        let launch = Launch::new([routes.rows as u32, blocks, 1], COMBINE_THREADS as u32);
+        let launch = Launch::new([outputs.routes.rows as u32, blocks, 1], COMBINE_THREADS as u32);
         self.launch(&self.combine, launch, &args)
+    }
+
+    /// `hidden +=` what [`Self::combine`] makes of `delta`, then its norm into `out`; all `[rows, n]`: bit for bit that and
+    /// [`FusedKernels::add_rms_norm`](super::FusedKernels::add_rms_norm). `delta` is read where there are gates, and stays as it is.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// If a length does not fit.
+    pub fn add_rms_norm(
+        &self,
+        outputs: &GpuExpertOutputs<'_>,
+        [hidden, delta]: [GpuSlice<'_, bf16>; 2],
+        norm: GpuNorm<'_>,
+        out: GpuRows<'_>,
+    ) -> Result<(), GpuError> {
+        let (rows, n) = (outputs.routes.rows, outputs.width(delta));
+        if rows == 0 {
+            return Ok(());
+        }
+        assert_eq!(
+            (hidden.len(), out.len(), norm.weight.len()),
+            (rows * n, rows * n, n),
+            "rows of {n}"
+        );
+        let (vecs, launch) = FusedKernels::rows_of_norms(&self.gpu, out.len(), n);
+        let sources = [
+            outputs.x.into(),
+            outputs.routes.places.into(),
+            outputs.routes.weights.into(),
+            address_of(outputs.gates),
+            delta.into(),
+            int(outputs.routes.top_k),
+            hidden.into(),
+            norm.weight.into(),
+        ];
+        let shape = [int(n), norm.eps.into()];
+        let [plain, fp8] = &self.add_rms_norm;
+        match out {
+            GpuRows::Bf16(out) => {
+                let args = [&sources[..], &[out.into()], &shape].concat();
+                self.launch(&plain[vecs - 1], launch, &args)
+            }
+            GpuRows::Fp8(out) => {
+                let args = [&sources[..], &fp8_args(&out, rows, n), &shape].concat();
+                self.launch(&fp8[vecs - 1], launch, &args)
+            }
+        }
     }
 
     /// Random MXFP4 rows of `k` inputs ([`mxfp4_pitch`]) of standard deviation `scale`, near enough, the same for the same seed.

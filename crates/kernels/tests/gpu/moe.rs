@@ -4,12 +4,15 @@ mod routes;
 mod weights;
 
 use half::bf16;
-use plimsoll_device::cuda::Gpu;
-use plimsoll_kernels::cuda::{EXPERT_TILES, GpuRouter, MoeKernels};
+use plimsoll_device::cuda::{Gpu, GpuSlice};
+use plimsoll_kernels::cuda::{
+    EXPERT_TILES, Fp8Scaling, FusedKernels, GpuExpertOutputs, GpuFp8Rows, GpuNorm, GpuRouter, GpuRows,
+    MoeKernels,
+};
 use plimsoll_kernels::{Activation, ExpertActivation, Route, Router, RouterSoftmax, route};
-use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
 
 use crate::common;
 use routes::{Room, random_logits};
@@ -118,32 +121,99 @@ impl Case {
         let activated = common::poisoned::<bf16>(gpu, places * inner);
         let projected = common::poisoned::<bf16>(gpu, places * hidden);
         let out = common::upload(gpu, shared);
-        kernels
-            .route(
-                logits.slice().range(0..self.logits.len()),
-                GpuRouter::plain(None, RouterSoftmax::Chosen),
-                &routes,
-            )
-            .unwrap();
+        let logits = logits.slice().range(0..self.logits.len());
+        let router = GpuRouter::plain(None, RouterSoftmax::Chosen);
         let inner_rows = activated.slice().range(0..places * inner);
         let x = x.slice().range(0..rows * hidden);
+        let experts = &self.gate_up.device;
         kernels
-            .gate_up(x, &self.gate_up.device, self.activation, &routes, inner_rows)
+            .route_gate_up(x, (logits, router), experts, self.activation, &routes, inner_rows)
             .unwrap();
-        let outputs = projected.slice().range(0..places * hidden);
+        let outputs = GpuExpertOutputs {
+            x: projected.slice().range(0..places * hidden),
+            routes,
+            gates: self.gates.as_ref().map(|_| gates.slice().range(0..rows)),
+        };
         kernels
-            .down(inner_rows, &self.down.device, &routes, outputs)
+            .down(inner_rows, &self.down.device, &routes, outputs.x)
             .unwrap();
-        let gates = self.gates.as_ref().map(|_| gates.slice().range(0..rows));
         let sums = out.slice().range(0..rows * hidden);
-        kernels.combine(outputs, &routes, gates, sums).unwrap();
+        kernels.combine(&outputs, sums).unwrap();
+        let shared = common::upload(gpu, shared);
+        self.check_norm(
+            gpu,
+            kernels,
+            &outputs,
+            [shared.slice().range(0..rows * hidden), sums],
+        );
         Outputs {
             sources: gpu.download(routes.sources).unwrap(),
             weights: gpu.download(routes.weights).unwrap(),
             activated: gpu.download(inner_rows).unwrap(),
-            projected: gpu.download(outputs).unwrap(),
+            projected: gpu.download(outputs.x).unwrap(),
             sums: gpu.download(sums).unwrap(),
         }
+    }
+
+    /// The norm that sums experts is, to the bit, the one of their sums; of eight bits too.
+    fn check_norm(
+        &self,
+        gpu: &Gpu,
+        kernels: &MoeKernels,
+        outputs: &GpuExpertOutputs<'_>,
+        [shared, sums]: [GpuSlice<'_, bf16>; 2],
+    ) {
+        if self.rows == 0 {
+            return;
+        }
+        let scaling = match self.hidden.is_multiple_of(128) {
+            true => Fp8Scaling::Blocks,
+            false => Fp8Scaling::Rows,
+        };
+        let count = scaling.input_scales(self.rows, self.hidden);
+        let fused = FusedKernels::load(gpu).unwrap();
+        let (rows, n) = (self.rows, self.hidden);
+        let mut rng = StdRng::seed_from_u64(n as u64);
+        let stream = common::random(&mut rng, rows * n);
+        let weight: Vec<f32> = (0..n).map(|_| rng.random_range(0.5..1.5)).collect();
+        let weight = common::upload(gpu, &weight);
+        let norm = GpuNorm {
+            weight: weight.slice().range(0..n),
+            eps: 1e-5,
+        };
+        // The residual stream, what is normalised, and that in eight bits with its scales.
+        let norms = |sum: &dyn Fn(GpuSlice<'_, bf16>, GpuRows<'_>)| {
+            let plain = common::poisoned::<bf16>(gpu, rows * n);
+            let values = common::poisoned::<u8>(gpu, rows * n);
+            let scales = common::upload(gpu, &vec![0.0_f32; count]);
+            let hidden = common::upload(gpu, &stream);
+            let hidden = hidden.slice().range(0..rows * n);
+            sum(hidden, plain.slice().range(0..rows * n).into());
+            let once: Vec<bf16> = gpu.download(hidden).unwrap();
+            gpu.upload(&stream, hidden).unwrap();
+            let fp8 = GpuFp8Rows {
+                values: values.slice().range(0..rows * n),
+                scales: scales.slice().range(0..count),
+                scaling,
+            };
+            sum(hidden, fp8.into());
+            let plain = common::download::<u16>(gpu, &plain, rows * n);
+            let bits: Vec<u16> = once.iter().map(|x| x.to_bits()).collect();
+            let scales = common::download::<u32>(gpu, &scales, count);
+            (
+                bits,
+                plain,
+                common::download::<u8>(gpu, &values, rows * n),
+                scales,
+            )
+        };
+        let apart = norms(&|hidden, out| fused.add_rms_norm(hidden, sums, norm, out).unwrap());
+        let together = norms(&|hidden, out| {
+            kernels
+                .add_rms_norm(outputs, [hidden, shared], norm, out)
+                .unwrap()
+        });
+        assert!(apart == together, "{}: norms differ", self.what());
     }
 
     /// The expert of each place: where rows go is what [`rows_go_where_a_cpu_sends_them`] tests.
@@ -178,7 +248,7 @@ impl Case {
         let shared = common::random(rng, self.rows * self.hidden);
         let found = self.run(gpu, kernels, &shared);
         let tolerance = match self.gate_up.format {
-            Format::Int4(_) => ROUNDED_TOLERANCE,
+            Format::Fp8Blocks | Format::Int4(_) => ROUNDED_TOLERANCE,
             _ => TOLERANCE,
         };
         let experts = self.experts_of_places();
@@ -248,11 +318,11 @@ impl Case {
         let all = self.run(gpu, kernels, &shared).sums;
         let again = self.run(gpu, kernels, &shared).sums;
         assert_eq!(bits(&again), bits(&all), "{}, again", self.what());
-        for _ in 0..2 {
+        for others in [0, rng.random_range(1..40)] {
             // The watched row, then some others, half of which hold what is no number.
             let watched = rng.random_range(0..self.rows);
             let mut chosen = vec![watched];
-            chosen.extend((0..rng.random_range(0..40)).map(|_| rng.random_range(0..self.rows)));
+            chosen.extend((0..others).map(|_| rng.random_range(0..self.rows)));
             let (mut x, logits, gates) = self.rows(&chosen);
             for row in (1..chosen.len()).step_by(2) {
                 x[row * self.hidden..][..self.hidden].fill(bf16::NAN);
@@ -372,6 +442,20 @@ fn rows_of_many_stages() {
                 case.check(&gpu, &kernels, &mut rng, EXPERT_TILES[0]);
             }
         }
+    }
+}
+
+/// Sums of so many rows, and of rows so long, that a thread of the norm keeps two vectors.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn sums_of_long_rows_and_many() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("sums_of_long_rows_and_many");
+    let kernels = MoeKernels::load(&gpu).unwrap();
+    for (hidden, rows) in [(72, 700), (128, 640), (8256, 2), (8320, 3)] {
+        let sizes = (hidden, 16);
+        let case = Case::of_sizes(&gpu, &mut rng, Format::Bf16, sizes, [rows, 12, 9]);
+        case.check(&gpu, &kernels, &mut rng, 0);
     }
 }
 

@@ -34,7 +34,7 @@ use crate::{DecoderSpec, ModelError};
 use head::{Head, Logits};
 use images::RowsOfImage;
 use layers::{Kind, Step};
-use sum::RankSum;
+use sum::DeltaSum;
 
 /// What the kernels of a step work on.
 #[derive(Debug)]
@@ -379,7 +379,7 @@ impl Decoder {
             rows: input.rows,
             first: 0,
             is_fresh: true,
-            sum: RankSum::Done,
+            sum: DeltaSum::Done,
             unsettled: None,
             are_given: false,
             layer: 0,

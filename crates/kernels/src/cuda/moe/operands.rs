@@ -3,7 +3,7 @@
 use half::bf16;
 use plimsoll_device::cuda::GpuSlice;
 
-use super::{EXPERT_TILES, MOST_EXPERTS, MOST_ROUTES};
+use super::{EXPERT_TILES, MOST_EXPERTS, MOST_ROUTES, VEC};
 use crate::RouterSoftmax;
 use crate::cuda::linear::{GpuLinear, GpuMatrix};
 
@@ -29,6 +29,16 @@ impl<'a> GpuRouter<'a> {
             scale: 1.0,
             expert_scale: None,
         }
+    }
+
+    pub(super) fn check(&self, logits: GpuSlice<'_, f32>, routes: &GpuRoutes<'_>) {
+        let GpuRoutes { rows, experts, .. } = *routes;
+        assert_eq!(logits.len(), rows * experts, "logits of [{rows}, {experts}]");
+        assert!(
+            self.bias.is_none_or(|bias| bias.len() == experts)
+                && self.expert_scale.is_none_or(|scales| scales.len() == experts),
+            "a bias and a scale for each expert"
+        );
     }
 }
 
@@ -155,7 +165,8 @@ impl GpuExperts {
     }
 }
 
-/// Which rows of a step go to which experts: filled by [`MoeKernels::route`](super::MoeKernels::route). Places are routes grouped
+/// Which rows of a step go to which experts: filled by [`MoeKernels::route`](super::MoeKernels::route) or
+/// [`route_gate_up`](super::MoeKernels::route_gate_up). Places are routes grouped
 /// by expert, and those of an expert in the order of rows.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuRoutes<'a> {
@@ -212,6 +223,34 @@ impl GpuRoutes<'_> {
             self.chosen.ptr().is_multiple_of(16) && self.tiles.ptr().is_multiple_of(16),
             "routes begin at multiples of 16 bytes"
         );
+    }
+}
+
+/// What rows' experts made of them, before it is summed.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuExpertOutputs<'a> {
+    /// `[rows * top_k, n]`, in the order of places.
+    pub x: GpuSlice<'a, bf16>,
+    /// Which place is whose.
+    pub routes: GpuRoutes<'a>,
+    /// `[rows]`: the sigmoid of each multiplies the shared expert's output for the row.
+    pub gates: Option<GpuSlice<'a, f32>>,
+}
+
+impl GpuExpertOutputs<'_> {
+    /// Elements of a row of the sums, `[rows, n]`.
+    pub(super) fn width(&self, sums: GpuSlice<'_, bf16>) -> usize {
+        self.routes.check();
+        let rows = self.routes.rows;
+        let n = sums.len() / rows.max(1);
+        assert_eq!(sums.len(), rows * n, "sums of [rows, n]");
+        assert_eq!(self.x.len(), self.routes.len() * n, "x of [places, {n}]");
+        assert!(
+            self.gates.is_none_or(|gates| gates.len() == rows),
+            "a gate for each row"
+        );
+        assert!(n.is_multiple_of(VEC), "rows of {n} are not a multiple of {VEC}");
+        n
     }
 }
 

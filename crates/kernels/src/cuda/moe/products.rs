@@ -126,6 +126,8 @@ impl Source {
 #[derive(Debug)]
 pub(super) struct Product {
     pub(super) function: Function,
+    /// The same of one row, whose experts it finds itself; of the first projection of [`Source::Few`].
+    pub(super) of_one: Option<Function>,
     source: Source,
     format: Format,
     tile: usize,
@@ -150,11 +152,18 @@ impl Products {
                 Some(hopper) => (hopper, Source::Hopper),
                 None => (&portable, Source::Portable),
             };
-            let function = kernels.function(&source.kernel(format, tile));
-            let function = function?;
-            function.allow_shared(gpu.info().max_shared_bytes)?;
+            let name = source.kernel(format, tile);
+            let function = |suffix: &str| -> Result<Function, GpuError> {
+                let function = kernels.function(&format!("{name}{suffix}"))?;
+                function.allow_shared(gpu.info().max_shared_bytes)?;
+                Ok(function)
+            };
             Ok(Product {
-                function,
+                function: function("")?,
+                of_one: match source {
+                    Source::Few => Some(function("_one")?),
+                    Source::Portable | Source::Hopper => None,
+                },
                 source,
                 format,
                 tile,

@@ -1,12 +1,14 @@
 //! Where rows go, against the CPU.
 
+use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::{EXPERT_TILES, GpuRouter, GpuRoutes, MoeKernels};
-use plimsoll_kernels::{Route, Router, RouterSoftmax, route};
+use plimsoll_kernels::{Activation, ExpertActivation, Route, Router, RouterSoftmax, route};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 
+use super::weights::{Experts, Format};
 use crate::common;
 
 const SOFTMAXES: [RouterSoftmax; 2] = [RouterSoftmax::All, RouterSoftmax::Chosen];
@@ -194,6 +196,68 @@ fn rows_go_where_a_cpu_sends_them() {
                 assert!(is_last || count == tile as i32, "{what}: a tile that is not full");
             }
             assert_eq!(next as usize, rows * top_k, "{what}");
+        }
+    }
+}
+
+/// The kernel that sends one row to its experts itself writes what the others do, and multiplies as they do.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn one_row_goes_where_it_goes_among_others() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("one_row_goes_where_it_goes_among_others");
+    let mut kernels = MoeKernels::load(&gpu).unwrap();
+    kernels.fix_tile(Some(EXPERT_TILES[0]));
+    let (hidden, inner) = (64, 24);
+    let activation = ExpertActivation::Glu(Activation::Silu);
+    for experts in [1, 8, 128, 200, 1024] {
+        let gate_up = Experts::random(&gpu, &mut rng, Format::Bf16, experts, [2 * inner, hidden], true);
+        for top_k in [1, 8, 16, 17, 32].map(|most| most.min(experts)) {
+            for softmax in SOFTMAXES {
+                let logits = common::upload(&gpu, &random_logits(&mut rng, 1, experts));
+                let bias = common::upload(&gpu, &common::random(&mut rng, experts));
+                let scales: Vec<f32> = (0..experts).map(|_| rng.random_range(0.5..1.5)).collect();
+                let scales = common::upload(&gpu, &scales);
+                let router = GpuRouter {
+                    scale: *[1.0, 0.125].choose(&mut rng).unwrap(),
+                    expert_scale: rng.random_bool(0.5).then(|| scales.slice().range(0..experts)),
+                    ..GpuRouter::plain(
+                        rng.random_bool(0.5).then(|| bias.slice().range(0..experts)),
+                        softmax,
+                    )
+                };
+                let logits = logits.slice().range(0..experts);
+                let x = common::upload(&gpu, &common::random(&mut rng, hidden));
+                let x = x.slice().range(0..hidden);
+                let [apart, together] = [false, true].map(|together| {
+                    let room = Room::new(&gpu, 1, top_k, experts);
+                    let routes = room.routes();
+                    let slab = common::poisoned::<bf16>(&gpu, top_k * inner);
+                    let out = slab.slice().range(0..top_k * inner);
+                    if together {
+                        let device = &gate_up.device;
+                        kernels
+                            .route_gate_up(x, (logits, router), device, activation, &routes, out)
+                            .unwrap();
+                    } else {
+                        kernels.route(logits, router, &routes).unwrap();
+                        kernels
+                            .gate_up(x, &gate_up.device, activation, &routes, out)
+                            .unwrap();
+                    }
+                    let (found, tiles) = found_routes(&gpu, &room, &routes);
+                    let weights: Vec<u32> = found.iter().map(|(_, weight)| weight.to_bits()).collect();
+                    (
+                        weights,
+                        tiles,
+                        common::download::<u16>(&gpu, &slab, top_k * inner),
+                    )
+                });
+                assert!(
+                    apart == together,
+                    "{top_k} of {experts}, {softmax:?}: {apart:?} {together:?}"
+                );
+            }
         }
     }
 }

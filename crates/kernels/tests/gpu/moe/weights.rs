@@ -173,7 +173,7 @@ impl Stored {
                 Fp8Scaling::Rows => f64::from(e4m3_to_f32(code)) * f64::from(scales[row]),
                 Fp8Scaling::Blocks => {
                     let scale = scales[row / FP8_BLOCK * scaling.stride(k) + column / FP8_BLOCK];
-                    bf16::from_f32(e4m3_to_f32(code) * scale).to_f64()
+                    f64::from(e4m3_to_f32(code)) * f64::from(scale)
                 }
             }
         });

@@ -103,11 +103,13 @@ impl<'a> Step<'a, '_> {
             expert_scale: Some(beside.expert_scale.slice()),
             ..GpuRouter::plain(moe.router.bias(), spec.softmax)
         };
-        let routes = self.choose_experts(spec, router, normed)?;
+        self.compute_logits(spec, normed)?;
         norm(&beside.norm)?;
+        let routes = self.begin_experts(spec, router, normed)?;
+        let outputs = self.end_experts(spec, routes, None)?;
         // Attention is done with it.
         let out = self.rows(self.act.qkv, width);
-        self.sum_experts(spec, &routes, normed, None, out)?;
+        self.of_experts().kernels.combine(&outputs, out)?;
         decoder.all_reduce().map_or(Ok(()), |ranks| ranks.sum(out))?;
         let weights = [&beside.post_norms[0], &beside.post_norms[1]].map(GpuVector::slice);
         decoder.fused.sum_norms(delta, out, weights, eps)

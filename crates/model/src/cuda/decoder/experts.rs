@@ -2,9 +2,10 @@
 
 use half::bf16;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
-use plimsoll_kernels::cuda::{GpuLinear, GpuRouter, GpuRoutes, LinearOutput};
+use plimsoll_kernels::cuda::{GpuExpertOutputs, GpuLinear, GpuRouter, GpuRoutes, LinearOutput};
 
 use super::layers::Step;
+use super::sum::DeltaSum;
 use crate::blocks::{DenseMlp, Moe};
 use crate::cuda::experts::Experts;
 use crate::spec::{DenseMlpSpec, MoeSpec};
@@ -18,7 +19,8 @@ impl<'a> Step<'a, '_> {
         normed: GpuSlice<'a, bf16>,
     ) -> Result<(), GpuError> {
         let router = GpuRouter::plain(moe.router.bias(), spec.softmax);
-        let routes = self.choose_experts(spec, router, normed)?;
+        self.compute_logits(spec, normed)?;
+        let routes = self.begin_experts(spec, router, normed)?;
         let delta = self.rows(self.act.delta, moe.router.inputs());
         let mut gates = None;
         if let (Some(spec), Some(shared)) = (&spec.shared, &moe.shared) {
@@ -27,11 +29,29 @@ impl<'a> Step<'a, '_> {
             let found = gates.insert(self.act.experts.logits.range(0..self.rows));
             self.decoder.linears.forward_f32(normed, &shared.gate, *found)?;
         }
-        self.sum_experts(spec, &routes, normed, gates, delta)
+        let outputs = self.end_experts(spec, routes, gates)?;
+        if self.decoder.all_reduce().is_some() {
+            return self.of_experts().kernels.combine(&outputs, delta);
+        }
+        // With what follows.
+        self.sum = DeltaSum::Experts(outputs);
+        Ok(())
     }
 
-    /// Which experts rows go to.
-    pub(super) fn choose_experts(
+    /// The router's logits of all rows.
+    pub(super) fn compute_logits(&self, spec: &MoeSpec, normed: GpuSlice<'a, bf16>) -> Result<(), GpuError> {
+        let linear = &self.of_experts().layer(self.layer).router;
+        self.decoder
+            .linears
+            .forward_f32(normed, linear, self.logits(spec))
+    }
+
+    fn logits(&self, spec: &MoeSpec) -> GpuSlice<'a, f32> {
+        self.act.experts.logits.range(0..self.rows * spec.experts)
+    }
+
+    /// Sends rows to experts by the router's logits, and makes the experts' first projection of them. Returns where they went.
+    pub(super) fn begin_experts(
         &self,
         spec: &MoeSpec,
         router: GpuRouter<'_>,
@@ -39,33 +59,40 @@ impl<'a> Step<'a, '_> {
     ) -> Result<GpuRoutes<'a>, GpuError> {
         let (experts, act) = (self.of_experts(), self.act.experts);
         let routes = act.routes(spec, self.rows);
-        let logits = act.logits.range(0..self.rows * spec.experts);
-        let linear = &experts.layer(self.layer).router;
-        self.decoder.linears.forward_f32(normed, linear, logits)?;
-        experts.kernels.route(logits, router, &routes)?;
+        experts.kernels.route_gate_up(
+            normed,
+            (self.logits(spec), router),
+            &experts.layer(self.layer).gate_up,
+            spec.activation,
+            &routes,
+            self.activated(spec),
+        )?;
         Ok(routes)
     }
 
-    /// The sums of what rows' experts make of them. With `gates`, what is in `out` is added, times their sigmoids.
-    pub(super) fn sum_experts(
-        &self,
-        spec: &MoeSpec,
-        routes: &GpuRoutes<'a>,
-        normed: GpuSlice<'a, bf16>,
-        gates: Option<GpuSlice<'a, f32>>,
-        out: GpuSlice<'a, bf16>,
-    ) -> Result<(), GpuError> {
-        let (Experts { kernels, .. }, act) = (self.of_experts(), self.act.experts);
-        let layer = self.of_experts().layer(self.layer);
+    fn activated(&self, spec: &MoeSpec) -> GpuSlice<'a, bf16> {
         let places = self.rows * spec.top_k;
-        let activated = act.activated.range(0..places * spec.intermediate_size);
-        kernels.gate_up(normed, &layer.gate_up, spec.activation, routes, activated)?;
-        let of_experts = act.out.range(0..places * layer.down.outputs());
-        kernels.down(activated, &layer.down, routes, of_experts)?;
-        kernels.combine(of_experts, routes, gates, out)
+        self.act
+            .experts
+            .activated
+            .range(0..places * spec.intermediate_size)
     }
 
-    fn of_experts(&self) -> &'_ Experts {
+    /// The experts' second projection, whose outputs are still to be summed.
+    pub(super) fn end_experts(
+        &self,
+        spec: &MoeSpec,
+        routes: GpuRoutes<'a>,
+        gates: Option<GpuSlice<'a, f32>>,
+    ) -> Result<GpuExpertOutputs<'a>, GpuError> {
+        let (experts, act) = (self.of_experts(), self.act.experts);
+        let down = &experts.layer(self.layer).down;
+        let x = act.out.range(0..self.rows * spec.top_k * down.outputs());
+        experts.kernels.down(self.activated(spec), down, &routes, x)?;
+        Ok(GpuExpertOutputs { x, routes, gates })
+    }
+
+    pub(super) fn of_experts(&self) -> &'_ Experts {
         let experts = self.decoder.experts.as_ref();
         experts.expect("a model with experts has them")
     }

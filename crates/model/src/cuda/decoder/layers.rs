@@ -9,7 +9,7 @@ use plimsoll_kernels::cuda::{
 };
 
 use super::images::RowsOfImage;
-use super::sum::RankSum;
+use super::sum::DeltaSum;
 use super::{Decoder, StepState};
 use crate::blocks::{Beside, DeltaRule, LayerInput, Moe, Norms, Operations};
 use crate::cuda::input::StepInput;
@@ -129,8 +129,8 @@ pub(super) struct Step<'a, 'b> {
     pub(super) first: usize,
     /// Nothing is to be added to the residual stream yet.
     pub(super) is_fresh: bool,
-    /// How what is to be added to the residual stream is summed over the ranks.
-    pub(super) sum: RankSum,
+    /// How far what is to be added to the residual stream has been summed.
+    pub(super) sum: DeltaSum<'a>,
     /// What the residual stream becomes before anything else reads it.
     pub(super) unsettled: Option<Unsettled>,
     /// Only rows that are given out are computed.
@@ -285,10 +285,10 @@ impl<'a, 'b> Step<'a, 'b> {
         width: usize,
     ) -> Result<(), GpuError> {
         if !self.is_fresh
-            && let RankSum::Sent(sent) = self.sum
+            && let DeltaSum::Sent(sent) = self.sum
         {
             return (0..2).try_for_each(|half| {
-                self.sum = RankSum::Half(sent.halves[half]);
+                self.sum = DeltaSum::Half(sent.halves[half]);
                 self.of_half(sent.rows, half, |step| {
                     step.norm_product(norms, linear, fusion, out, width)
                 })
@@ -308,6 +308,10 @@ impl<'a, 'b> Step<'a, 'b> {
     ) -> Result<(), GpuError> {
         let linears = &self.decoder.linears;
         let (out, width) = (self.rows(out, width), linear.inputs());
+        // As many kernels as the sum in a norm of its own and a plain product.
+        if fusion.norm && !self.is_fresh && matches!(self.sum, DeltaSum::Experts(_)) {
+            self.sum_delta()?;
+        }
         // Where ranks are summed first, that kernel makes the norm.
         if fusion.norm && !self.is_fresh && self.sum.is_done() && norms.added.is_none() {
             let residual = GpuResidual {
@@ -492,7 +496,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     /// With what follows.
     fn sum_ranks(&mut self) -> Result<(), GpuError> {
         if self.decoder.all_reduce().is_some() && self.sum.is_done() {
-            self.sum = RankSum::Whole;
+            self.sum = DeltaSum::Rank;
         }
         Ok(())
     }

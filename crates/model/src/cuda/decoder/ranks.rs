@@ -8,7 +8,7 @@ use plimsoll_kernels::cuda::{
 
 use super::Decoder;
 use super::layers::Step;
-use super::sum::{RankSum, SentSum};
+use super::sum::{DeltaSum, SentSum};
 
 impl Decoder {
     /// Where GPUs meet, if there are several.
@@ -84,7 +84,7 @@ impl<'a> Step<'a, '_> {
             })
         };
         let halves = [of_half(0)?, of_half(1)?];
-        self.sum = RankSum::Sent(SentSum { rows, halves });
+        self.sum = DeltaSum::Sent(SentSum { rows, halves });
         Ok(())
     }
 
@@ -103,12 +103,12 @@ impl<'a> Step<'a, '_> {
     }
 
     /// What the caller has to sum; halves of a sum that it does not take one by one are summed here.
-    fn take_sum(&mut self) -> Result<RankSum, GpuError> {
+    fn take_sum(&mut self) -> Result<DeltaSum<'a>, GpuError> {
         let (sum, width) = (
             std::mem::take(&mut self.sum),
             self.decoder.weights.spec.hidden_size,
         );
-        let (RankSum::Sent(SentSum { rows, halves }), Some(ranks)) = (sum, self.decoder.all_reduce()) else {
+        let (DeltaSum::Sent(SentSum { rows, halves }), Some(ranks)) = (sum, self.decoder.all_reduce()) else {
             return Ok(sum);
         };
         for (half, sent) in halves.into_iter().enumerate() {
@@ -116,21 +116,27 @@ impl<'a> Step<'a, '_> {
                 ranks.sum_sent(sent, step.rows(step.act.delta, width))
             })?;
         }
-        Ok(RankSum::Done)
+        Ok(DeltaSum::Done)
     }
 
-    /// Sums what is to be added to the residual stream over the ranks, unless that was done.
+    /// Sums what is to be added to the residual stream over experts or ranks, unless that was done.
     pub(super) fn sum_delta(&mut self) -> Result<(), GpuError> {
         let width = self.decoder.weights.spec.hidden_size;
         match (self.take_sum()?, self.decoder.all_reduce()) {
-            (RankSum::Whole, Some(ranks)) => ranks.sum(self.rows(self.act.delta, width)),
-            (RankSum::Half(sent), Some(ranks)) => ranks.sum_sent(sent, self.rows(self.act.delta, width)),
+            (DeltaSum::Experts(outputs), _) => {
+                let experts = self.of_experts();
+                experts
+                    .kernels
+                    .combine(&outputs, self.rows(self.act.delta, width))
+            }
+            (DeltaSum::Rank, Some(ranks)) => ranks.sum(self.rows(self.act.delta, width)),
+            (DeltaSum::Half(sent), Some(ranks)) => ranks.sum_sent(sent, self.rows(self.act.delta, width)),
             _ => Ok(()),
         }
     }
 
-    /// The residual stream takes up what is to be added to it, and its norm goes to `normed`: in one kernel with the sum over the
-    /// ranks, if there are any and that was not done.
+    /// The residual stream takes up what is to be added to it, and its norm goes to `normed`: in one kernel with the sum over experts or
+    /// ranks, if that was not done.
     pub(super) fn add_and_norm(
         &mut self,
         hidden: GpuSlice<'a, bf16>,
@@ -140,8 +146,14 @@ impl<'a> Step<'a, '_> {
     ) -> Result<(), GpuError> {
         let fused = &self.decoder.fused;
         match (self.take_sum()?, self.decoder.all_reduce()) {
-            (RankSum::Whole, Some(ranks)) => ranks.add_rms_norm(fused, hidden, delta, norm, normed),
-            (RankSum::Half(sent), Some(ranks)) => ranks.add_rms_norm_sent(sent, hidden, delta, norm, normed),
+            (DeltaSum::Experts(outputs), _) => {
+                let experts = self.of_experts();
+                experts
+                    .kernels
+                    .add_rms_norm(&outputs, [hidden, delta], norm, normed)
+            }
+            (DeltaSum::Rank, Some(ranks)) => ranks.add_rms_norm(fused, hidden, delta, norm, normed),
+            (DeltaSum::Half(sent), Some(ranks)) => ranks.add_rms_norm_sent(sent, hidden, delta, norm, normed),
             _ => fused.add_rms_norm(hidden, delta, norm, normed),
         }
     }
@@ -154,10 +166,15 @@ impl<'a> Step<'a, '_> {
         norm: GpuNorm<'_>,
         normed: GpuRows<'a>,
     ) -> Result<(), GpuError> {
+        if let DeltaSum::Experts(_) = self.sum {
+            self.sum_delta()?;
+        }
         let fused = &self.decoder.fused;
         match (self.take_sum()?, self.decoder.all_reduce()) {
-            (RankSum::Whole, Some(ranks)) => ranks.sandwich_norm(fused, hidden, added, norm, normed),
-            (RankSum::Half(sent), Some(ranks)) => ranks.sandwich_norm_sent(sent, hidden, added, norm, normed),
+            (DeltaSum::Rank, Some(ranks)) => ranks.sandwich_norm(fused, hidden, added, norm, normed),
+            (DeltaSum::Half(sent), Some(ranks)) => {
+                ranks.sandwich_norm_sent(sent, hidden, added, norm, normed)
+            }
             _ => {
                 let GpuAdded {
                     delta,

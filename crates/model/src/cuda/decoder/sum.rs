@@ -1,15 +1,17 @@
-//! How ranks sum what is added to the residual stream.
+//! How what is added to the residual stream is summed.
 
-use plimsoll_kernels::cuda::SentHalf;
+use plimsoll_kernels::cuda::{GpuExpertOutputs, SentHalf};
 
-/// How far the sum over the ranks of what is to be added to the residual stream is.
+/// How far what is to be added to the residual stream has been summed.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) enum RankSum {
+pub(super) enum DeltaSum<'a> {
     /// It is there.
     #[default]
     Done,
-    /// This rank's part is there: what takes it up makes the sum.
-    Whole,
+    /// The outputs of each row's experts are there: what takes up the sum adds them. On one GPU alone.
+    Experts(GpuExpertOutputs<'a>),
+    /// This rank's part is there: what takes up the sum adds those of the ranks.
+    Rank,
     /// The same, and both halves of the rows are on their way between the ranks.
     Sent(SentSum),
     /// The same of the rows at hand, which are one of the halves.
@@ -24,7 +26,7 @@ pub(super) struct SentSum {
     pub(super) halves: [SentHalf; 2],
 }
 
-impl RankSum {
+impl DeltaSum<'_> {
     pub(super) fn is_done(&self) -> bool {
         matches!(self, Self::Done)
     }
