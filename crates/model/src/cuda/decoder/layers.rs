@@ -308,7 +308,7 @@ impl<'a, 'b> Step<'a, 'b> {
     ) -> Result<(), GpuError> {
         let linears = &self.decoder.linears;
         let (out, width) = (self.rows(out, width), linear.inputs());
-        // As many kernels as the sum in a norm of its own and a plain product.
+        // The product makes the norm: that takes as many kernels as a norm that sums the experts and a plain product.
         if fusion.norm && !self.is_fresh && matches!(self.sum, DeltaSum::Experts(_)) {
             self.sum_delta()?;
         }

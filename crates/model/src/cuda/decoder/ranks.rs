@@ -166,6 +166,7 @@ impl<'a> Step<'a, '_> {
         norm: GpuNorm<'_>,
         normed: GpuRows<'a>,
     ) -> Result<(), GpuError> {
+        // No family has experts whose sum has a norm of its own yet.
         if let DeltaSum::Experts(_) = self.sum {
             self.sum_delta()?;
         }
