@@ -9,33 +9,49 @@ constexpr int kThreads = 256;
 
 }  // namespace
 
-// `weight` `[n, k]` of groups of `group` inputs, whose rows of words begin `stride` apart, to `out` `[n, k]`, rounded once. A thread has
-// a word: of each 16 threads, one after the other reads it where it lies, and writes eight inputs somewhere in the window.
-extern "C" __global__ void __launch_bounds__(kThreads) int4_dequantise(const uint32_t* weight, const uint32_t* groups, bf16* out,
-                                                                       int n, int k, int group, int stride) {
+// `weight` `[n, k]` of groups of `group` inputs to `out` `[n, k]`, rounded once. The four lanes of a row read a window; then each has eight
+// neighbouring inputs of each part.
+extern "C" __global__ void __launch_bounds__(kThreads) int4_dequantise(const uint4* weight, const uint32_t* groups, bf16* out, int n,
+                                                                       int k, int group) {
     pdl_launch();
-    const int row_words = (k + kWindow - 1) / kWindow * kWindowWords;
-    const size_t at = size_t(blockIdx.x) * kThreads + threadIdx.x;
-    const int row = int(at / row_words), word = int(at % row_words);
-    const int window = word / kWindowWords, quad = word % kWindowWords / kWindowParts, part = word % kWindowParts;
-    const int input = window * kWindow + part * 32 + quad * 8;
-    const bool is_input = row < n && input < k;
-    uint32_t codes = 0, shared = 0;
-    if (is_input) {
-        codes = __ldg(weight + at);
-        shared = __ldg(groups + size_t(row) * stride + input / group);
+    const int windows = (k + kWindow - 1) / kWindow, of_window = kWindow / group;
+    const uint32_t at = blockIdx.x * kThreads + threadIdx.x;
+    const int quad = at % 4, row = int(at / 4 / windows), window = int(at / 4 % windows);
+    const bool is_row = row < n;
+    // Which row of a window of weights this one has, counting those of all windows.
+    const size_t of_windows = size_t(row / kRowsTogether * windows + window) * kRowsTogether + row % kRowsTogether;
+    const uint4 codes = is_row ? __ldg(weight + of_windows * 4 + quad) : uint4{};
+    // Lane `to` gets pair `to` of the words of all four lanes, those of the four parts in one word.
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int shift = (quad ^ i) * 4;
+        const auto pair = [&](uint32_t word) { return word >> shift & 0x000f000fu; };
+        const uint32_t all = pair(codes.x) | pair(codes.y) << 4 | pair(codes.z) << 8 | pair(codes.w) << 12;
+        pairs[i] = __shfl_xor_sync(kAllLanes, all, i);
     }
-    pdl_wait();
-    if (!is_input) return;
-    const float scale = group_scale(shared), zero = float(shared & kZeroMask);
-    const auto element = [&](int i) {
-        const uint32_t code = codes >> (i % 2 * 16 + i / 2 * 4) & 15;
-        return (float(code) - zero) * scale;
+    // In the order of the lanes that they are from.
+    const auto swap = [](bool wanted, uint32_t& a, uint32_t& b) {
+        const uint32_t first = wanted ? b : a;
+        b = wanted ? a : b, a = first;
     };
-    uint4 wide;
-    wide.x = pack(element(0), element(1)), wide.y = pack(element(2), element(3));
-    wide.z = pack(element(4), element(5)), wide.w = pack(element(6), element(7));
-    *reinterpret_cast<uint4*>(out + size_t(row) * k + input) = wide;
+    swap(quad & 1, pairs[0], pairs[1]), swap(quad & 1, pairs[2], pairs[3]);
+    swap(quad & 2, pairs[0], pairs[2]), swap(quad & 2, pairs[1], pairs[3]);
+    pdl_wait();
+#pragma unroll
+    for (int part = 0; part < kWindowParts; ++part) {
+        const int input = window * kWindow + part * 32 + quad * 8;
+        if (!is_row || input >= k) continue;
+        const uint32_t shared = __ldg(groups + of_windows * of_window + input % kWindow / group);
+        const uint32_t zeros = group_zeros(shared);
+        const float scale = group_scale(shared);
+        const auto scaled = [&](uint32_t codes) {
+            const uint32_t wide = widen_int4<0>(codes >> (part * 4), zeros);
+            return pack(__uint_as_float(wide << 16) * scale, __uint_as_float(wide & 0xffff0000u) * scale);
+        };
+        const uint4 wide = make_uint4(scaled(pairs[0]), scaled(pairs[1]), scaled(pairs[2]), scaled(pairs[3]));
+        *reinterpret_cast<uint4*>(out + size_t(row) * k + input) = wide;
+    }
 }
 
 // Inputs `[m, k]` in another order: of each row of `out`, input `i` is input `order[i]` of `x`. A thread has eight; `k` is a multiple of

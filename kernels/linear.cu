@@ -14,7 +14,6 @@
 //
 // x is bf16. Weights are bf16, or e4m3, four bits or GGUF's types with scales, which become bf16 in registers: few rows need no products
 // of e4m3 values to be as fast as their weights are read, and x keeps its bits.
-#include "activation.cuh"
 #include "linear.cuh"
 
 // Adds the parts of a pair of outputs: `sums` is that pair in the first part of each block.
@@ -255,17 +254,25 @@ __device__ __forceinline__ void run(const Problem& p) {
     const int fetch_row = lane / kAtOnce, fetch_piece = lane % kAtOnce;
     uint8_t* const fetch_to = ring + (kIsGguf<kValues> ? (fetch_row * kPieces + fetch_piece) * 16 : swizzled(fetch_row, fetch_piece));
     uint32_t pieces_from[kLane];  // 16 bytes each: half the registers of addresses
-    // Of the words of groups, a lane copies 8 or 16 neighbouring bytes.
-    constexpr int kGroupCopy = kGroupBytes<kValues> > 8 ? 16 : 8, kGroupLanes = kTile * kGroupBytes<kValues> / kGroupCopy;
+    // Weights in four bits: rows lie together in windows, of which a chunk has two. Of the words of groups, a lane copies those of one
+    // window of a row.
+    constexpr int kWindowRows = 2 * kRowsTogether, kWords = kGroupBytes<kValues> / 8;
+    static_assert(!kIsInt4<kValues> || kWarp == 2 * kTile);
     uint32_t words_from = 0;
     auto enter_block = [&] {
         if constexpr (kIsInt4<kValues>) {
-            constexpr int kOfRow = kGroupBytes<kValues> / kGroupCopy;
-            words_from = cut.first_group(p, next_block, lane / kOfRow % kTile) + lane % kOfRow * (kGroupCopy / 4);
+            words_from = (cut.int4_row(p, next_block, lane / 2) + lane % 2 * kRowsTogether) * kWords;
         }
 #pragma unroll
         for (int i = 0; i < kLane; ++i) {
-            pieces_from[i] = cut.first_piece(p, next_block, fetch_row + i * kRowsAtOnce<kValues>) + fetch_piece;
+            const int row = fetch_row + i * kRowsAtOnce<kValues>;
+            if constexpr (kIsInt4<kValues>) {
+                constexpr int kOfWindow = kWindowBytes / 16;
+                const uint32_t of_window = cut.int4_row(p, next_block, row) + fetch_piece / kOfWindow * kRowsTogether;
+                pieces_from[i] = of_window * kOfWindow + fetch_piece % kOfWindow;
+            } else {
+                pieces_from[i] = cut.first_piece(p, next_block, row) + fetch_piece;
+            }
         }
     };
     auto request = [&] {
@@ -278,7 +285,8 @@ __device__ __forceinline__ void run(const Problem& p) {
             uint8_t* to = fetch_to + next_stage * kBytes;
 #pragma unroll
             for (int i = 0; i < kLane; ++i) {
-                const size_t piece = pieces_from[i] + next_chunk * kPieces;
+                constexpr int kChunkPieces = kIsInt4<kValues> ? kWindowRows * kWindowBytes / 16 : kPieces;
+                const size_t piece = pieces_from[i] + next_chunk * kChunkPieces;
 #pragma unroll
                 for (int first = 0; first < kPieces; first += kAtOnce) {
                     if (first + kAtOnce > kPieces && first + fetch_piece >= kPieces) continue;
@@ -286,9 +294,9 @@ __device__ __forceinline__ void run(const Problem& p) {
                 }
             }
             if constexpr (kIsInt4<kValues>) {
-                uint8_t* const words_to = ring + next_stage * kBytes + kTile * kRowBytes + lane * kGroupCopy;
-                const auto* const words = static_cast<const uint32_t*>(p.scales.of) + words_from + next_chunk * (kGroupBytes<kValues> / 4);
-                if (lane < kGroupLanes) copy_async_of<kGroupCopy>(words_to, words);
+                uint8_t* const words_to = ring + next_stage * kBytes + kTile * kRowBytes + lane * kWords * 4;
+                const auto* const words = static_cast<const uint32_t*>(p.scales.of) + words_from + next_chunk * (kWindowRows * kWords);
+                copy_async_of<kWords * 4>(words_to, words);
             }
             next_chunk += cut.parts;
         }
@@ -334,9 +342,12 @@ __device__ __forceinline__ void run(const Problem& p) {
     int row[Tiles];
 #pragma unroll
     for (int j = 0; j < Tiles; ++j) {
-        // Rows past the end repeat the last one: a column of a product reaches no other.
-        const int token = min(j * 8 + group, p.m - 1);
-        row[j] = token * cut.phase * kChunk + quad * kLaneInputs<kValues> + (token & 1) * 16 * kInputSwap<kValues>;
+        // Rows past the end repeat the last one: a column of a product reaches no other. With weights in four bits, it is the address of a
+        // row of one of four matrices.
+        const int token = min(j * 8 + (kIsInt4<kValues> ? lane % 8 : group), p.m - 1);
+        const int swapped = kIsInt4<kValues> ? (lane / 8 ^ input_swap<kValues>(token)) * 16
+                                             : quad * kLaneInputs<kValues> + input_swap<kValues>(token) * 16;
+        row[j] = token * cut.phase * kChunk + swapped;
     }
 
     int turn = 0, last_block = first_block;
@@ -387,7 +398,13 @@ __device__ __forceinline__ void run(const Problem& p) {
                 const int at = odd * buffer + (chunk - first) * kChunk;
                 const auto place = [&](int j, int added, int swapped) { return inputs + ((row[j] + at + added) ^ swapped); };
                 const auto inputs_at = [&](int j, int added, int swapped) {
-                    return *reinterpret_cast<const uint4*>(place(j, added, swapped));
+                    if constexpr (kIsInt4<kValues>) {
+                        uint32_t pairs[4];
+                        load_matrices(pairs, reinterpret_cast<const bf16*>(place(j, added, swapped)));
+                        return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+                    } else {
+                        return *reinterpret_cast<const uint4*>(place(j, added, swapped));
+                    }
                 };
                 if constexpr (kValues == Values::kBf16) {
                     const uint4 w[2][2] = {{piece(0, 0), piece(0, 1)}, {piece(1, 0), piece(1, 1)}};

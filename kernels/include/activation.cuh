@@ -1,5 +1,8 @@
-// The activations of a gated MLP.
+// What becomes of the sums of a linear layer, and the activations of a gated MLP.
 #pragma once
+
+// `LinearOutput::mode` of crates/kernels/src/cuda/linear/stream.rs.
+enum Mode { kBf16 = 0, kF32 = 1, kGlu = 2 };
 
 // `Activation` of crates/kernels/src/activation.rs.
 enum class Activation { kSilu, kGeluTanh };

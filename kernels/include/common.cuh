@@ -46,6 +46,14 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
+// (x & kMask) | kBits in one instruction: of two constants the compiler would make two.
+template <uint32_t kMask, uint32_t kBits>
+__device__ __forceinline__ uint32_t replace_bits(uint32_t x) {
+    uint32_t out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(x), "r"(kMask), "r"(kBits));
+    return out;
+}
+
 // Eight bf16 in one 16-byte access.
 struct __align__(16) Bf16x8 {
     bf162 pair[4];

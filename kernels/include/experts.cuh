@@ -155,7 +155,7 @@ __device__ __forceinline__ void add_products(float (&acc)[kTokenTiles][4], const
 
 // Pair `quad` of the eight int4 values of a word times `scale + rest`, which are two bf16 each: rounded once, but for 2^-17 of it.
 __device__ __forceinline__ uint32_t int4_pair(uint32_t codes, uint32_t zeros, bf162 scale, bf162 rest, int quad) {
-    const uint32_t bits = (codes >> 4 * quad & 0x000f000fu) | 0x43004300u;
+    const uint32_t bits = replace_bits<0x000f000f, 0x43004300>(codes >> 4 * quad);
     const bf162 wide = __hsub2(reinterpret_cast<const bf162&>(bits), reinterpret_cast<const bf162&>(zeros));
     const bf162 product = __hfma2(wide, scale, __hmul2(wide, rest));
     return reinterpret_cast<const uint32_t&>(product);

@@ -78,11 +78,11 @@ struct GgufCodes {
             uint32_t bits, zeros = kCodeZero<kType> * 0x00010001u | 0x43004300u;
             if constexpr (kCodeBits<kType> == 8) {
                 const uint32_t word = low[part * 2 + pair / 2] >> (pair % 2 * 8);
-                bits = (word & 0x007f007fu) | 0x43004300u;
+                bits = replace_bits<0x007f007f, 0x43004300>(word);
                 // A code with a sign is its last seven bits less 128: from there the next bf16 with such bits is 256.
-                zeros = (word & 0x00800080u) | 0x43004300u;
+                zeros = replace_bits<0x00800080, 0x43004300>(word);
             } else {
-                bits = (low[part] >> (pair * 4) & 0x000f000fu) | 0x43004300u;
+                bits = replace_bits<0x000f000f, 0x43004300>(low[part] >> (pair * 4));
             }
             if constexpr (kCodeBits<kType> == 5) bits |= shifted(high[0], part * 4 + pair) & 0x00100010u;
             if constexpr (kCodeBits<kType> == 6) bits |= shifted(high[part / 2], (part % 2 * 4 + pair) * 2) & 0x00300030u;

@@ -1,6 +1,7 @@
 // A linear layer for a few rows: what is multiplied, how it is cut, and how x comes into shared memory. See linear.cu.
 #pragma once
 
+#include "activation.cuh"
 #include "gguf.cuh"
 #include "int4.cuh"
 #include "mma.cuh"
@@ -16,8 +17,6 @@ constexpr int kBuffers = 4;          // of x, where not all of it fits
 constexpr int kPad = 4;              // of sums, in floats: no bank conflicts
 constexpr int kMostParts = 8;
 constexpr int kRingPieces = 34;      // 16 bytes each, of a row in all stages, at most: two blocks fit on a multiprocessor
-
-enum Mode { kBf16 = 0, kF32 = 1, kGlu = 2 };
 
 // Of weights.
 enum class Values {
@@ -85,7 +84,7 @@ constexpr int kEnough = (kStages<kValues> + kBuffers - 2) / (kBuffers - 1);
 
 // Factors of weights.
 struct Scales {
-    const void* of;  // floats [n], for blocks [n / 128, stride], or words of groups [n, stride]; if gated of 2 n rows
+    const void* of;  // floats [n], for blocks [n / 128, stride], or words of groups; if gated of 2 n rows
     int stride;      // of GGUF's types, which have theirs among them, bytes of a row of weights
 
     __device__ __forceinline__ const float* floats() const { return static_cast<const float*>(of); }
@@ -173,11 +172,16 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
 }
 
 // In odd rows of x the index of a piece is XORed with this, against bank conflicts too: lanes read neighbouring pieces, or every second
-// one where a weight is an e4m3 value.
+// one where a weight is an e4m3 value. With weights of four bits lanes read one piece of eight rows, and what is XORed is the row.
 template <Values kValues>
-constexpr int kInputSwap = kWidening<kValues> == 2 ? 1 : kRowPieces / 2;
+constexpr int kInputSwap = kIsInt4<kValues> || kWidening<kValues> == 2 ? 1 : kRowPieces / 2;
 
-// Neighbouring bytes of x that a lane reads.
+template <Values kValues>
+__device__ __forceinline__ int input_swap(int row) {
+    return (row & (kIsInt4<kValues> ? 7 : 1)) * kInputSwap<kValues>;
+}
+
+// Neighbouring bytes of x that a lane reads, but for weights of four bits.
 template <Values kValues>
 constexpr int kLaneInputs = kWidening<kValues> == 2                                       ? 32
                             : kIsGguf<kValues> && kGroupInputs<kGguf<kValues>> == 16 ? 8
@@ -241,9 +245,10 @@ struct Cut {
         return p.scales.floats()[min(first_row(p, block), last) / kFp8Block * p.scales.stride + chunk];
     }
 
-    // The first word of the groups of a row of this warp's tile of weights in four bits.
-    __device__ uint32_t first_group(const Problem& p, int block, int row) const {
-        return uint32_t(row_at(p, block, row)) * uint32_t(p.scales.stride);
+    // Which row of a window of weights in four bits a row of this warp's tile has, counting those of all windows.
+    __device__ uint32_t int4_row(const Problem& p, int block, int row) const {
+        const uint32_t at = row_at(p, block, row), windows = row_bytes / kWindowBytes;
+        return at / kRowsTogether * windows * kRowsTogether + at % kRowsTogether;
     }
 
     // A row of this warp's tile among those of the weights; rows past the end repeat the last one and are not stored.
@@ -266,7 +271,7 @@ __device__ __forceinline__ void copy_inputs(uint8_t* to, const Problem& p, const
     const int pieces = (min(first + cut.phase, cut.end) - first) * kChunkPieces;
     for (int i = threadIdx.x; i < p.m * pieces; i += kThreads) {
         const int row = i / pieces, piece = i % pieces;
-        const int swapped = piece ^ ((row & 1) * kInputSwap<kValues>);
+        const int swapped = piece ^ input_swap<kValues>(row);
         const int input = (first * kChunkPieces + piece) * kVec;
         // What fills up GGUF's last window is taken for 0 here too.
         const bool is_there = !kIsGguf<kValues> || input < p.k;
@@ -282,7 +287,7 @@ __device__ __forceinline__ void normalise_inputs(bf16* to, const Problem& p, con
     const int k = p.k, pieces = k / 8, low = cut.begin * kChunkPieces, high = cut.end * kChunkPieces;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const auto place = [&](int row, int piece) {
-        return to + (row * cut.phase * kChunkPieces + ((piece - low) ^ ((row & 1) * kInputSwap<kValues>))) * 8;
+        return to + (row * cut.phase * kChunkPieces + ((piece - low) ^ input_swap<kValues>(row))) * 8;
     };
     for (int row = 0; row < p.m; ++row) {
         float squares = 0.0f;

@@ -59,12 +59,14 @@ __device__ __forceinline__ void wait_async() {
 }
 
 // Four 8x8 matrices; lane `i` gives the address of row `i % 8` of matrix `i / 8`.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const bf16* from) {
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(from))
+                 : "r"(from)
                  : "memory");
 }
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const bf16* from) { load_matrices(r, shared_address(from)); }
 
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const bf16* from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -201,7 +201,7 @@ fn room_for_bf16(gpu: &Gpu) -> GpuSlab {
         .expect("room")
 }
 
-/// Weights of four bits and more rows than are streamed: by warp groups, and dequantised for cuBLASLt.
+/// Weights of four bits: on Hopper, and dequantised for cuBLASLt.
 pub(crate) fn bench_int4(gpu: &Gpu) {
     let workspace = gpu
         .alloc(Component::Runtime, Linears::WORKSPACE_BYTES)
@@ -214,16 +214,28 @@ pub(crate) fn bench_int4(gpu: &Gpu) {
     };
     for group in [Int4Group::Of128, Int4Group::Of32] {
         let model = Model::new(gpu, GpuValues::Int4(group));
-        println!("{group:?}, us: floor, k divided among 1, 2, 4 and 8 blocks, dequantised for cuBLASLt");
+        println!(
+            "{group:?}, us: floor, divided equally, k divided among 1, 2, 4 and 8 blocks, dequantised for cuBLASLt"
+        );
         for (shape, &(name, n, k)) in SHAPES[..4].iter().enumerate() {
-            for m in [8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048] {
+            for m in [1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048] {
                 let bytes = n * int4_pitch(k) + 4 * n * group.stride(k) + 2 * m * (k + n);
                 let operations = 2.0 * (m * n * k) as f64;
                 let floor = f64::max(bytes as f64 / READ_BANDWIDTH, operations / BF16_RATE) * 1e6;
                 print!("{name:8} {m:4} {floor:7.1} ");
                 let ways = [1, 2, 4, 8].map(LinearPath::Int4);
-                for path in ways.into_iter().chain([LinearPath::CublasLt]) {
+                for path in [LinearPath::Hopper]
+                    .into_iter()
+                    .chain(ways)
+                    .chain([LinearPath::CublasLt])
+                {
                     linears.fix(Some(path));
+                    if path == LinearPath::Hopper
+                        && !linears.is_own(m, &model.layers[shape][0], LinearOutput::Bf16)
+                    {
+                        print!(" {:>8}", "-");
+                        continue;
+                    }
                     let layers = &model.layers[shape];
                     let us = time_us(gpu, 8, |call| {
                         let x = model.x.slice().range(0..m * k);

@@ -1,5 +1,5 @@
 //! Every linear layer: cuBLASLt, and for few rows kernels of our own that stream the weights: `kernels/linear.cu`, and on Hopper
-//! `kernels/linear_hopper.cu` for up to 32 rows.
+//! `kernels/linear_hopper.cu` and, for weights of four bits, `kernels/linear_hopper_int4.cu`, for up to 32 rows.
 //!
 //! With e4m3 weights, cuBLASLt and `linear_hopper.cu` take inputs quantised to e4m3, and `linear.cu` takes bf16 inputs. On GPUs whose
 //! tensor cores do not know e4m3, `linear.cu` computes any number of rows, in parts. Weights of four bits and in GGUF's types meet bf16
@@ -41,7 +41,7 @@ pub use gguf::GgufKernels;
 pub use int4::Int4Kernels;
 pub use matrix::{
     FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuInputs, GpuLinear, GpuMatrix, GpuRows, GpuValues, GpuWeight,
-    Int4Group, PART_OUTPUTS, expert_int4_pitch, int4_pitch, mxfp4_pitch,
+    INT4_ROWS, INT4_WINDOW, Int4Group, PART_OUTPUTS, expert_int4_pitch, int4_pitch, mxfp4_pitch,
 };
 pub use stream::{LinearCut, LinearOutput};
 pub use tune::{LinearChoice, LinearScratch, LinearUse, TimedWay};
@@ -100,7 +100,7 @@ pub enum LinearPath {
     CublasLt,
     /// Our kernels for few rows, cut in one of the ways there are; where that one cannot be used, cuBLASLt.
     Stream(LinearCut),
-    /// Up to 32 rows of weights in bf16 or e4m3 by warp groups; where that cannot be, cuBLASLt.
+    /// Up to 32 rows of weights in bf16, e4m3 or four bits by the kernels for Hopper; where that cannot be, cuBLASLt.
     Hopper,
     /// Weights of four bits by warp groups, k divided among so many blocks; where that cannot be, cuBLASLt.
     Int4(usize),

@@ -1,6 +1,6 @@
 use std::collections::HashMap;
 
-use plimsoll_kernels::cuda::PART_OUTPUTS;
+use plimsoll_kernels::cuda::{INT4_ROWS, PART_OUTPUTS};
 
 use super::weights::products;
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
@@ -47,8 +47,9 @@ fn check_product(parts: &[Matrix]) -> Result<(), ModelError> {
     for (at, part) in parts.iter().enumerate() {
         let is_int4 = matches!(part.format, MatrixFormat::Int4(_));
         let (inputs_of, outputs_of) = match part.format.kept_scales() {
-            // Words of codes, and as cuBLASLt takes them in 16 bits.
-            None if is_int4 => (INT4_WORD, 1),
+            None if is_int4 && part.expert.is_some() => (INT4_WORD, 1),
+            // Words of codes, and rows that lie together.
+            None if is_int4 => (INT4_WORD, INT4_ROWS),
             None => continue,
             // The blocks of stacked matrices are those of one matrix: the last alone may be smaller.
             Some(Fp8Scales::Block) if at + 1 < parts.len() => (FP8_BLOCK, FP8_BLOCK),
@@ -153,6 +154,35 @@ mod tests {
 
     use super::*;
     use crate::blocks::{RowOrder, StoredAs};
+    use crate::quantization::{Int4Format, Int4Groups, Int4Packing};
+
+    #[test]
+    fn rows_of_four_bits_lie_together_in_eights() {
+        let part = |outputs, inputs| Matrix {
+            module: "a.q_proj".to_owned(),
+            outputs,
+            inputs,
+            format: MatrixFormat::Int4(Int4Format {
+                packing: Int4Packing::Compressed { symmetric: true },
+                groups: Int4Groups::Of32,
+                ordered: false,
+            }),
+            order: RowOrder::Plain,
+            expert: None,
+            stored_as: StoredAs::Weight,
+            share: None,
+        };
+        check_product(&[part(16, 40), part(8, 40)]).unwrap();
+        for (outputs, inputs) in [(12, 40), (16, 36)] {
+            let error = check_product(&[part(16, 40), part(outputs, inputs)])
+                .unwrap_err()
+                .to_string();
+            let shape = format!("`a.q_proj` of shape [{outputs}, {inputs}]");
+            for said in [&*shape, "[8, 8]", "--device cpu"] {
+                assert!(error.contains(said), "{error}");
+            }
+        }
+    }
 
     #[test]
     fn parts_of_odd_sizes_in_different_types_are_named() {

@@ -221,15 +221,13 @@ impl GpuWeights {
                     unreachable!("what has codes of four bits has groups")
                 };
                 let inputs = matrix.inputs;
-                let rows = gpu.download(view::<u8>(&self.slab, span))?;
+                let codes = gpu.download(view::<u8>(&self.slab, span))?;
                 let words = gpu.download(view::<u32>(&self.slab, place.span(0..part.rows())))?;
                 let order = part.order.map(|span| gpu.download(view::<u32>(&self.slab, span)));
                 let order = order.transpose()?.unwrap_or_else(|| (0..inputs as u32).collect());
-                let rows = rows.chunks_exact(part.row_bytes());
                 let mut elements = Vec::with_capacity(matrix.outputs * inputs);
-                for (row, words) in rows.zip(words.chunks_exact(group.stride(inputs))) {
+                for widened in widen_int4(part.element, &codes, &words, group, inputs) {
                     let mut stored = vec![0.0; inputs];
-                    let widened = widen_int4(part.element, row, words, group, inputs);
                     for (element, &input) in widened.into_iter().zip(&order) {
                         stored[input as usize] = element;
                     }

@@ -14,7 +14,7 @@ use super::{Fp8Scaling, Key, LinearCut, LinearPath, Linears, stream};
 pub(super) enum Choice {
     /// In parts of the most rows that the kernels take.
     Stream(LinearCut),
-    /// bf16 or e4m3 weights by warp groups, on so many multiprocessors: their number decides the order of sums.
+    /// By the kernels for Hopper, on so many multiprocessors: their number decides the order of sums.
     Hopper(usize),
     /// Weights of four bits by warp groups, k divided among so many blocks.
     Int4(usize),
@@ -45,7 +45,7 @@ impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Stream(cut) => write!(f, "own {cut}"),
-            Self::Hopper(_) => f.write_str("own, by warp groups"),
+            Self::Hopper(_) => f.write_str("own, divided equally"),
             Self::Int4(parts) => write!(f, "own, k among {parts} blocks"),
             Self::Lt(algorithm) => write!(f, "cuBLASLt {algorithm}"),
         }

@@ -1,4 +1,5 @@
-//! Products of few rows with bf16 or e4m3 weights, by wgmma (`kernels/linear_hopper.cu`).
+//! Products of few rows on GPUs of Hopper's generation: with bf16 and e4m3 weights by wgmma (`kernels/linear_hopper.cu`), and with weights
+//! in four bits (`kernels/linear_hopper_int4.cu`).
 
 use std::sync::Arc;
 
@@ -7,35 +8,52 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Lau
 use super::LinearOutput;
 use super::choice::Choice;
 use super::cublas_lt::{Operands, Shape, WORKSPACE};
-use super::matrix::{Fp8Scaling, GpuValues};
+use super::matrix::{Fp8Scaling, GpuValues, INT4_ROWS, Int4Group};
 use crate::Activation;
 use crate::cuda::{has_hopper_kernels, load};
 
-/// Constants of `kernels/linear_hopper.cu`.
-const THREADS: usize = 416;
-const FEATURES: usize = 64;
+/// Constants of the kernels. A warp group has the sums of so many rows of weights.
+const GROUP_ROWS: usize = 64;
 const STAGE_ROW_BYTES: usize = 256;
+const INT4_STAGE_INPUTS: usize = 256;
 const PIECE: usize = 16;
 const ALIGN: usize = 1024;
-/// The most rows of each kernel, and its number of stages.
+/// The most rows of each kernel, and its number of stages but for weights in four bits.
 const STAGES: [(usize, usize); 3] = [(8, 11), (16, 10), (MOST_ROWS, 8)];
 const MOST_ROWS: usize = 32;
+/// Of kernels for weights in four bits, with what aligns it.
+const INT4_SHARED_BYTES: usize = (226 << 10) + ALIGN;
 
 /// One thread block runs on each multiprocessor; no GPU of that generation has more than this.
 const MOST_BLOCKS: usize = 144;
 /// Behind cuBLASLt's part of the workspace: partial sums that thread blocks leave to each other.
-pub(super) const SUM_BYTES: usize = MOST_BLOCKS * FEATURES * MOST_ROWS * size_of::<f32>();
+pub(super) const SUM_BYTES: usize = MOST_BLOCKS * 2 * GROUP_ROWS * MOST_ROWS * size_of::<f32>();
 /// Every byte of a sum that is not there yet.
 const NONE: u8 = 0xff;
 
 #[derive(Debug)]
 pub(super) struct HopperKernels {
     gpu: Gpu,
-    /// By type of values, one for each of [`STAGES`]; empty where kernels made for Hopper do not run.
-    kernels: Vec<(GpuValues, Vec<Function>)>,
+    /// By type of values, by rising number of rows; empty where kernels made for Hopper do not run.
+    kernels: Vec<(GpuValues, Vec<Kernel>)>,
     /// Whether e4m3 values are multiplied as they are.
     fp8_products: bool,
     workspace: Arc<GpuSlab>,
+}
+
+#[derive(Debug)]
+struct Kernel {
+    most_rows: usize,
+    function: Function,
+    shared_bytes: usize,
+}
+
+/// What a block computes at a time.
+struct Tile {
+    threads: usize,
+    /// Rows of weights.
+    rows: usize,
+    stage_inputs: usize,
 }
 
 impl HopperKernels {
@@ -43,19 +61,38 @@ impl HopperKernels {
     pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>, fp8_products: bool) -> Result<Self, GpuError> {
         let mut kernels = Vec::new();
         if has_hopper_kernels(gpu) {
-            let module = load(gpu, "linear_hopper")?;
+            let [module, int4] = ["linear_hopper", "linear_hopper_int4"].map(|name| load(gpu, name));
+            let (module, int4) = (module?, int4?);
             let types = [
-                ("linear_hopper", GpuValues::Bf16),
-                ("linear_hopper_fp8", GpuValues::Fp8(Fp8Scaling::Rows)),
-                ("linear_hopper_fp8_blocks", GpuValues::Fp8(Fp8Scaling::Blocks)),
+                ("linear_hopper".to_owned(), GpuValues::Bf16),
+                ("linear_hopper_fp8".to_owned(), GpuValues::Fp8(Fp8Scaling::Rows)),
+                (
+                    "linear_hopper_fp8_blocks".to_owned(),
+                    GpuValues::Fp8(Fp8Scaling::Blocks),
+                ),
             ];
-            for (name, values) in types {
-                let functions = STAGES.map(|(rows, stages)| -> Result<Function, GpuError> {
-                    let function = module.function(&format!("{name}_{rows}"))?;
-                    function.allow_shared(shared_bytes(rows, stages))?;
-                    Ok(function)
+            let groups = [Int4Group::Of32, Int4Group::Of64, Int4Group::Of128].map(|group| {
+                (
+                    format!("linear_hopper_int4_{}", group.inputs()),
+                    GpuValues::Int4(group),
+                )
+            });
+            for (name, values) in types.into_iter().chain(groups) {
+                let module = match values {
+                    GpuValues::Int4(_) => &int4,
+                    _ => &module,
+                };
+                let of_rows = STAGES.map(|(most_rows, stages)| -> Result<Kernel, GpuError> {
+                    let function = module.function(&format!("{name}_{most_rows}"))?;
+                    let shared_bytes = shared_bytes(values, most_rows, stages);
+                    function.allow_shared(shared_bytes)?;
+                    Ok(Kernel {
+                        most_rows,
+                        function,
+                        shared_bytes,
+                    })
                 });
-                kernels.push((values, functions.into_iter().collect::<Result<_, _>>()?));
+                kernels.push((values, of_rows.into_iter().collect::<Result<_, _>>()?));
             }
             gpu.fill(sums(workspace), NONE)?;
         }
@@ -74,21 +111,27 @@ impl HopperKernels {
 
     /// Whether they can compute a product.
     pub(super) fn can(&self, shape: &Shape, output: LinearOutput) -> bool {
-        let &Shape { m, n, pitch, .. } = shape;
-        let row_bytes = row_bytes(shape);
-        // Gate and up of a tile must each lie within one block of weights.
-        let whole_blocks = shape.scaling() != Some(Fp8Scaling::Blocks)
-            || output.stacked() == 1
-            || n.is_multiple_of(FEATURES / 2);
+        let &Shape { m, n, k, pitch, .. } = shape;
+        let weights_fit = match shape.values {
+            GpuValues::Bf16 => (2 * k).is_multiple_of(PIECE),
+            GpuValues::Fp8(scaling) => {
+                // Gate and up of a tile must each lie within one block of weights.
+                let whole_blocks = output.stacked() == 1 || n.is_multiple_of(GROUP_ROWS / 2);
+                self.fp8_products
+                    && k.is_multiple_of(PIECE)
+                    && (scaling != Fp8Scaling::Blocks || whole_blocks)
+            }
+            // If gated, rows of gate and up are whole eights too.
+            GpuValues::Int4(_) => n.is_multiple_of(INT4_ROWS),
+            GpuValues::Gguf(_) => false,
+        };
         !self.kernels.is_empty()
             && self.gpu.info().sm_count <= MOST_BLOCKS
-            && (self.fp8_products || shape.scaling().is_none())
-            && whole_blocks
+            && weights_fit
             && m <= MOST_ROWS
-            // Inputs are copied 16 bytes at a time, and bf16 outputs are stored in pairs.
-            && row_bytes.is_some_and(|bytes| bytes.is_multiple_of(PIECE))
+            // Outputs in bf16 are stored in pairs.
             && (output == LinearOutput::F32 || n.is_multiple_of(2) && pitch.is_multiple_of(2))
-            // The kernel counts pieces of weights in 32 bits.
+            // The kernels count pieces of weights in 32 bits.
             && u32::try_from(output.stacked() * shape.weight_bytes() / PIECE).is_ok()
     }
 
@@ -102,21 +145,25 @@ impl HopperKernels {
         output: LinearOutput,
         operands: &Operands,
     ) -> Result<(), GpuError> {
-        let at = STAGES.iter().position(|(rows, _)| *rows >= shape.m);
-        let at = at.expect("no more than MOST_ROWS");
-        let (rows, stages) = STAGES[at];
+        let of_type = self.kernels.iter().find(|(values, _)| *values == shape.values);
+        let (_, of_rows) = of_type.expect("as `can` says");
+        let kernel = of_rows.iter().find(|kernel| kernel.most_rows >= shape.m);
+        let kernel = kernel.expect("no more than MOST_ROWS");
         let activation = match output {
             LinearOutput::Glu(Activation::GeluTanh) => 1,
             LinearOutput::Glu(Activation::Silu) | LinearOutput::Bf16 | LinearOutput::F32 => 0,
         };
-        let (x_stride, stride) = match shape.scaling() {
-            Some(scaling) => (scaling.input_stride(shape.m), scaling.stride(shape.k)),
-            None => (0, 0),
+        let (x_scales, strides) = match shape.values {
+            GpuValues::Fp8(scaling) => (
+                Some(operands.x_scales),
+                vec![scaling.input_stride(shape.m), scaling.stride(shape.k)],
+            ),
+            GpuValues::Bf16 => (Some(0), vec![0, 0]),
+            GpuValues::Int4(_) | GpuValues::Gguf(_) => (None, Vec::new()),
         };
-        let args: [Arg; 15] = [
-            operands.x.into(),
-            operands.weight.into(),
-            operands.x_scales.into(),
+        let mut args: Vec<Arg> = vec![operands.x.into(), operands.weight.into()];
+        args.extend(x_scales.map(Arg::from));
+        args.extend::<[Arg; 10]>([
             operands.weight_scales.into(),
             operands.bias.into(),
             operands.out.into(),
@@ -127,32 +174,35 @@ impl HopperKernels {
             (shape.pitch as i32).into(),
             output.mode().into(),
             activation.into(),
-            (x_stride as i32).into(),
-            (stride as i32).into(),
-        ];
-        let tiles = (output.stacked() * shape.n).div_ceil(FEATURES);
-        let row = row_bytes(shape).expect("as `can` says");
+        ]);
+        args.extend(strides.into_iter().map(|stride| Arg::from(stride as i32)));
+        let tile = tile(shape.values);
+        let tiles = (output.stacked() * shape.n).div_ceil(tile.rows);
         let grid = self
             .gpu
             .info()
             .sm_count
-            .min(tiles * row.div_ceil(STAGE_ROW_BYTES));
-        let launch = Launch::new([grid as u32, 1, 1], THREADS as u32)
-            .shared(shared_bytes(rows, stages))
+            .min(tiles * shape.k.div_ceil(tile.stage_inputs));
+        let launch = Launch::new([grid as u32, 1, 1], tile.threads as u32)
+            .shared(kernel.shared_bytes)
             .pdl(true);
-        let of_type = self.kernels.iter().find(|(values, _)| *values == shape.values);
-        let (_, functions) = of_type.expect("as `can` says");
-        // SAFETY: the caller's promise; the arguments are those of `LINEAR_HOPPER` in kernels/linear_hopper.cu.
-        unsafe { self.gpu.launch(&functions[at], launch, &args) }
+        // SAFETY: the caller's promise; the arguments are those of `LINEAR_HOPPER` in kernels/linear_hopper.cu, and of `LINEAR_HOPPER_INT4`
+        // in kernels/linear_hopper_int4.cu.
+        unsafe { self.gpu.launch(&kernel.function, launch, &args) }
     }
 }
 
-/// Bytes of a row of weights, of the types that these kernels have.
-fn row_bytes(shape: &Shape) -> Option<usize> {
-    match shape.values {
-        GpuValues::Bf16 => Some(2 * shape.k),
-        GpuValues::Fp8(_) => Some(shape.k),
-        GpuValues::Int4(_) | GpuValues::Gguf(_) => None,
+fn tile(values: GpuValues) -> Tile {
+    let (threads, rows, stage_inputs) = match values {
+        GpuValues::Bf16 => (416, GROUP_ROWS, STAGE_ROW_BYTES / 2),
+        GpuValues::Fp8(_) => (416, GROUP_ROWS, STAGE_ROW_BYTES),
+        GpuValues::Int4(_) => (768, 2 * GROUP_ROWS, INT4_STAGE_INPUTS),
+        GpuValues::Gguf(_) => unreachable!("as `can` says"),
+    };
+    Tile {
+        threads,
+        rows,
+        stage_inputs,
     }
 }
 
@@ -161,8 +211,11 @@ fn sums(workspace: &GpuSlab) -> GpuSlice<'_, u8> {
     workspace.slice().range(WORKSPACE..WORKSPACE + SUM_BYTES)
 }
 
-/// Stages of weights and inputs with their barriers, sums of a warp group, and alignment.
-fn shared_bytes(rows: usize, stages: usize) -> usize {
-    let stage = (FEATURES + rows) * STAGE_ROW_BYTES + 2 * size_of::<u64>();
-    (stages * stage + rows * FEATURES * size_of::<f32>()).next_multiple_of(ALIGN) + ALIGN
+/// Stages of weights and inputs with their barriers, sums of those that share a tile, and alignment.
+fn shared_bytes(values: GpuValues, rows: usize, stages: usize) -> usize {
+    if matches!(values, GpuValues::Int4(_)) {
+        return INT4_SHARED_BYTES;
+    }
+    let stage = (GROUP_ROWS + rows) * STAGE_ROW_BYTES + 2 * size_of::<u64>();
+    (stages * stage + rows * GROUP_ROWS * size_of::<f32>()).next_multiple_of(ALIGN) + ALIGN
 }

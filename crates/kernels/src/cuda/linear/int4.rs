@@ -9,6 +9,8 @@ use super::matrix::{Int4Group, int4_pitch};
 const THREADS: usize = 256;
 /// Codes of a word, and inputs that a thread moves.
 const WORD: usize = 8;
+/// Bytes of codes that a thread widens.
+const PIECE: usize = 16;
 
 /// The kernels.
 #[derive(Debug)]
@@ -34,7 +36,7 @@ impl Int4Kernels {
         })
     }
 
-    /// Rows of codes at `codes`, with their groups at `groups`, to `[n, k]` of `bf16` at `out`, rounded once. Device addresses.
+    /// The codes of `n` rows at `codes`, with their groups at `groups`, to `[n, k]` of `bf16` at `out`, rounded once. Device addresses.
     ///
     /// # Safety
     /// There are as many as [`super::GpuMatrix::Int4`] says, and room for `n * k`, until the kernel is done.
@@ -44,7 +46,7 @@ impl Int4Kernels {
         [n, k]: [usize; 2],
         group: Int4Group,
     ) -> Result<(), GpuError> {
-        let threads = n * int4_pitch(k) / size_of::<u32>();
+        let threads = n * int4_pitch(k) / PIECE;
         let args = [
             codes.into(),
             groups.into(),
@@ -52,7 +54,6 @@ impl Int4Kernels {
             (n as i32).into(),
             (k as i32).into(),
             (group.inputs() as i32).into(),
-            (group.stride(k) as i32).into(),
         ];
         // SAFETY: the caller's promise; the arguments are those of `int4_dequantise`.
         unsafe { self.gpu.launch(&self.dequantise, launch(threads), &args) }
@@ -91,8 +92,8 @@ impl Int4Kernels {
     /// # Panics
     /// If they are no whole rows.
     pub fn fill(&self, codes: GpuSlice<'_, u8>, seed: u64) -> Result<(), GpuError> {
-        let pieces = codes.len() / 16;
-        assert_eq!(pieces * 16, codes.len(), "whole rows");
+        let pieces = codes.len() / PIECE;
+        assert_eq!(pieces * PIECE, codes.len(), "whole rows");
         let args = [codes.into(), (pieces as u64).into(), seed.into()];
         let blocks = pieces.div_ceil(THREADS).clamp(1, 1 << 16);
         let launch = Launch::new([blocks as u32, 1, 1], THREADS as u32).pdl(true);

@@ -4,19 +4,18 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, Launch};
 
 use super::LinearOutput;
 use super::cublas_lt::{Operands, Shape};
-use super::matrix::{GpuValues, Int4Group};
+use super::matrix::{GpuValues, INT4_WINDOW, Int4Group};
 use crate::cuda::{has_hopper_kernels, load};
 
 /// Constants of `kernels/int4_products.cu`.
-const THREADS: usize = 384;
+const THREADS: usize = 512;
 const FEATURES: usize = 128;
-const WINDOW: usize = 128;
 const ALIGN: usize = 1024;
 /// Rows of inputs of a tile, and stages.
-const TILES: [(usize, usize); 4] = [(16, 7), (32, 6), (64, 4), (128, 5)];
+const TILES: [(usize, usize); 2] = [(64, 4), (128, 5)];
 
-/// From so many rows on they are measured; fewer are streamed faster, where they can be.
-pub(super) const LEAST_ROWS: usize = 8;
+/// From so many rows on they are measured; fewer are `kernels/linear_hopper_int4.cu`'s.
+pub(super) const LEAST_ROWS: usize = 33;
 /// Up to so many: with more, dequantising for cuBLASLt was faster for every shape (H100, 1,024 rows).
 const MOST_ROWS: usize = 512;
 /// Blocks for each multiprocessor above which it is not worth a measurement to divide k among more.
@@ -66,8 +65,8 @@ impl Int4Products {
             && matches!(shape.values, GpuValues::Int4(_))
             && output == LinearOutput::Bf16
             // Other numbers of inputs are not tested.
-            && shape.k.is_multiple_of(WINDOW)
-            && parts <= shape.k / WINDOW
+            && shape.k.is_multiple_of(INT4_WINDOW)
+            && parts <= shape.k / INT4_WINDOW
     }
 
     /// Launches a product.
@@ -87,7 +86,7 @@ impl Int4Products {
         let of_group = self.kernels.iter().find(|(known, _)| *known == group);
         let (_, of_tiles) = of_group.expect("there are kernels for all groups");
         let at = TILES.iter().position(|known| known.0 == rows);
-        let args: [Arg; 10] = [
+        let args: [Arg; 9] = [
             operands.x.into(),
             operands.weight.into(),
             operands.weight_scales.into(),
@@ -96,7 +95,6 @@ impl Int4Products {
             (shape.m as i32).into(),
             (shape.n as i32).into(),
             (shape.k as i32).into(),
-            (group.stride(shape.k) as i32).into(),
             (shape.pitch as i32).into(),
         ];
         let grid = [parts, shape.m.div_ceil(rows), shape.n.div_ceil(FEATURES)].map(|blocks| blocks as u32);
@@ -120,7 +118,7 @@ fn tile(rows: usize) -> (usize, usize) {
 
 /// Stages of inputs, codes and groups, barriers, and alignment.
 fn shared_bytes(group: Int4Group, rows: usize, stages: usize) -> usize {
-    let inputs = rows * WINDOW * 2;
-    let codes = FEATURES * (WINDOW / 2 + group.stride(WINDOW) * size_of::<u32>());
+    let inputs = rows * INT4_WINDOW * 2;
+    let codes = FEATURES * (INT4_WINDOW / 2 + group.stride(INT4_WINDOW) * size_of::<u32>());
     (stages * (inputs + codes + 2 * size_of::<u64>())).next_multiple_of(ALIGN) + ALIGN
 }

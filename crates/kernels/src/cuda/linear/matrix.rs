@@ -101,11 +101,11 @@ pub enum GpuMatrix {
         /// Which values share one of them.
         scaling: Fp8Scaling,
     },
-    /// Integers of four bits.
+    /// Integers of four bits. `n` is a multiple of [`INT4_ROWS`].
     Int4 {
-        /// Rows of [`int4_pitch`] bytes.
+        /// [`int4_pitch`] bytes a row, as `kernels/include/int4.cuh` orders them.
         codes: GpuWeight<u8>,
-        /// `[n,` [`Int4Group::stride`]`]`.
+        /// [`Int4Group::stride`] a row, in the same order.
         groups: GpuWeight<u32>,
         /// Which inputs share one of them.
         group: Int4Group,
@@ -140,9 +140,12 @@ pub enum GpuMatrix {
 pub const PART_OUTPUTS: usize = 8;
 
 /// Inputs of a window of codes of four bits.
-const INT4_WINDOW: usize = 128;
+pub const INT4_WINDOW: usize = 128;
 
-/// Bytes of a row of `k` codes of four bits, as `kernels/include/int4.cuh` orders them: windows of 128, the last filled up.
+/// Rows of [`GpuMatrix::Int4`] that lie together, window by window.
+pub const INT4_ROWS: usize = 8;
+
+/// Bytes of a row of `k` codes of four bits: windows of 128, the last filled up.
 pub fn int4_pitch(k: usize) -> usize {
     k.div_ceil(INT4_WINDOW) * INT4_WINDOW / 2
 }
@@ -236,6 +239,7 @@ impl GpuMatrix {
                 codes.slice().len() == n * int4_pitch(k)
                     && groups.slice().len() == n * group.stride(k)
                     && order.as_ref().is_none_or(|order| order.slice().len() == k)
+                    && n.is_multiple_of(INT4_ROWS)
                     && k.is_multiple_of(8)
             }
             Self::Gguf { rows, format } => {

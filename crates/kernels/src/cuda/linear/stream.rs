@@ -51,7 +51,7 @@ pub enum LinearOutput {
 }
 
 impl LinearOutput {
-    /// `Mode` of `kernels/include/linear.cuh` and `kernels/linear_hopper.cu`.
+    /// `Mode` of `kernels/include/activation.cuh`.
     pub(super) fn mode(self) -> i32 {
         match self {
             Self::Bf16 => 0,
@@ -294,9 +294,8 @@ impl StreamKernels {
         norm: &NormOperands,
     ) -> Result<(), GpuError> {
         let stride = match shape.values {
-            GpuValues::Bf16 => 0,
+            GpuValues::Bf16 | GpuValues::Int4(_) => 0,
             GpuValues::Fp8(scaling) => scaling.stride(shape.k),
-            GpuValues::Int4(group) => group.stride(shape.k),
             GpuValues::Gguf(format) => format.pitch(shape.k),
         };
         let args: [Arg; 16] = [

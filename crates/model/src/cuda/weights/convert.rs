@@ -1,16 +1,19 @@
 //! From stored elements to those in device memory.
 
+mod int4;
+
 use std::ops::Range;
 
 use plimsoll_device::cast_slice_mut;
-use plimsoll_kernels::cuda::Int4Group;
 use plimsoll_kernels::{E4M3_MAX, WeightType, e4m3_from_f32};
 
-use super::layout::{Element, KeptScales, Part, Stored};
+use super::layout::{Element, Part, Stored};
 use crate::ModelError;
 use crate::blocks::{Among, Matrix, RowOrder};
-use crate::quantization::{INT4_WORD, MXFP4_BLOCK};
-use crate::weights::{Beside, Checked, Int4, StoredMatrix, Tensor, int4_code};
+use crate::quantization::MXFP4_BLOCK;
+use crate::weights::{Beside, Checked, StoredMatrix, Tensor};
+use int4::input_order;
+pub(super) use int4::widen_int4;
 
 /// A stored tensor on its way to its place.
 #[derive(Debug)]
@@ -215,141 +218,6 @@ impl<'a> Job<'a> {
 
 /// The largest exponent that the kernels of experts widen exactly; see `widen_e2m1` of `kernels/include/experts.cuh`.
 const MOST_MXFP4_EXPONENT: u8 = 192;
-
-/// Which input of a matrix in four bits each is on the device: groups one after the other.
-fn input_order(int4: &Int4<'_>, part: &Part, name: &str) -> Result<Option<Vec<u32>>, ModelError> {
-    let Stored::Matrix(Matrix {
-        inputs, ref expert, ..
-    }) = part.stored
-    else {
-        unreachable!("vectors have no groups")
-    };
-    let refuse = |message: &str| {
-        Err(ModelError::Weights {
-            name: name.to_owned(),
-            message: format!("{message}; --device cpu takes it"),
-        })
-    };
-    let mut order: Vec<u32> = (0..inputs as u32).collect();
-    match (int4.order(), part.order) {
-        (Some(_), None) if expert.is_some() => {
-            return refuse("its inputs are in another order, which experts cannot have on a GPU");
-        }
-        (Some(_), None) => {
-            return refuse("its inputs are in another order, of which the configuration says nothing");
-        }
-        (None, None) => return Ok(None),
-        (None, Some(_)) => {}
-        (Some(groups), Some(_)) => {
-            order.sort_by_key(|&input| groups[input as usize]);
-            let size = int4.group_inputs();
-            let mut placed = order.iter().enumerate();
-            if placed.any(|(place, &input)| groups[input as usize] != place / size) {
-                return refuse("its groups are not all of one size, as they are on a GPU");
-            }
-        }
-    }
-    Ok(Some(order))
-}
-
-impl Job<'_> {
-    /// Rows as the kernels take them (`kernels/include/int4.cuh`): words of codes within windows, and a word for each group.
-    fn write_int4(
-        &self,
-        int4: &Int4<'_>,
-        rows: Range<usize>,
-        out: &mut [u8],
-        words: &mut Vec<f32>,
-    ) -> Result<(), ModelError> {
-        let (Stored::Matrix(Matrix { inputs, .. }), Some(KeptScales::Int4(group))) =
-            (&self.part.stored, self.part.kept())
-        else {
-            unreachable!("what has codes of four bits has groups")
-        };
-        let inputs = *inputs;
-        let window = window_words(self.part.element);
-        let mut unpacked = Vec::new();
-        int4.unpack(&self.tensor, rows.clone(), &mut unpacked);
-        let mut ordered = vec![0; inputs / INT4_WORD];
-        let out = out.chunks_exact_mut(self.part.row_bytes());
-        for ((row, codes), out) in rows.zip(unpacked.chunks_exact(inputs / INT4_WORD)).zip(out) {
-            let mut codes = codes;
-            if let Some(order) = &self.order {
-                for (word, inputs) in ordered.iter_mut().zip(order.as_chunks::<INT4_WORD>().0) {
-                    let code =
-                        |place: usize| u32::from(int4_code(codes, inputs[place] as usize)) << (4 * place);
-                    *word = (0..INT4_WORD).fold(0, |word, place| word | code(place));
-                }
-                codes = &ordered;
-            }
-            let groups = int4.groups(self.tensor.order, row)?;
-            // Padding has the zero of the last group as its codes, which stand for 0: `moe_few.cu` multiplies them.
-            let filling = groups.last().map_or(0, |group| u32::from(group.zero) * EACH_CODE);
-            for (at, out) in out.as_chunks_mut().0.iter_mut().enumerate() {
-                let word = codes.get(word_in_row(at, window)).copied().unwrap_or(filling);
-                *out = apart(word).to_le_bytes();
-            }
-            let size = int4.group_inputs();
-            words.extend((0..group.stride(inputs)).map(|at| {
-                // Those past the end are of no inputs.
-                let of = groups[(at * group.inputs() / size).min(groups.len() - 1)];
-                f32::from_bits(Int4Group::word(of.scale, of.zero))
-            }));
-        }
-        Ok(())
-    }
-}
-
-/// A word whose eight codes are 1.
-const EACH_CODE: u32 = 0x1111_1111;
-/// Lanes of a product that share a row of weights.
-const LANES: usize = 4;
-
-/// Words of a window of a row of codes.
-fn window_words(element: Element) -> usize {
-    match element {
-        Element::ExpertInt4 => 8,
-        _ => 16,
-    }
-}
-
-/// Which word of eight neighbouring inputs lies at a place of a row, in windows of so many: within, those that the lanes of a product
-/// read together are [`LANES`] apart.
-fn word_in_row(at: usize, window: usize) -> usize {
-    let (first, place, parts) = (at / window * window, at % window, window / LANES);
-    first + place % parts * LANES + place / parts
-}
-
-/// The place of a word, the inverse.
-fn place_in_row(word: usize, window: usize) -> usize {
-    let (first, at, parts) = (word / window * window, word % window, window / LANES);
-    first + at % LANES * parts + at / LANES
-}
-
-/// A row of [`Element::Int4`] or [`Element::ExpertInt4`] as the kernels take it, for oracles: codes and words of groups.
-pub(super) fn widen_int4(
-    element: Element,
-    row: &[u8],
-    words: &[u32],
-    group: Int4Group,
-    inputs: usize,
-) -> Vec<f32> {
-    let window = window_words(element);
-    let row: Vec<u32> = row
-        .as_chunks()
-        .0
-        .iter()
-        .map(|&word| u32::from_le_bytes(word))
-        .collect();
-    let element = |input: usize| {
-        let word = row[place_in_row(input / 8, window)];
-        let place = input % 8;
-        let code = word >> (place % 2 * 16 + place / 2 * 4) & 15;
-        let shared = words[input / group.inputs()];
-        (code as f32 - (shared & 15) as f32) * f32::from_bits(shared & !15)
-    };
-    (0..inputs).map(element).collect()
-}
 
 /// Codes of four bits: the even ones to the lower half, the odd ones to the upper.
 fn apart(codes: u32) -> u32 {

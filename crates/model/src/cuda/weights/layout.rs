@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use half::bf16;
 use plimsoll_kernels::GgufFormat;
-use plimsoll_kernels::cuda::{expert_int4_pitch, int4_pitch, mxfp4_pitch};
+use plimsoll_kernels::cuda::{INT4_ROWS, expert_int4_pitch, int4_pitch, mxfp4_pitch};
 
 use crate::blocks::{Decoder, Encoder, Matrix, Stack, Vector, Visitor};
 use crate::quantization::MatrixFormat;
@@ -44,6 +44,14 @@ impl Element {
             (None, Some(format)) => Self::Gguf(format),
             (None, None) if matrix.format == MatrixFormat::Mxfp4 => Self::Mxfp4,
             (None, None) => Self::Bf16,
+        }
+    }
+
+    /// Rows that lie together: those that are written at once begin and end between them.
+    pub(super) fn rows_together(self) -> usize {
+        match self {
+            Self::Int4 => INT4_ROWS,
+            _ => 1,
         }
     }
 

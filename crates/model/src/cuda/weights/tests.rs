@@ -117,25 +117,26 @@ fn arrives(name: &str, shard: Shard) -> Result<Vec<Matrix>, ModelError> {
             place.without_padding(cast_slice_mut(&mut memory[span.range()]))
         });
         let found = &mut memory[part.span().range()];
+        let of_four_bits: Option<Vec<Vec<f32>>> = match (part.element, &words, kept) {
+            (Element::Int4 | Element::ExpertInt4, Some(words), Some(KeptScales::Int4(group))) => {
+                let words: Vec<u32> = words.iter().map(|word| word.to_bits()).collect();
+                Some(widen_int4(part.element, found, &words, group, matrix.inputs))
+            }
+            _ => None,
+        };
         let mut wide = vec![0.0; matrix.inputs];
         for (row, bytes) in found.chunks_exact_mut(part.row_bytes()).enumerate() {
             cpu.widen_row(row, &mut wide);
             let found: Vec<f32> = match (part.element, &words, kept) {
+                _ if let Some(rows) = &of_four_bits => {
+                    rows[row].iter().map(|&x| bf16::from_f32(x).to_f32()).collect()
+                }
                 (Element::Mxfp4, ..) => widen_mxfp4(bytes, matrix.inputs),
                 (Element::Fp8, Some(scales), Some(KeptScales::Fp8(kept))) => {
                     Scales::new(scales.clone(), kept, matrix)
                         .widen(row, bytes)
                         .map(|x| bf16::from_f32(x).to_f32())
                         .collect()
-                }
-                (Element::Int4 | Element::ExpertInt4, Some(words), Some(KeptScales::Int4(group))) => {
-                    let stride = group.stride(matrix.inputs);
-                    let words: Vec<u32> = words[row * stride..][..stride]
-                        .iter()
-                        .map(|word| word.to_bits())
-                        .collect();
-                    let elements = widen_int4(part.element, bytes, &words, group, matrix.inputs);
-                    elements.into_iter().map(|x| bf16::from_f32(x).to_f32()).collect()
                 }
                 _ => {
                     // As the GPU has it.
@@ -200,21 +201,21 @@ fn integers_of_four_bits_keep_their_values() {
             let job = Job::new(&mut Checked::new(&tensors), &part).unwrap();
             let same: Vec<u32> = (0..inputs as u32).collect();
             let input_of = job.order().unwrap_or(&same);
-            let step = rng.random_range(1..=outputs);
+            let together = element.rows_together();
+            let step = together * rng.random_range(1..=outputs / together);
             for first in (0..outputs).step_by(step) {
                 let rows = first..outputs.min(first + step);
-                let mut codes = vec![0xff; rows.len() * part.row_bytes()];
+                let mut aligned = vec![u32::MAX; rows.len() * part.row_bytes() / 4];
+                let codes: &mut [u8] = cast_slice_mut(&mut aligned);
                 let mut words = Vec::new();
-                job.write_rows(rows.clone(), &mut codes, &mut words).unwrap();
+                job.write_rows(rows.clone(), codes, &mut words).unwrap();
                 let words: Vec<u32> = words.into_iter().map(f32::to_bits).collect();
                 assert_eq!(words.len(), rows.len() * group.stride(inputs));
-                let codes = codes.chunks_exact(part.row_bytes());
-                for (row, (codes, words)) in rows.zip(codes.zip(words.chunks_exact(group.stride(inputs)))) {
-                    let places = match element {
-                        Element::ExpertInt4 => 2 * part.row_bytes(),
-                        _ => inputs,
-                    };
-                    let mut found = widen_int4(element, codes, words, group, places);
+                let places = match element {
+                    Element::ExpertInt4 => 2 * part.row_bytes(),
+                    _ => inputs,
+                };
+                for (row, mut found) in rows.zip(widen_int4(element, codes, &words, group, places)) {
                     let padding = found.split_off(inputs);
                     assert!(
                         padding.iter().all(|&x| x == 0.0),

@@ -122,9 +122,13 @@ impl Work<'_> {
     }
 }
 
-/// Ranges of rows of up to [`PIECE_BYTES`] each, at least one row.
+/// Ranges of rows of up to [`PIECE_BYTES`] each, at least those that lie together.
 fn pieces(part: &Part) -> impl Iterator<Item = Range<usize>> + use<> {
-    let (rows, step) = (part.rows(), (PIECE_BYTES / part.row_bytes()).max(1));
+    let together = part.element.rows_together();
+    let (rows, step) = (
+        part.rows(),
+        (PIECE_BYTES / part.row_bytes() / together).max(1) * together,
+    );
     (0..rows)
         .step_by(step)
         .map(move |first| first..rows.min(first + step))
@@ -167,20 +171,24 @@ mod tests {
                     share: None,
                 }),
             };
-            let part = Part {
-                stored,
-                element: Element::Bf16,
-                start: 0,
-                scales: None,
-                order: None,
-            };
-            let mut next = 0;
-            for piece in pieces(&part) {
-                assert!(piece.start == next && !piece.is_empty());
-                assert!(piece.len() == 1 || piece.len() * part.row_bytes() <= PIECE_BYTES);
-                next = piece.end;
+            for element in [Element::Bf16, Element::Int4] {
+                let part = Part {
+                    stored: stored.clone(),
+                    element,
+                    start: 0,
+                    scales: None,
+                    order: None,
+                };
+                let together = element.rows_together();
+                let mut next = 0;
+                for piece in pieces(&part) {
+                    assert!(piece.start == next && !piece.is_empty());
+                    assert!(piece.start.is_multiple_of(together));
+                    assert!(piece.len() <= together || piece.len() * part.row_bytes() <= PIECE_BYTES);
+                    next = piece.end;
+                }
+                assert_eq!(next, rows);
             }
-            assert_eq!(next, rows);
         }
     }
 
