@@ -13,7 +13,6 @@
 
 namespace {
 
-constexpr int kThreads = 6 * 128;
 // Of a thread, so that blocks of other kernels fit beside one.
 template <int kTokens>
 constexpr int kRegistersOf = kTokens == 32 ? 72 : 64;
@@ -32,9 +31,10 @@ struct Problem {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kSumThreads = 2 * kWarpGroup;  // that multiply one window of a stage
-constexpr int kProducers = kWarpGroup;  // threads that copy weights; as many copy x
+constexpr int kProducers = kWarpGroup;       // threads that copy weights; as many copy x
 constexpr int kStageWindows = 2;
 constexpr int kConsumerThreads = kStageWindows * kSumThreads;
+constexpr int kThreads = kConsumerThreads + 2 * kProducers;
 constexpr int kStageInputs = kStageWindows * kWindow;
 constexpr int kPanel = 64;  // inputs of a panel of x
 static_assert(kFeatures == 2 * kTileRows);
