@@ -45,8 +45,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) int4_dequantise(const uin
         const uint32_t shared = __ldg(groups + of_windows * of_window + input % kWindow / group);
         const uint32_t zeros = group_zeros(shared);
         const float scale = group_scale(shared);
-        const auto scaled = [&](uint32_t codes) {
-            const uint32_t wide = widen_int4<0>(codes >> (part * 4), zeros);
+        const auto scaled = [&](uint32_t word) {
+            const uint32_t wide = widen_int4<0>(word >> (part * 4), zeros);
             return pack(__uint_as_float(wide << 16) * scale, __uint_as_float(wide & 0xffff0000u) * scale);
         };
         const uint4 wide = make_uint4(scaled(pairs[0]), scaled(pairs[1]), scaled(pairs[2]), scaled(pairs[3]));

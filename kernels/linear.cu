@@ -254,8 +254,8 @@ __device__ __forceinline__ void run(const Problem& p) {
     const int fetch_row = lane / kAtOnce, fetch_piece = lane % kAtOnce;
     uint8_t* const fetch_to = ring + (kIsGguf<kValues> ? (fetch_row * kPieces + fetch_piece) * 16 : swizzled(fetch_row, fetch_piece));
     uint32_t pieces_from[kLane];  // 16 bytes each: half the registers of addresses
-    // Weights in four bits: rows lie together in windows, of which a chunk has two. Of the words of groups, a lane copies those of one
-    // window of a row.
+    // Weights in four bits: rows lie together in windows, of which a chunk has two. Of the words of groups, a lane copies the `kWords` of
+    // one window of a row.
     constexpr int kWindowRows = 2 * kRowsTogether, kWords = kGroupBytes<kValues> / 8;
     static_assert(!kIsInt4<kValues> || kWarp == 2 * kTile);
     uint32_t words_from = 0;

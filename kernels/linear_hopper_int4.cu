@@ -1,9 +1,8 @@
-// Linear layers for up to 32 rows with weights of four bits (sm_90a): out[m, n] = x[m, k] . weight[n, k]^T (+ bias), at the speed of reading
-// the weights.
+// Linear layers for up to 32 rows with weights of four bits (sm_90a): out[m, n] = x[m, k] . weight[n, k]^T (+ bias).
 //
 // A tile is 128 rows of weights times all rows of x, computed in stages of two windows of 128 inputs. Eight warps multiply each window, 16
-// rows of weights each, by mma.m16n8k16: the matrix instructions of warp groups (wgmma) with such operands take 28 cycles however few rows of x
-// there are. Codes less their zeros are exact, and the sums of a group are multiplied by its scale. The stages of all tiles are divided
+// rows of weights each, by mma.m16n8k16: the matrix instructions of warp groups (wgmma), with the left operand in registers, take 28 cycles
+// however few rows of x there are. Codes less their zeros are exact, and the sums of a group are multiplied by its scale. The stages of all tiles are divided
 // equally among the blocks (stream_k.cuh).
 //
 // Four warps copy weights, which they request before the wait for the kernel ahead, and four copy x. A block takes nearly all shared memory
@@ -71,7 +70,7 @@ struct Linear {
     __device__ __forceinline__ Outputs outputs() const { return {p.bias, p.out, p.m, p.n, p.pitch, p.mode, p.activation}; }
     __device__ __forceinline__ int windows() const { return (p.k + kWindow - 1) / kWindow; }
     __device__ __forceinline__ Shares shares() const {
-        const int of_tile = 2 * outputs().of_tile(), stages = (windows() + 1) / 2;
+        const int of_tile = 2 * outputs().of_tile(), stages = (windows() + kStageWindows - 1) / kStageWindows;
         return {(p.n + of_tile - 1) / of_tile * stages, stages};
     }
 
@@ -164,8 +163,8 @@ struct Linear {
                 exchange.leave(acc);
             } else {
                 if (to < shares.stages) exchange.add_others(acc, (tile + 1) * shares.stages);
-                const auto none = [](int) { return 1.0f; };
-                outputs().store(tile * 2 + group, acc, none, none);
+                const auto no_factor = [](int) { return 1.0f; };
+                outputs().store(tile * 2 + group, acc, no_factor, no_factor);
             }
         }
     }

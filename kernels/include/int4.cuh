@@ -17,7 +17,6 @@
 #include "common.cuh"
 
 constexpr int kWindow = 128;
-constexpr int kWindowWords = kWindow / 8;
 constexpr int kWindowParts = 4;  // of 32 inputs
 constexpr int kRowsTogether = 8;
 constexpr int kWindowBytes = kWindow / 2;  // of a row

@@ -26,7 +26,7 @@ struct Int4Rows {
 
     // Past the last output there are no rows.
     __device__ __forceinline__ bool exists(int eight) const { return first + (gated ? eight / 2 : eight) * kRowsTogether < n; }
-    // Which eight of the matrix's it is.
+    // Its index among the eights of the matrix.
     __device__ __forceinline__ int of_matrix(int eight) const {
         const int step = gated ? 1 : 2, second = gated ? n / kRowsTogether : 1;
         return first / kRowsTogether + eight / 2 * step + eight % 2 * second;
@@ -50,7 +50,7 @@ struct Int4Weights {
         }
     }
 
-    // All, or of `count` windows and of the rows that there are.
+    // Copies everything, or only `count` windows of the rows that exist; the rest becomes zeros.
     template <int kThreads, bool kAreAll, int kGroup, int kWindows>
     __device__ __forceinline__ void copy_some(Int4Stage<kGroup, kWindows>& to, const Int4Rows& rows, int window, int thread,
                                               int count) const {
@@ -67,11 +67,11 @@ struct Int4Weights {
         static_assert(kThreads % kOfEight == 0 || kOfEight % kThreads == 0);
         uint4* const first_to = static_cast<uint4*>(to) + thread;
         const uint4* const first_from = static_cast<const uint4*>(from) + window * kPieces;
-        // What is rare takes few registers.
+        // The partial copy is rare: it is not unrolled, to save registers.
 #pragma unroll(kAreAll ? (kAll + kThreads - 1) / kThreads : 1)
         for (int first = 0; first < kAll; first += kThreads) {
             if (kAll % kThreads != 0 && first + thread >= kAll) break;
-            // The first parts are known when this is compiled.
+            // Once unrolled, the terms with `first` are constants.
             const int eight = first / kOfEight + (kThreads > kOfEight ? thread / kOfEight : 0);
             const int piece = first % kOfEight + (kThreads > kOfEight ? thread % kOfEight : thread);
             const bool is_wanted = kAreAll || (rows.exists(eight) && piece < count * kPieces);

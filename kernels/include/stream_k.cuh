@@ -54,7 +54,7 @@ struct Exchange {
     float4* sums;
     Shares shares;
 
-    // Where this thread's lie that the block of a rank leaves, `kThreads` apart.
+    // This thread's sums from the block of a rank, `kThreads` apart.
     __device__ __forceinline__ float4* left_by(int rank) const { return sums + size_t(rank) * (kEights * kThreads) + threadIdx.x; }
 
     // Leaves sums to the block that has the first stage of the tile. This happens at most once per block: only its first tile can begin
@@ -114,7 +114,7 @@ struct Outputs {
         return gate / (1.0f + __expf(-sigmoid_input(Activation(activation), gate))) * up;
     }
 
-    // Stores a tile's: a thread has the sums of rows `lane / 4` and eight further of its warp's 16 rows of weights, times two neighbouring
+    // Stores the sums of a tile of `kTileRows`: a thread has those of rows `lane / 4` and eight further of its warp's 16 rows of weights, times two neighbouring
     // rows of x. `weight_factor` and `token_factor` are those of rows of weights and of x.
     template <int kEights, typename WeightFactor, typename TokenFactor>
     __device__ __forceinline__ void store(int tile, const float (&acc)[kEights][4], const WeightFactor& weight_factor,

@@ -115,7 +115,7 @@ pub(crate) fn bench(gpu: &Gpu) {
     println!("one kind of layer after another, us; % of the floor");
     println!(
         "{:8} {:>4} {:>7} {:>14} {:>14}  row_warps x cluster x blocks on a multiprocessor",
-        "layer", "m", "floor", "cuBLASLt", "warp groups"
+        "layer", "m", "floor", "cuBLASLt", "stream-K"
     );
     for (shape, (name, n, k)) in SHAPES.iter().enumerate() {
         for m in [1, 8, 16, 32] {
@@ -162,7 +162,7 @@ pub(crate) fn bench(gpu: &Gpu) {
     let ways = [
         ("own", None),
         ("cuBLASLt", Some(LinearPath::CublasLt)),
-        ("by warp groups", Some(LinearPath::Hopper)),
+        ("stream-K", Some(LinearPath::Hopper)),
     ];
     for (name, path) in ways {
         linears.fix(path);
@@ -201,7 +201,16 @@ fn room_for_bf16(gpu: &Gpu) -> GpuSlab {
         .expect("room")
 }
 
-/// Weights of four bits: on Hopper, and dequantised for cuBLASLt.
+const WAYS_OF_INT4: [LinearPath; 6] = [
+    LinearPath::Hopper,
+    LinearPath::Int4(1),
+    LinearPath::Int4(2),
+    LinearPath::Int4(4),
+    LinearPath::Int4(8),
+    LinearPath::CublasLt,
+];
+
+/// Weights of four bits: by the kernels for Hopper, and dequantised for cuBLASLt.
 pub(crate) fn bench_int4(gpu: &Gpu) {
     let workspace = gpu
         .alloc(Component::Runtime, Linears::WORKSPACE_BYTES)
@@ -215,7 +224,7 @@ pub(crate) fn bench_int4(gpu: &Gpu) {
     for group in [Int4Group::Of128, Int4Group::Of32] {
         let model = Model::new(gpu, GpuValues::Int4(group));
         println!(
-            "{group:?}, us: floor, divided equally, k divided among 1, 2, 4 and 8 blocks, dequantised for cuBLASLt"
+            "{group:?}, us: floor, stream-K, k divided among 1, 2, 4 and 8 blocks, dequantised for cuBLASLt"
         );
         for (shape, &(name, n, k)) in SHAPES[..4].iter().enumerate() {
             for m in [1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048] {
@@ -223,12 +232,7 @@ pub(crate) fn bench_int4(gpu: &Gpu) {
                 let operations = 2.0 * (m * n * k) as f64;
                 let floor = f64::max(bytes as f64 / READ_BANDWIDTH, operations / BF16_RATE) * 1e6;
                 print!("{name:8} {m:4} {floor:7.1} ");
-                let ways = [1, 2, 4, 8].map(LinearPath::Int4);
-                for path in [LinearPath::Hopper]
-                    .into_iter()
-                    .chain(ways)
-                    .chain([LinearPath::CublasLt])
-                {
+                for path in WAYS_OF_INT4 {
                     linears.fix(Some(path));
                     if path == LinearPath::Hopper
                         && !linears.is_own(m, &model.layers[shape][0], LinearOutput::Bf16)

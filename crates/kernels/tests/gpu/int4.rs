@@ -346,7 +346,7 @@ fn warp_groups_compute_any_number_of_rows() {
 /// Stages of few tiles and of many, divided equally; inputs that are not whole windows; all kinds of outputs.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn warp_groups_compute_few_rows() {
+fn few_rows_are_divided_equally_among_blocks() {
     let gpu = common::gpu();
     let mut rng = common::rng("int4, few rows");
     let mut linears = linears(&gpu);
@@ -369,18 +369,18 @@ fn warp_groups_compute_few_rows() {
             let case = Case::random(&mut rng, group, [m, n, k], bias, false);
             if has_hopper_kernels(&gpu) {
                 let is_own = linears.is_own(m, &case.layer(&gpu), LinearOutput::Bf16);
-                assert!(is_own, "{}", case.what("warp groups"));
+                assert!(is_own, "{}", case.what("stream-K"));
             }
-            case.check_wider(&gpu, &linears, wider, "divided equally");
+            case.check_wider(&gpu, &linears, wider, "stream-K");
             let case = Case { bias: None, ..case };
             if has_hopper_kernels(&gpu) && n.is_multiple_of(16) {
                 let fuses = linears.fuses_glu(m, &case.layer(&gpu), Activation::Silu);
                 assert!(fuses, "{}", case.what("gated"));
             }
-            case.check(&gpu, &linears, "divided equally");
-            case.check_f32(&gpu, &linears, "divided equally");
+            case.check(&gpu, &linears, "stream-K");
+            case.check_f32(&gpu, &linears, "stream-K");
             let ordered = Case::random(&mut rng, group, [m, n, k], bias, true);
-            ordered.check(&gpu, &linears, "divided equally");
+            ordered.check(&gpu, &linears, "stream-K");
             // One that is no number is no sum that has not arrived yet.
             let mut case = case;
             case.x[0] = bf16::NAN;

@@ -157,7 +157,7 @@ mod tests {
     use crate::quantization::{Int4Format, Int4Groups, Int4Packing};
 
     #[test]
-    fn rows_of_four_bits_lie_together_in_eights() {
+    fn matrices_of_four_bits_have_multiples_of_eight_outputs() {
         let part = |outputs, inputs| Matrix {
             module: "a.q_proj".to_owned(),
             outputs,

@@ -45,7 +45,7 @@ impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Stream(cut) => write!(f, "own {cut}"),
-            Self::Hopper(_) => f.write_str("own, divided equally"),
+            Self::Hopper(_) => f.write_str("own, stream-K"),
             Self::Int4(parts) => write!(f, "own, k among {parts} blocks"),
             Self::Lt(algorithm) => write!(f, "cuBLASLt {algorithm}"),
         }

@@ -18,15 +18,16 @@ const STAGE_ROW_BYTES: usize = 256;
 const INT4_STAGE_INPUTS: usize = 256;
 const PIECE: usize = 16;
 const ALIGN: usize = 1024;
-/// The most rows of each kernel, and its number of stages but for weights in four bits.
+/// The most rows of each kernel, and its number of stages; with weights in four bits there are as many as fit.
 const STAGES: [(usize, usize); 3] = [(8, 11), (16, 10), (MOST_ROWS, 8)];
-const MOST_ROWS: usize = 32;
-/// Of kernels for weights in four bits, with what aligns it.
+pub(super) const MOST_ROWS: usize = 32;
+/// Shared memory of the kernels for weights in four bits: their `kSharedBytes`, and room to align it.
 const INT4_SHARED_BYTES: usize = (226 << 10) + ALIGN;
 
 /// One thread block runs on each multiprocessor; no GPU of that generation has more than this.
 const MOST_BLOCKS: usize = 144;
-/// Behind cuBLASLt's part of the workspace: partial sums that thread blocks leave to each other.
+/// Behind cuBLASLt's part of the workspace: partial sums that thread blocks leave to each other. With weights in four bits a tile has the
+/// rows of two warp groups.
 pub(super) const SUM_BYTES: usize = MOST_BLOCKS * 2 * GROUP_ROWS * MOST_ROWS * size_of::<f32>();
 /// Every byte of a sum that is not there yet.
 const NONE: u8 = 0xff;
@@ -112,7 +113,8 @@ impl HopperKernels {
     /// Whether they can compute a product.
     pub(super) fn can(&self, shape: &Shape, output: LinearOutput) -> bool {
         let &Shape { m, n, k, pitch, .. } = shape;
-        let weights_fit = match shape.values {
+        // Inputs and weights are copied 16 bytes at a time.
+        let rows_fit = match shape.values {
             GpuValues::Bf16 => (2 * k).is_multiple_of(PIECE),
             GpuValues::Fp8(scaling) => {
                 // Gate and up of a tile must each lie within one block of weights.
@@ -127,7 +129,7 @@ impl HopperKernels {
         };
         !self.kernels.is_empty()
             && self.gpu.info().sm_count <= MOST_BLOCKS
-            && weights_fit
+            && rows_fit
             && m <= MOST_ROWS
             // Outputs in bf16 are stored in pairs.
             && (output == LinearOutput::F32 || n.is_multiple_of(2) && pitch.is_multiple_of(2))
@@ -153,16 +155,14 @@ impl HopperKernels {
             LinearOutput::Glu(Activation::GeluTanh) => 1,
             LinearOutput::Glu(Activation::Silu) | LinearOutput::Bf16 | LinearOutput::F32 => 0,
         };
-        let (x_scales, strides) = match shape.values {
-            GpuValues::Fp8(scaling) => (
-                Some(operands.x_scales),
-                vec![scaling.input_stride(shape.m), scaling.stride(shape.k)],
-            ),
-            GpuValues::Bf16 => (Some(0), vec![0, 0]),
-            GpuValues::Int4(_) | GpuValues::Gguf(_) => (None, Vec::new()),
+        // What the kernels for weights in four bits do not take.
+        let strides = match shape.values {
+            GpuValues::Fp8(scaling) => Some([scaling.input_stride(shape.m), scaling.stride(shape.k)]),
+            GpuValues::Bf16 => Some([0, 0]),
+            GpuValues::Int4(_) | GpuValues::Gguf(_) => None,
         };
         let mut args: Vec<Arg> = vec![operands.x.into(), operands.weight.into()];
-        args.extend(x_scales.map(Arg::from));
+        args.extend(strides.map(|_| Arg::from(operands.x_scales)));
         args.extend::<[Arg; 10]>([
             operands.weight_scales.into(),
             operands.bias.into(),
@@ -175,7 +175,12 @@ impl HopperKernels {
             output.mode().into(),
             activation.into(),
         ]);
-        args.extend(strides.into_iter().map(|stride| Arg::from(stride as i32)));
+        args.extend(
+            strides
+                .into_iter()
+                .flatten()
+                .map(|stride| Arg::from(stride as i32)),
+        );
         let tile = tile(shape.values);
         let tiles = (output.stacked() * shape.n).div_ceil(tile.rows);
         let grid = self

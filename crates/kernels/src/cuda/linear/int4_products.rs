@@ -2,9 +2,9 @@
 
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, Launch};
 
-use super::LinearOutput;
 use super::cublas_lt::{Operands, Shape};
 use super::matrix::{GpuValues, INT4_WINDOW, Int4Group};
+use super::{LinearOutput, hopper};
 use crate::cuda::{has_hopper_kernels, load};
 
 /// Constants of `kernels/int4_products.cu`.
@@ -15,7 +15,7 @@ const ALIGN: usize = 1024;
 const TILES: [(usize, usize); 2] = [(64, 4), (128, 5)];
 
 /// From so many rows on they are measured; fewer are `kernels/linear_hopper_int4.cu`'s.
-pub(super) const LEAST_ROWS: usize = 33;
+pub(super) const LEAST_ROWS: usize = hopper::MOST_ROWS + 1;
 /// Up to so many: with more, dequantising for cuBLASLt was faster for every shape (H100, 1,024 rows).
 const MOST_ROWS: usize = 512;
 /// Blocks for each multiprocessor above which it is not worth a measurement to divide k among more.

@@ -47,7 +47,7 @@ impl Element {
         }
     }
 
-    /// Rows that lie together: those that are written at once begin and end between them.
+    /// Rows that are interleaved in memory: a range of rows that is written begins and ends at multiples of it.
     pub(super) fn rows_together(self) -> usize {
         match self {
             Self::Int4 => INT4_ROWS,

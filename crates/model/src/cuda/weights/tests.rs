@@ -128,7 +128,8 @@ fn arrives(name: &str, shard: Shard) -> Result<Vec<Matrix>, ModelError> {
         for (row, bytes) in found.chunks_exact_mut(part.row_bytes()).enumerate() {
             cpu.widen_row(row, &mut wide);
             let found: Vec<f32> = match (part.element, &words, kept) {
-                _ if let Some(rows) = &of_four_bits => {
+                (Element::Int4 | Element::ExpertInt4, ..) => {
+                    let rows = of_four_bits.as_ref().expect("they have groups");
                     rows[row].iter().map(|&x| bf16::from_f32(x).to_f32()).collect()
                 }
                 (Element::Mxfp4, ..) => widen_mxfp4(bytes, matrix.inputs),

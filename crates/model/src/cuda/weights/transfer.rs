@@ -122,7 +122,7 @@ impl Work<'_> {
     }
 }
 
-/// Ranges of rows of up to [`PIECE_BYTES`] each, at least those that lie together.
+/// Ranges of rows of up to [`PIECE_BYTES`] each, at least as many rows as are interleaved.
 fn pieces(part: &Part) -> impl Iterator<Item = Range<usize>> + use<> {
     let together = part.element.rows_together();
     let (rows, step) = (

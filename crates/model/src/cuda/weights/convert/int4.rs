@@ -21,7 +21,7 @@ const LANES: usize = 4;
 #[derive(Clone, Copy)]
 struct Int4Places {
     element: Element,
-    /// Words of groups of [`INT4_WINDOW`] inputs.
+    /// Groups in [`INT4_WINDOW`] inputs.
     groups: usize,
     inputs: usize,
 }
@@ -48,25 +48,26 @@ impl Int4Places {
         self.inputs.div_ceil(self.window_words() * INT4_WORD)
     }
 
-    /// A window of a row.
+    /// Where the words of a window of a row lie.
     fn codes(self, row: usize, window: usize) -> Range<usize> {
         let words = self.window_words();
         let first = self.among(row, window, self.windows()) * words;
         first..first + words
     }
 
-    /// The words of groups of [`INT4_WINDOW`] inputs of a row.
+    /// Where the words of the groups of [`INT4_WINDOW`] inputs of a row lie.
     fn groups(self, row: usize, window: usize) -> Range<usize> {
         let first = self.among(row, window, self.inputs.div_ceil(INT4_WINDOW)) * self.groups;
         first..first + self.groups
     }
 
+    /// The index of a window of a row among those of all rows.
     fn among(self, row: usize, window: usize, windows: usize) -> usize {
         let together = self.element.rows_together();
         (row / together * windows + window) * together + row % together
     }
 
-    /// A window, of words of eight neighbouring inputs.
+    /// Writes a window, given its words of eight neighbouring inputs.
     fn write_window(self, word: impl Fn(usize) -> u32, out: &mut [u32]) {
         let parts = out.len() / LANES;
         for part in 0..parts {
@@ -172,7 +173,7 @@ impl Job<'_> {
             let size = int4.group_inputs();
             for window in 0..inputs.div_ceil(INT4_WINDOW) {
                 for (of_window, word) in words[places.groups(at, window)].iter_mut().enumerate() {
-                    // Those past the end are of no inputs.
+                    // Groups past the last input repeat the last one.
                     let first = window * INT4_WINDOW + of_window * group.inputs();
                     let of = groups[(first / size).min(groups.len() - 1)];
                     *word = f32::from_bits(Int4Group::word(of.scale, of.zero));
