@@ -192,7 +192,7 @@ struct Linear {
                 release(step - 1);
             }
             at += to - from;
-            add_second(acc, group);
+            add_second<kWarpGroup>(acc, &shared.second[0][threadIdx.x % kWarpGroup], group);
             if (group > 0) continue;
             const Exchange<kEights, kWarpGroup, kTokens == 32 ? 2 : 4> exchange{p.sums, shares()};
             if (from > 0) {
@@ -257,22 +257,6 @@ struct Linear {
 
     __device__ __forceinline__ void release(int step) const {
         if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty + step % kStages);
-    }
-
-    // Adds the sums of the second warp group to those of the first one.
-    __device__ __forceinline__ void add_second(float (&acc)[kEights][4], int group) const {
-        const auto sync = [] { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); };
-        float4* const second = &shared.second[0][threadIdx.x % kWarpGroup];
-        if (group == 1) {
-#pragma unroll
-            for (int j = 0; j < kEights; ++j) second[j * kWarpGroup] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
-        }
-        sync();
-        if (group == 0) {
-#pragma unroll
-            for (int j = 0; j < kEights; ++j) add(acc[j], second[j * kWarpGroup]);
-        }
-        sync();
     }
 
     __device__ __forceinline__ void store(int tile, const float (&acc)[kEights][4]) const {

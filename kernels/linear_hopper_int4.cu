@@ -157,7 +157,7 @@ struct Linear {
                 if (++stage == kStages) stage = 0, parity ^= 1;
             }
             at += to - from;
-            add_second(acc, window);
+            add_second<kSumThreads>(acc, &shared.second[0][threadIdx.x % kSumThreads], window);
             if (window > 0) continue;
             if (from > 0) {
                 exchange.leave(acc);
@@ -167,22 +167,6 @@ struct Linear {
                 outputs().store(tile * 2 + group, acc, no_factor, no_factor);
             }
         }
-    }
-
-    // Adds the sums of the second windows to those of the first ones.
-    __device__ __forceinline__ void add_second(float (&acc)[kEights][4], int window) const {
-        const auto sync = [] { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); };
-        float4* const second = &shared.second[0][threadIdx.x % kSumThreads];
-        if (window == 1) {
-#pragma unroll
-            for (int j = 0; j < kEights; ++j) second[j * kSumThreads] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
-        }
-        sync();
-        if (window == 0) {
-#pragma unroll
-            for (int j = 0; j < kEights; ++j) add(acc[j], second[j * kSumThreads]);
-        }
-        sync();
     }
 
     // Where a lane reads in the first stage: addresses in shared memory.

@@ -36,6 +36,23 @@ __device__ __forceinline__ bool is_whole(float4 v) { return !(is_none(v.x) || is
 
 __device__ __forceinline__ void add(float (&acc)[4], float4 v) { acc[0] += v.x, acc[1] += v.y, acc[2] += v.z, acc[3] += v.w; }
 
+// Two groups of `kThreads` threads have sums of the same outputs: those of group 1 are added to those of group 0. `second` points to this
+// thread's first float4 in shared memory, the others follow `kThreads` apart.
+template <int kThreads, int kEights>
+__device__ __forceinline__ void add_second(float (&acc)[kEights][4], float4* second, int group) {
+    const auto sync = [] { asm volatile("bar.sync 1, %0;" ::"n"(2 * kThreads) : "memory"); };
+    if (group == 1) {
+#pragma unroll
+        for (int j = 0; j < kEights; ++j) second[j * kThreads] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
+    }
+    sync();
+    if (group == 0) {
+#pragma unroll
+        for (int j = 0; j < kEights; ++j) add(acc[j], second[j * kThreads]);
+    }
+    sync();
+}
+
 // The stages of this block and of others.
 struct Shares {
     int all, stages;  // stages of all tiles, and of one

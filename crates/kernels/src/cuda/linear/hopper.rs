@@ -12,7 +12,7 @@ use super::matrix::{Fp8Scaling, GpuValues, INT4_ROWS, Int4Group};
 use crate::Activation;
 use crate::cuda::{has_hopper_kernels, load};
 
-/// Constants of the kernels. A warp group has the sums of so many rows of weights.
+/// Constants of the kernels; the first is the rows of weights whose sums a warp group has.
 const GROUP_ROWS: usize = 64;
 const STAGE_ROW_BYTES: usize = 256;
 const INT4_STAGE_INPUTS: usize = 256;
@@ -155,7 +155,7 @@ impl HopperKernels {
             LinearOutput::Glu(Activation::GeluTanh) => 1,
             LinearOutput::Glu(Activation::Silu) | LinearOutput::Bf16 | LinearOutput::F32 => 0,
         };
-        // What the kernels for weights in four bits do not take.
+        // The kernels for weights in four bits take neither strides nor factors of inputs.
         let strides = match shape.values {
             GpuValues::Fp8(scaling) => Some([scaling.input_stride(shape.m), scaling.stride(shape.k)]),
             GpuValues::Bf16 => Some([0, 0]),
