@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) int4_dequantise(const uin
     const uint32_t at = blockIdx.x * kThreads + threadIdx.x;
     const int quad = at % 4, row = int(at / 4 / windows), window = int(at / 4 % windows);
     const bool is_row = row < n;
-    // Which row of a window of weights this one has, counting those of all windows.
+    // Where this row lies in this window: an index among the rows of all windows.
     const size_t of_windows = size_t(row / kRowsTogether * windows + window) * kRowsTogether + row % kRowsTogether;
     const uint4 codes = is_row ? __ldg(weight + of_windows * 4 + quad) : uint4{};
     // Lane `to` gets pair `to` of the words of all four lanes, those of the four parts in one word.

@@ -172,7 +172,8 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
 }
 
 // In odd rows of x the index of a piece is XORed with this, against bank conflicts too: lanes read neighbouring pieces, or every second
-// one where a weight is an e4m3 value. With weights of four bits lanes read one piece of eight rows, and what is XORed is the row.
+// one where a weight is an e4m3 value. With weights of four bits, lanes read the same piece of
+// eight rows, and the index is XORed with the last three bits of the row.
 template <Values kValues>
 constexpr int kInputSwap = kIsInt4<kValues> || kWidening<kValues> == 2 ? 1 : kRowPieces / 2;
 
@@ -245,7 +246,7 @@ struct Cut {
         return p.scales.floats()[min(first_row(p, block), last) / kFp8Block * p.scales.stride + chunk];
     }
 
-    // Which row of a window of weights in four bits a row of this warp's tile has, counting those of all windows.
+    // Where a row of this warp's tile of weights in four bits lies in its first window: an index among the rows of all windows.
     __device__ uint32_t int4_row(const Problem& p, int block, int row) const {
         const uint32_t at = row_at(p, block, row), windows = row_bytes / kWindowBytes;
         return at / kRowsTogether * windows * kRowsTogether + at % kRowsTogether;

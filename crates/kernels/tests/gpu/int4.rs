@@ -381,7 +381,7 @@ fn few_rows_are_divided_equally_among_blocks() {
             case.check_f32(&gpu, &linears, "stream-K");
             let ordered = Case::random(&mut rng, group, [m, n, k], bias, true);
             ordered.check(&gpu, &linears, "stream-K");
-            // One that is no number is no sum that has not arrived yet.
+            // NaN in a row makes all its outputs NaN: no block waits for a sum that never arrives.
             let mut case = case;
             case.x[0] = bf16::NAN;
             let out = case.forward(&gpu, &linears, LinearOutput::Bf16);
