@@ -1,4 +1,4 @@
-// Mixtures of experts: the products of tiles of many rows, on GPUs for which there is nothing better (moe_hopper.cu); moe_few.cu is
+// Mixtures of experts: the products of tiles of many rows, on GPUs for which there is nothing better (moe_hopper.cu); moe_few*.cu are
 // for few rows. The grid has as many blocks as there can be tiles; those beyond the last one end at once. Weights that are not bf16
 // become it on their way from shared memory to the registers, exactly or rounded once; scales of int4 weights multiply sums.
 #include "experts.cuh"
@@ -39,11 +39,8 @@ template <Format kFormat>
 __device__ __forceinline__ uint4 load_weights(const uint8_t* stage, int row, int quad, int half, float scale, uint32_t beside) {
     if constexpr (kFormat == Format::kBf16) {
         return *reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, input_vector<kFormat>(quad, half)));
-    } else if constexpr (kFormat == Format::kMxfp4) {
-        return widen_e2m1(*reinterpret_cast<const uint32_t*>(stage + row * kStoredBytes<kFormat> + quad * 8 + half * 4), beside);
-    } else if constexpr (kFormat == Format::kInt4) {
-        const uint8_t* const word = stage + row * kStoredBytes<kFormat> + quad * 8 + half * 4;
-        return widen_int4(*reinterpret_cast<const uint32_t*>(word), group_zeros(beside));
+    } else if constexpr (kHasFourBits<kFormat>) {
+        return widen<kFormat>(*reinterpret_cast<const uint32_t*>(stage + row * kStoredBytes<kFormat> + quad * 8 + half * 4), beside);
     } else {
         return widen_e4m3(*reinterpret_cast<const uint2*>(stage + row * kStoredBytes<kFormat> + quad * 16 + half * 8), scale);
     }
@@ -87,8 +84,10 @@ __device__ __forceinline__ void product(const Problem& p) {
     const uint8_t* from[S::kCopies];
 #pragma unroll
     for (int i = 0; i < S::kCopies; ++i) {
-        from[i] = weight + size_t(weight_row(first_row + i * S::kRowsAtOnce)) * p.pitch + piece * 16;
+        const int row = weight_row(first_row + i * S::kRowsAtOnce), within = kHasFourBits<kFormat> ? row % kRowsTogether : 0;
+        from[i] = weight + size_t(row - within) * p.pitch + within * S::kRowBytes + piece * 16;
     }
+    constexpr int kChunkBytes = kHasFourBits<kFormat> ? kEightBytes : S::kRowBytes;  // from a row's chunk to its next
     const int to = kFormat == Format::kBf16 ? swizzled<kFormat>(first_row, piece) : first_row * S::kRowBytes + piece * 16;
     constexpr int kInputRows = kThreads / kInputPieces;
     const int input_piece = threadIdx.x % kInputPieces, input_row = threadIdx.x / kInputPieces;
@@ -107,7 +106,7 @@ __device__ __forceinline__ void product(const Problem& p) {
             const bool is_weight = chunk * S::kPieces + piece < pieces;
 #pragma unroll
             for (int i = 0; i < S::kCopies; ++i) {
-                copy_async(base + to + i * S::kRowsAtOnce * S::kRowBytes, is_weight ? from[i] + chunk * S::kRowBytes : from[i],
+                copy_async(base + to + i * S::kRowsAtOnce * S::kRowBytes, is_weight ? from[i] + chunk * kChunkBytes : from[i],
                            is_weight);
             }
             const bool is_input = chunk * kInputPieces + input_piece < input_pieces;
@@ -125,7 +124,7 @@ __device__ __forceinline__ void product(const Problem& p) {
     if constexpr (kFormat == Format::kMxfp4) {
         for (int i = threadIdx.x; i < S::kFeatures * exponent_pieces; i += kThreads) {
             const int row = i / exponent_pieces, at = i % exponent_pieces * 16;
-            copy_async(exponents + i * 16, weight + size_t(weight_row(row)) * p.pitch + p.k / 2 + at, true);
+            copy_async(exponents + i * 16, exponents_of(p, weight, weight_row(row)) + at, true);
         }
     }
 #pragma unroll
@@ -152,7 +151,11 @@ __device__ __forceinline__ void product(const Problem& p) {
             uint4 v[S::kTokenTiles];
 #pragma unroll
             for (int j = 0; j < S::kTokenTiles; ++j) {
-                v[j] = *reinterpret_cast<const uint4*>(inputs + swizzled<kFormat>(j * 8 + group, input_vector<kFormat>(quad, half)));
+                if constexpr (kHasFourBits<kFormat>) {
+                    v[j] = load_matrices(shared_address(inputs + swizzled<kFormat>(j * 8 + lane % 8, half * 4 + lane / 8)));
+                } else {
+                    v[j] = *reinterpret_cast<const uint4*>(inputs + swizzled<kFormat>(j * 8 + group, input_vector<kFormat>(quad, half)));
+                }
             }
 #pragma unroll
             for (int i = 0; i < S::kFeatureTiles; ++i) {
@@ -165,7 +168,7 @@ __device__ __forceinline__ void product(const Problem& p) {
                 } else if constexpr (kFormat == Format::kMxfp4) {
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        beside[j] = exponents[(row + j * 8) * exponent_pieces * 16 + chunk * 2 + quad / 2];
+                        beside[j] = exponents[(row + j * 8) * exponent_pieces * 16 + chunk * 2 + half];
                     }
                 } else if constexpr (kFormat == Format::kInt4) {
 #pragma unroll
@@ -175,8 +178,11 @@ __device__ __forceinline__ void product(const Problem& p) {
                 }
                 const uint4 low = load_weights<kFormat>(weights, row, quad, half, scale, beside[0]);
                 const uint4 high = load_weights<kFormat>(weights, row + 8, quad, half, scale, beside[1]);
-                const float of_groups[2] = {group_scale(beside[0]), group_scale(beside[1])};
-                add_products<kFormat>(acc[i], low, high, v, of_groups);
+                if constexpr (kFormat == Format::kInt4) {
+                    add_scaled_products(acc[i], low, high, v, group_scale(beside[0]), group_scale(beside[1]));
+                } else {
+                    add_products(acc[i], low, high, v);
+                }
             }
         }
     }

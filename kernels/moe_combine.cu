@@ -1,11 +1,10 @@
 // Mixtures of experts, last part: the weighted sums of each row's experts, alone or with the norm that takes them up. And random weights
 // in MXFP4.
+#include "experts.cuh"
 #include "norm.cuh"
 #include "philox.cuh"
 
-constexpr int kExponentInputs = 32;
-
-// Random rows of codes and exponents, for weights of this standard deviation: codes of all values have one of 2.926.
+// Random codes and exponents (experts.cuh says how they lie), for weights of this standard deviation: codes of all values have one of 2.926.
 extern "C" __global__ void __launch_bounds__(256)
     moe_fill_mxfp4(uint8_t* out, uint64_t bytes, int k, int pitch, uint64_t seed, float deviation) {
     pdl_launch();
@@ -14,9 +13,9 @@ extern "C" __global__ void __launch_bounds__(256)
     const uint32_t both = exponent * 0x01010101u;
     const uint64_t count = bytes / 16, step = uint64_t(gridDim.x) * blockDim.x;
     for (uint64_t i = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
-        const int at = int(i * 16 % pitch);
+        const int at = int(i * 16 % (kRowsTogether * pitch)) - expert_windows(k) * kEightBytes;
         uint4 v;
-        if (at < k / 2) {
+        if (at < 0) {
             const uint2 counter = words(i);
             v = philox4x32_10(make_uint4(counter.x, counter.y, 0, 0), words(seed));
         } else {
@@ -24,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(256)
             uint32_t word[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const int left = k / 2 + k / kExponentInputs - at - 4 * j;
+                const int left = k / kExponentInputs - at % exponent_bytes(k) - 4 * j;
                 word[j] = left >= 4 ? both : left <= 0 ? 0 : both >> (8 * (4 - left));
             }
             v = make_uint4(word[0], word[1], word[2], word[3]);

@@ -1,13 +1,14 @@
-// Mixtures of experts: the products of tiles of up to 16 rows, which take as long as reading the weights of the experts that are hit.
+// Mixtures of experts: the products of tiles of up to 16 rows, which take as long as reading the weights of the experts that are hit;
+// moe_few_4bit.cu has those of weights of four bits.
 //
 // A block has 16 rows of weights, of a gated product eight rows of the gate and the same eight of the up projection, and each of its
 // warps a part of k: one row of x is too little work for fewer warps. A warp has a ring of stages in shared memory, each with 128
 // bytes of every row, whatever the format: shorter pieces cost as many accesses and move less. Rows of x are read
 // into registers ahead, as they may come from L2. The sums of the parts meet in shared memory and are added in order.
 //
-// Codes of int4 weights, and of e4m3 weights with scales of blocks, are multiplied without their scale, which multiplies the sums of each
-// 32 or 128 inputs instead: nothing is rounded.
-#include "experts.cuh"
+// E4m3 weights with scales of blocks are multiplied without their scale, which multiplies the sums of each 128 inputs instead: nothing is
+// rounded.
+#include "experts_few.cuh"
 
 namespace {
 
@@ -19,47 +20,32 @@ constexpr int kRowPieces = kRowBytes / 16;
 constexpr int kRowsAtOnce = kWarp / kRowPieces;
 constexpr int kStageBytes = kRows * kRowBytes;
 constexpr int kSums = kRows + 1;  // of a row of x: no bank conflicts
-constexpr int kExponentBytes = kRowBytes * 2 / kExponentInputs;  // of a row of a stage
 
 template <Format kFormat>
 constexpr int kStageChunks = kRowBytes / kStoredBytes<kFormat>;
 
 // The same as `few_stages` in crates/kernels/src/cuda/moe/products.rs; what was measured is in tests/bench/h200/kernels.md.
 template <Format kFormat>
-constexpr int kStagesOf = kFormat == Format::kBf16 ? 4 : kFormat == Format::kInt4 ? 2 : 3;
+constexpr int kStagesOf = kFormat == Format::kBf16 ? 4 : 3;
 
 // Inputs between the two vectors of a chunk that a lane has.
 template <Format kFormat>
-constexpr int kNextVector = kFormat == Format::kBf16 || kFormat == Format::kInt4 ? 32 : 8;
+constexpr int kNextVector = kFormat == Format::kBf16 ? 32 : 8;
 
-// Whether what rows have beside codes, exponents or groups, is kept behind the rings, for all inputs.
-template <Format kFormat>
-constexpr bool kBeside = kFormat == Format::kMxfp4 || kFormat == Format::kInt4;
-
-// Where a 16-byte piece of a row lies in a stage: what is read at once, of two rows or of four, is in different banks.
-template <Format kFormat>
-__device__ __forceinline__ int swizzled(int row, int piece) {
-    return row * kRowBytes + (piece ^ (kBeside<kFormat> ? (row & 3) * 2 : (row & 1) * 4)) * 16;
-}
+// Where a 16-byte piece of a row lies in a stage: what is read at once, of two rows, is in different banks.
+__device__ __forceinline__ int swizzled(int row, int piece) { return row * kRowBytes + (piece ^ (row & 1) * 4) * 16; }
 
 // A lane's vectors of a chunk of a row of weights.
 struct Vectors {
     uint4 of[2];
 };
 
-// `beside` are the exponents of the row's stage, or the groups of both vectors.
 template <Format kFormat>
-__device__ __forceinline__ Vectors load_vectors(const uint8_t* stage, int row, int chunk, int quad, uint2 beside) {
-    if constexpr (kBeside<kFormat>) {
-        const uint2 codes = *reinterpret_cast<const uint2*>(stage + swizzled<kFormat>(row, chunk * 2 + quad / 2) + quad % 2 * 8);
-        if (kFormat == Format::kInt4) return {widen_int4(codes.x, group_zeros(beside.x)), widen_int4(codes.y, group_zeros(beside.y))};
-        const uint32_t exponent = __byte_perm(chunk < 2 ? beside.x : beside.y, 0, 0x4440 + chunk % 2 * 2 + quad / 2);
-        return {widen_e2m1(codes.x, exponent), widen_e2m1(codes.y, exponent)};
-    } else if constexpr (kFormat == Format::kBf16) {
-        return {*reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, quad)),
-                *reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, quad + 4))};
+__device__ __forceinline__ Vectors load_vectors(const uint8_t* stage, int row, int chunk, int quad) {
+    if constexpr (kFormat == Format::kBf16) {
+        return {*reinterpret_cast<const uint4*>(stage + swizzled(row, quad)), *reinterpret_cast<const uint4*>(stage + swizzled(row, quad + 4))};
     } else {
-        const uint4 codes = *reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, chunk * 4 + quad));
+        const uint4 codes = *reinterpret_cast<const uint4*>(stage + swizzled(row, chunk * 4 + quad));
         return {widen_e4m3(make_uint2(codes.x, codes.y)), widen_e4m3(make_uint2(codes.z, codes.w))};
     }
 }
@@ -75,9 +61,14 @@ struct Rows {
     __device__ __forceinline__ int outputs_log2() const { return gated || first == second ? 3 : 4; }
 };
 
-// Up to 8 * kTokenTiles rows of x, which may be the only one.
+__device__ __forceinline__ Rows rows_of_block(const Problem& p) {
+    const bool gated = p.kind != kPlain;
+    const int first = blockIdx.x * (gated ? kRows / 2 : kRows);
+    return {first, gated ? first + p.n : p.n - first > 8 ? first + 8 : first, gated};
+}
+
 template <int kTokenTiles, Format kFormat, bool kOneRow>
-__device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Rows& rows, uint8_t* shared) {
+__device__ __forceinline__ void multiply_tile(const Problem& p, const Tile& tile, const Rows& rows, uint8_t* shared) {
     constexpr int kStages = kStagesOf<kFormat>, kRingBytes = kStages * kStageBytes;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = lane / 4, quad = lane % 4;
     const uint8_t* const weight = of_expert(p.weight, p.stride, tile.expert);
@@ -92,7 +83,7 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
     const uint8_t* second_from = first_from + size_t(rows.second - rows.first) * p.pitch;
     const int four_rows = kRowsAtOnce * p.pitch;
     uint8_t* const ring = shared + warp * kRingBytes;
-    const uint32_t first_place = shared_address(ring + swizzled<kFormat>(first_row, piece));
+    const uint32_t first_place = shared_address(ring + swizzled(first_row, piece));
     uint32_t place = first_place;
     const auto request = [&](int stage) {
         if (stage < end) {
@@ -110,27 +101,6 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
         if (kFormat != Format::kBf16) first_from += kRowBytes, second_from += kRowBytes;
         place = place == first_place + (kStages - 1) * kStageBytes ? first_place : place + kStageBytes;
     };
-    // Exponents of all inputs: an odd number of pieces for each row, so that rows are in different banks.
-    uint8_t* const exponents = shared + kParts * kRingBytes;
-    const int exponent_pieces = kFormat == Format::kMxfp4 ? (p.k / kExponentInputs + 15) / 16 : 0;
-    const int exponent_pitch = (exponent_pieces | 1) * 16;
-    constexpr int kRowThreads = kThreads / kRows;
-    const int beside_row = threadIdx.x / kRowThreads, beside_first = threadIdx.x % kRowThreads;
-    if constexpr (kFormat == Format::kMxfp4) {
-        const uint8_t* const stored = weight + size_t(rows.row(beside_row)) * p.pitch + p.k / 2;
-        for (int i = beside_first; i < exponent_pieces; i += kRowThreads) {
-            copy_async(exponents + beside_row * exponent_pitch + i * 16, stored + i * 16, true);
-        }
-        commit_async();
-    }
-    // So are words of groups.
-    uint32_t* const groups = reinterpret_cast<uint32_t*>(shared + kParts * kRingBytes);
-    const int group_words = p.scale_stride, group_pitch = group_words | 1, shift = kFormat == Format::kInt4 ? group_shift(p) : 0;
-    if constexpr (kFormat == Format::kInt4) {
-        const uint32_t* const stored = groups_of(p, tile.expert) + size_t(rows.row(beside_row)) * group_words;
-        for (int i = beside_first; i < group_words; i += kRowThreads) copy_async_of<4>(groups + beside_row * group_pitch + i, stored + i);
-        commit_async();
-    }
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) request(begin + i);
     // Blocks of the next kernel that start meanwhile delay no copy.
@@ -140,7 +110,9 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
     const int first_input = input_vector<kFormat>(quad, 0) * 8;
     const bf16* x[kTokenTiles];
     const int skipped = begin * kStageChunks<kFormat> * kChunk;
-    int last = p.k - first_input - 8 - skipped;
+    // Vectors that are neighbours are both past the end, or neither.
+    constexpr bool kNeighbours = kNextVector<kFormat> == 8;
+    int last = p.k - first_input - (kNeighbours ? 16 : 8) - skipped;
 #pragma unroll
     for (int j = 0; j < kTokenTiles; ++j) {
         const int row = j * 8 + group;
@@ -152,10 +124,11 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
     const auto load_inputs = [&](int chunk, bool may_end) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int at = chunk * kChunk + half * kNextVector<kFormat>;
+            const int at = chunk * kChunk + (kNeighbours ? 0 : half * kNextVector<kFormat>);
 #pragma unroll
             for (int j = 0; j < kTokenTiles; ++j) {
-                next[chunk % kAhead][half][j] = *reinterpret_cast<const uint4*>(x[j] + (may_end ? min(at, last) : at));
+                const bf16* const from = x[j] + (may_end ? min(at, last) : at) + (kNeighbours ? half * 8 : 0);
+                next[chunk % kAhead][half][j] = *reinterpret_cast<const uint4*>(from);
             }
         }
     };
@@ -168,10 +141,6 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
     constexpr bool kBlocks = kFormat == Format::kFp8Blocks;
     static_assert(!kBlocks || kStageChunks<kFormat> * kChunk == kFp8Block);
     float low_next = kBlocks && begin < end ? low_scales[begin] : 1.0f, high_next = kBlocks && begin < end ? high_scales[begin] : 1.0f;
-    if constexpr (kBeside<kFormat>) {
-        wait_async<kStages - 1>();
-        __syncthreads();
-    }
 
     float acc[kTokenTiles][4] = {};
     int slot = 0;
@@ -185,22 +154,8 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
         float of_block[kTokenTiles][4] = {};
         auto& sums = kBlocks ? of_block : acc;
         if (kBlocks && !is_last) low_next = low_scales[stage + 1], high_next = high_scales[stage + 1];
-        uint2 low_beside{}, high_beside{};
-        if constexpr (kFormat == Format::kMxfp4) {
-            low_beside = *reinterpret_cast<const uint2*>(exponents + group * exponent_pitch + stage * kExponentBytes);
-            high_beside = *reinterpret_cast<const uint2*>(exponents + (group + 8) * exponent_pitch + stage * kExponentBytes);
-        }
 #pragma unroll
         for (int chunk = 0; chunk < kStageChunks<kFormat>; ++chunk) {
-            // Past the end of a row copies fill in codes of 0, and (0 - zero) * scale is not 0.
-            if (kFormat == Format::kInt4 && is_last && (stage * kStageChunks<kFormat> + chunk) * 2 >= pieces) break;
-            if constexpr (kFormat == Format::kInt4) {
-                const int first = (stage * kStageChunks<kFormat> + chunk) * 2;
-                const uint32_t* const low = groups + group * group_pitch;
-                const uint32_t* const high = low + 8 * group_pitch;
-                low_beside = make_uint2(low[first >> shift], low[first + 1 >> shift]);
-                high_beside = make_uint2(high[first >> shift], high[first + 1 >> shift]);
-            }
             // What is read one chunk ahead is requested before the products, what is read a stage ahead after them: that saves copies of
             // registers.
             uint4 v[2][kTokenTiles];
@@ -211,14 +166,10 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
             }
             const bool ends = is_last || chunk + kAhead >= kStageChunks<kFormat>;
             if (kAhead == 1) load_inputs(chunk + kAhead, ends);
-            const Vectors low = load_vectors<kFormat>(weights, group, chunk, quad, low_beside);
-            const Vectors high = load_vectors<kFormat>(weights, group + 8, chunk, quad, high_beside);
+            const Vectors low = load_vectors<kFormat>(weights, group, chunk, quad);
+            const Vectors high = load_vectors<kFormat>(weights, group + 8, chunk, quad);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float of_groups[2] = {group_scale(half ? low_beside.y : low_beside.x),
-                                            group_scale(half ? high_beside.y : high_beside.x)};
-                add_products<kFormat>(sums, low.of[half], high.of[half], v[half], of_groups);
-            }
+            for (int half = 0; half < 2; ++half) add_products(sums, low.of[half], high.of[half], v[half]);
             if (kAhead > 1) load_inputs(chunk + kAhead, ends);
         }
 #pragma unroll
@@ -251,7 +202,7 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
         float sum = at[0];
 #pragma unroll
         for (int part = 1; part < kParts; ++part) sum += at[part * kPartSums];
-        const float scale = kFormat == Format::kFp8 ? scales[row] : kSumScale<kFormat>;
+        const float scale = kFormat == Format::kFp8 ? scales[row] : 1.0f;
         return fmaf(sum, scale, bias != nullptr ? __bfloat162float(bias[row]) : 0.0f);
     };
     const int outputs_log2 = rows.outputs_log2(), column = threadIdx.x & (1 << outputs_log2) - 1, output = rows.row(column);
@@ -263,78 +214,16 @@ __device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Ro
     }
 }
 
-__device__ __forceinline__ Rows rows_of_block(const Problem& p) {
-    const bool gated = p.kind != kPlain;
-    const int first = blockIdx.x * (gated ? kRows / 2 : kRows);
-    return {first, gated ? first + p.n : p.n - first > 8 ? first + 8 : first, gated};
-}
-
 template <Format kFormat>
-__device__ __forceinline__ void product(const Problem& p) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    pdl_wait();
-    const int count = p.tiles[0].count;
-    const Tile tile = p.tiles[1 + blockIdx.y];
-    if (int(blockIdx.y) >= count) return;
-    const Rows rows = rows_of_block(p);
-    if (tile.count > 8) {
-        run<2, kFormat, false>(p, tile, rows, shared);
-    } else {
-        run<1, kFormat, false>(p, tile, rows, shared);
+struct Few {
+    template <int kTokenTiles, bool kOneRow>
+    __device__ __forceinline__ static void of_tile(const Problem& p, const Tile& tile, uint8_t* shared) {
+        multiply_tile<kTokenTiles, kFormat, kOneRow>(p, tile, rows_of_block(p), shared);
     }
-}
-
-// Where one row goes.
-struct Route {
-    const float* logits;
-    Router router;
-    int experts;
-    float* weights;
-    int* places;
-    int* sources;
-    Tile* tiles;
 };
-
-// A product of one row. Each block finds the row's experts itself, which takes less time than a kernel ahead. The first block writes what
-// moe_route.cu would have, for the kernels that follow.
-template <Format kFormat>
-__device__ __forceinline__ void product_of_one(const Problem& p, const Route& route) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    // Where the ring is later.
-    float* const weights = reinterpret_cast<float*>(shared);
-    uint16_t* const chosen = reinterpret_cast<uint16_t*>(weights + kWarp);
-    pdl_launch();
-    pdl_wait();
-    const int i = threadIdx.x, at = blockIdx.y;
-    if (i < kWarp) route_row(route.logits, route.router, route.experts, p.top_k, chosen, weights);
-    __syncthreads();
-    const int expert = chosen[at];
-    if (blockIdx.x == 0 && at == 0 && i < p.top_k) {
-        route.weights[i] = weights[i];
-        route.places[i] = route.sources[i] = i;
-        route.tiles[1 + i] = {chosen[i], i, 1, 0};
-        if (i == 0) route.tiles[0] = {0, 0, p.top_k, 0};
-    }
-    __syncthreads();
-    run<1, kFormat, true>(p, {expert, at, 1, 0}, rows_of_block(p), shared);
-}
 
 }  // namespace
 
-#define PRODUCTS(NAME, FORMAT, BLOCKS)                                                                                           \
-    EXPERT_PRODUCT(NAME, kThreads, BLOCKS, product<FORMAT>)                                                                      \
-    extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)                                                               \
-        NAME##_one(const float* logits, const bf16* router_bias, int of_all, float scale, const float* expert_scales,            \
-                   int experts, float* weights, int* places, int* sources, Tile* tiles, const bf16* x, const uint8_t* weight,    \
-                   const bf16* bias, const float* scales, bf16* out, uint64_t stride, int n, int k, int pitch, int top_k,        \
-                   int kind, int scale_stride) {                                                                                 \
-        product_of_one<FORMAT>(                                                                                                  \
-            {x, weight, bias, scales, out, nullptr, nullptr, stride, n, k, pitch, top_k, kind, scale_stride},                    \
-            {logits, {router_bias, of_all != 0, scale, expert_scales}, experts, weights, places, sources, tiles});               \
-    }
-
-PRODUCTS(moe_few_bf16, Format::kBf16, 10)
-PRODUCTS(moe_few_fp8, Format::kFp8, 9)
-PRODUCTS(moe_few_fp8_blocks, Format::kFp8Blocks, 9)
-PRODUCTS(moe_few_mxfp4, Format::kMxfp4, 9)
-PRODUCTS(moe_few_int4, Format::kInt4, 10)
+FEW_PRODUCTS(moe_few_bf16, kThreads, 10, Few<Format::kBf16>)
+FEW_PRODUCTS(moe_few_fp8, kThreads, 9, Few<Format::kFp8>)
+FEW_PRODUCTS(moe_few_fp8_blocks, kThreads, 9, Few<Format::kFp8Blocks>)

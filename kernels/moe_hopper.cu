@@ -94,19 +94,22 @@ struct Experts {
         }
     }
 
-    // Where a piece of 16 bytes of a row of weights lies in a stage: what the lanes of a warp read at once is in different banks.
+    // Where a piece of 16 bytes of a row of weights lies in a stage: what the lanes of a warp read at once is in different banks. Eights of
+    // weights of four bits lie there as in the matrix.
     __device__ __forceinline__ static int weight_place(int row, int piece) {
-        const int turn = kRowPieces == 4 ? row / 2 % 4 : row % 8;
-        return row * kRowBytes + (piece ^ turn) * 16;
+        if (kHasFourBits<kFormat>) return row * kRowBytes + piece * 16;
+        return row * kRowBytes + (piece ^ row % 8) * 16;
     }
 
     // Copies all chunks of all work.
     __device__ __forceinline__ void produce(int count) const {
-        // This thread copies the same piece of some rows. A row is the same in each eight.
-        constexpr int kPieces = kChunk / 8, kRows = kWarpGroup / kPieces, kWeightRows = kWarpGroup / kRowPieces;
+        // This thread copies the same piece of some rows, of weights of four bits of some eights. A row is the same in each eight.
+        constexpr int kPieces = kChunk / 8, kRows = kWarpGroup / kPieces;
         const int piece = threadIdx.x % kPieces, first_row = threadIdx.x / kPieces, pieces = p.k / 8;
-        const int weight_piece = threadIdx.x % kRowPieces, first_weight = threadIdx.x / kRowPieces;
-        const int weight_pieces = row_pieces<kFormat>(p), stage_groups = kFormat == Format::kInt4 ? kBeside >> group_shift(p) : 0;
+        constexpr int kTogether = kHasFourBits<kFormat> ? kRowsTogether : 1, kPiecesTogether = kTogether * kRowPieces;
+        constexpr int kWeightRows = kWarpGroup / kPiecesTogether * kTogether;
+        const int weight_piece = threadIdx.x % kPiecesTogether, first_weight = threadIdx.x / kPiecesTogether * kTogether;
+        const int weight_pieces = kTogether * row_pieces<kFormat>(p), stage_groups = kFormat == Format::kInt4 ? kBeside >> group_shift(p) : 0;
         int step = 0;
         for (int index = blockIdx.x; index < count; index += gridDim.x) {
             const Work w = work(index);
@@ -118,7 +121,8 @@ struct Experts {
             }
 #pragma unroll
             for (int i = 0; i < kFeatures / kWeightRows; ++i) {
-                weights[i] = weight_row(w, first_weight + i * kWeightRows) * uint32_t(p.pitch / 16) + weight_piece;
+                const int together = weight_row(w, first_weight + i * kWeightRows) / kTogether;
+                weights[i] = together * uint32_t(kTogether * p.pitch / 16) + weight_piece;
             }
             const uint8_t* const weight = of_expert(p.weight, p.stride, w.tile.expert);
             const uint4* from_weights = reinterpret_cast<const uint4*>(weight);
@@ -128,7 +132,7 @@ struct Experts {
                 wait_empty(step);
                 // Zeros past the end of k.
                 uint8_t* const to_weights = shared.weights[stage] + weight_place(first_weight, weight_piece);
-                if (s * kRowPieces + weight_piece < weight_pieces) {
+                if (s * kPiecesTogether + weight_piece < weight_pieces) {
 #pragma unroll
                     for (int i = 0; i < kFeatures / kWeightRows; ++i) {
                         copy_async(to_weights + i * kWeightRows * kRowBytes, from_weights + weights[i], true);
@@ -137,7 +141,7 @@ struct Experts {
 #pragma unroll
                     for (int i = 0; i < kFeatures / kWeightRows; ++i) copy_async(to_weights + i * kWeightRows * kRowBytes, p.x, false);
                 }
-                from_weights += kRowPieces;
+                from_weights += kPiecesTogether;
 #pragma unroll
                 for (int chunk = 0; chunk < kStageChunks; ++chunk) {
                     bf16* const to_inputs = swizzled(shared.inputs[stage][chunk], first_row, piece);
@@ -153,8 +157,7 @@ struct Experts {
                 if constexpr (kFormat == Format::kMxfp4) {
 #pragma unroll
                     for (int row = threadIdx.x; row < kFeatures; row += kWarpGroup) {
-                        const size_t at = size_t(weight_row(w, row)) * p.pitch + p.k / 2 + s * 4;
-                        copy_async_of<4>(shared.beside[stage] + row, weight + at);
+                        copy_async_of<4>(shared.beside[stage] + row, exponents_of(p, weight, weight_row(w, row)) + s * 4);
                     }
                 } else if constexpr (kFormat == Format::kInt4) {
                     const uint32_t* const groups = groups_of(p, w.tile.expert) + s * stage_groups;
@@ -191,6 +194,11 @@ struct Experts {
         }
 
         __device__ __forceinline__ uint32_t weights(int stage) const { return shared + stage * uint32_t(kFeatures * kRowBytes); }
+        // Of four bits: eight `eight` of the warp's rows, the lane's words of a chunk.
+        __device__ __forceinline__ uint32_t codes(int stage, int eight, int chunk) const {
+            const uint32_t first = row / kRowsTogether * (kStageChunks * kEightBytes) + threadIdx.x % kWarp * 8;
+            return weights(stage) + first + eight * (kStageChunks * kEightBytes) + chunk * kEightBytes;
+        }
         __device__ __forceinline__ uint32_t inputs(int stage, int chunk) const {
             constexpr uint32_t kPanel = kTokens * kChunk * sizeof(bf16);
             return shared + uint32_t(offsetof(Shared, inputs)) + (stage * kStageChunks + chunk) * kPanel;
@@ -332,45 +340,25 @@ struct Experts {
 
     // A chunk of two rows of a stage, of half `i`, as left operands: of a product's 16 inputs a lane has 2 x quad and 8 + 2 x quad on.
     __device__ __forceinline__ void widen(uint32_t (&a)[kChunk / 16][4], const Lane& lane, int stage, int i, int chunk, int s) const {
-        const int row = lane.row + i * 64, quad = lane.quad;
-        const auto piece = [&](int second, int at) {
-            return load_shared16(lane.weights(stage) + weight_place(row, at) + second * 8 * kRowBytes);
-        };
-        if constexpr (kFormat == Format::kMxfp4) {
+        const int row = lane.row + i * 64;
+        if constexpr (kHasFourBits<kFormat>) {
 #pragma unroll
             for (int second = 0; second < 2; ++second) {
-                uint32_t exponents = load_shared4(lane.beside(stage, row + second * 8, 0));
-                // None past the end of k, so that nothing there is infinite.
-                const int left = p.k / kExponentInputs - s * 4;
-                if (left < 4) exponents &= (1u << 8 * left) - 1;
+                // All inputs of each half of the chunk that this lane has.
+                const uint2 codes = load_shared8(lane.codes(stage, i * (64 / kRowsTogether) + second, chunk));
+                uint32_t exponents = 0;
+                if constexpr (kFormat == Format::kMxfp4) exponents = load_shared4(lane.beside(stage, row + second * kRowsTogether, 0));
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const uint4 codes = piece(second, chunk * 2 + half);
-                    const uint32_t exponent = __byte_perm(exponents, 0, 0x4440 + chunk * 2 + half);
-                    a[half * 2][second] = e2m1_pair(codes.x, exponent, quad);
-                    a[half * 2][second + 2] = e2m1_pair(codes.y, exponent, quad);
-                    a[half * 2 + 1][second] = e2m1_pair(codes.z, exponent, quad);
-                    a[half * 2 + 1][second + 2] = e2m1_pair(codes.w, exponent, quad);
-                }
-            }
-        } else if constexpr (kFormat == Format::kInt4) {
-#pragma unroll
-            for (int second = 0; second < 2; ++second) {
-                // Inputs 0, 32, 8 and 40 on of the chunk, and 16, 48, 24 and 56 on.
-                const uint4 codes[2] = {piece(second, chunk * 2), piece(second, chunk * 2 + 1)};
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const uint32_t word = load_shared4(lane.beside(stage, row + second * 8, chunk * 2 + half >> lane.shift));
-                    const uint32_t zeros = group_zeros(word);
-                    const float whole = group_scale(word);
-                    const bf16 rounded = __float2bfloat16(whole);
-                    const bf162 scale(rounded, rounded), rest = __float2bfloat162_rn(whole - __bfloat162float(rounded));
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const int k = half * 2 + i;
-                        a[k][second] = int4_pair(half ? codes[i].y : codes[i].x, zeros, scale, rest, quad);
-                        a[k][second + 2] = int4_pair(half ? codes[i].w : codes[i].z, zeros, scale, rest, quad);
+                    uint4 wide;
+                    if constexpr (kFormat == Format::kMxfp4) {
+                        wide = widen_e2m1(half ? codes.y : codes.x, __byte_perm(exponents, 0, 0x4440 + chunk * 2 + half));
+                    } else {
+                        const int word = chunk * 2 + half >> lane.shift;
+                        wide = widen_int4_scaled(half ? codes.y : codes.x, load_shared4(lane.beside(stage, row + second * kRowsTogether, word)));
                     }
+                    a[half * 2][second] = wide.x, a[half * 2][second + 2] = wide.y;
+                    a[half * 2 + 1][second] = wide.z, a[half * 2 + 1][second + 2] = wide.w;
                 }
             }
         } else {
@@ -378,9 +366,9 @@ struct Experts {
             for (int k = 0; k < kChunk / 16; ++k) {
 #pragma unroll
                 for (int second = 0; second < 2; ++second) {
-                    const uint4 codes = piece(second, chunk * 4 + k);
-                    a[k][second] = e4m3_pair(codes.x, codes.y, quad);
-                    a[k][second + 2] = e4m3_pair(codes.z, codes.w, quad);
+                    const uint4 codes = load_shared16(lane.weights(stage) + weight_place(row, chunk * 4 + k) + second * 8 * kRowBytes);
+                    a[k][second] = e4m3_pair(codes.x, codes.y, lane.quad);
+                    a[k][second + 2] = e4m3_pair(codes.z, codes.w, lane.quad);
                 }
             }
         }

@@ -1,11 +1,16 @@
-// What the products of experts with few rows, moe_few.cu, and with many, moe.cu, share: tiles, how weights are stored and become
-// bf16, and what becomes of sums. moe_route.cu says what routes, places and tiles are.
+// What the products of experts with few rows, moe_few*.cu, and with many, moe.cu and moe_hopper.cu, share: tiles, how weights are stored
+// and become bf16, and what becomes of sums. moe_route.cu says what routes, places and tiles are.
 //
-// Both take weights as the 16-row operand of mma.m16n8k16 and rows of x as the columns of the other. The order of k within a product
-// is free as long as both operands agree, so a lane takes consecutive inputs. Of 64 inputs it has two vectors of eight: with bf16
-// weights 8 * quad and 32 + 8 * quad on, with those of fewer bits 16 * quad and 16 * quad + 8 on, so that what it reads of a row of
-// weights is 16 bytes or one piece. Int4 weights are stored so that it has the inputs that it has of bf16 ones: the products of a vector
-// are those of 32 neighbouring inputs, which have one scale.
+// All take weights as the left operand of a product and rows of x as the columns of the right one. The order of k within a product
+// is free as long as both operands agree, so a lane takes consecutive inputs where weights have eight bits or more. Of 64 inputs it has
+// two vectors of eight: with bf16 weights 8 * quad and 32 + 8 * quad on, with e4m3 16 * quad and 16 * quad + 8 on, so that what it reads
+// of a row of weights is 16 bytes or one piece.
+//
+// Weights of four bits lie as products take them. Rows come in eights, and a row in windows of 64 inputs, the last one filled up with
+// codes that stand for 0: 32 bytes, eight words of eight codes. Window `w` of row `r` is at
+// `(r / 8 * 8) * pitch + w * 256 + r % 8 * 32` of the matrix, and input `32 * part + 8 * pair + 2 * quad + odd` of a window in its word
+// `2 * quad + part`: words with what one lane has of 32 inputs. Behind the windows of eight rows of MXFP4 lie their exponents, a
+// byte for each 32 inputs, filled up to 16 bytes for each row. Words of groups of int4 weights (int4.cuh) lie elsewhere, row after row.
 #pragma once
 
 #include "activation.cuh"
@@ -20,7 +25,7 @@ enum class Format {
     kBf16,
     kFp8,        // e4m3, a scale for each output
     kFp8Blocks,  // e4m3, a scale for each 128 x 128
-    kMxfp4,      // rows of codes of four bits, then an exponent for each 32 inputs
+    kMxfp4,      // codes of four bits, and an exponent for each 32 inputs
     kInt4        // codes of four bits, and words with the scale and the zero of each group (int4.cuh)
 };
 
@@ -30,7 +35,7 @@ enum Kind { kPlain = 0, kSilu = 1, kGeluTanh = 2, kClampedSwiglu = 3 };
 // Of an expert's product. Everything of the next expert lies `stride` bytes further.
 struct Problem {
     const bf16* x;          // [rows, k], or [places, k]
-    const uint8_t* weight;  // [n, k], or gate and up, [2 n, k]; rows begin `pitch` bytes apart
+    const uint8_t* weight;  // [n, k], or gate and up, [2 n, k]; rows of `pitch` bytes
     const bf16* bias;       // [n] or [2 n]; null for none
     const float* scales;    // or words of groups
     bf16* out;              // [places, n]
@@ -49,30 +54,47 @@ struct Problem {
 
 constexpr int kChunk = 64;  // inputs that a lane has two vectors of
 constexpr int kExponentInputs = 32;
+constexpr int kExpertWindow = 64;                               // inputs, of weights of four bits
+constexpr int kEightBytes = kRowsTogether * kExpertWindow / 2;  // of a window of eight rows
+
+// Windows of a row of weights of four bits.
+__device__ __forceinline__ int expert_windows(int k) { return (k + kExpertWindow - 1) / kExpertWindow; }
+
+// Exponents of a row, filled up.
+__device__ __forceinline__ int exponent_bytes(int k) { return (k / kExponentInputs + 15) / 16 * 16; }
+
+template <Format kFormat>
+constexpr bool kHasFourBits = kFormat == Format::kMxfp4 || kFormat == Format::kInt4;
 
 // Of a chunk of a row of weights.
 template <Format kFormat>
-constexpr int kStoredBytes = kFormat == Format::kBf16 ? 128 : kFormat == Format::kMxfp4 || kFormat == Format::kInt4 ? 32 : 64;
+constexpr int kStoredBytes = kFormat == Format::kBf16 ? 128 : kHasFourBits<kFormat> ? 32 : 64;
 
 // Pieces of 16 bytes with the codes of a row of weights.
 template <Format kFormat>
 __device__ __forceinline__ int row_pieces(const Problem& p) {
-    return kFormat == Format::kInt4 ? p.pitch / 16 : p.k * kStoredBytes<kFormat> / kChunk / 16;
+    return kHasFourBits<kFormat> ? expert_windows(p.k) * 2 : p.k * kStoredBytes<kFormat> / kChunk / 16;
 }
 
 // log2 of how many times 32 inputs a group has, from the words of a window of 128 inputs: 4, 2 or 1.
 __device__ __forceinline__ int group_shift(const Problem& p) { return 2 - p.scale_stride / ((p.k + kWindow - 1) / kWindow) / 2; }
 
-// Which of the eight vectors of a chunk of x goes with a lane's vector `half` of weights.
+// Which of the eight vectors of a chunk of x goes with a lane's vector `half` of weights of eight bits or more.
 template <Format kFormat>
 __device__ __forceinline__ int input_vector(int quad, int half) {
-    return kFormat == Format::kBf16 || kFormat == Format::kInt4 ? half * 4 + quad : quad * 2 + half;
+    return kFormat == Format::kBf16 ? half * 4 + quad : quad * 2 + half;
 }
 
 template <typename T>
 __device__ __forceinline__ T* of_expert(T* first, size_t stride, int expert) {
     if (first == nullptr) return nullptr;
     return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(first) + stride * expert);
+}
+
+// The exponents of a row of an expert's weights.
+__device__ __forceinline__ const uint8_t* exponents_of(const Problem& p, const uint8_t* weight, int row) {
+    const int eight = row / kRowsTogether;
+    return weight + size_t(eight) * kRowsTogether * p.pitch + expert_windows(p.k) * kEightBytes + row % kRowsTogether * exponent_bytes(p.k);
 }
 
 // The words of the groups of an expert.
@@ -101,27 +123,35 @@ __device__ __forceinline__ uint4 widen_e4m3(uint2 codes, float scale) {
 // Eight e4m3 values, exactly.
 __device__ __forceinline__ uint4 widen_e4m3(uint2 codes) { return widen_e4m3(codes, 1.0f); }
 
-// Eight e2m1 values, of which a word has the even ones in its lower half, times 2^(exponent - 127) / kSumScale.
-//
-// Sign and magnitude of a code go where bf16 has them by one multiplication, as there are more units for those than for shifts. The
-// exponent of that bf16 lacks 126; with it the power of two would be too large for bf16, so sums make up for a part of it. Exact for
-// exponents of 65 to 192, weights of 2^-63 to 2^66: lower ones lose bits, higher ones are refused when a checkpoint is read.
+// How the eight e2m1 codes of a word become four pairs of bf16 (of a pair the even code is in the lower half). Sign and magnitude of a code
+// belong in bits 15 and 8 to 6 of 16: those of the first pair are there, those of the next two after the word is rotated by 3 and 6, and
+// those of the last pair, in bits 3, 1, 0 and 4, after they are multiplied: no two products of bits meet.
+constexpr uint32_t kE2m1Bits = 0x81c081c0, kLastPairBits = 0x001b001b, kLastPairFactor = 1 << 12 | 1 << 7 | 1 << 2;
+constexpr int kPairRotation = 3;
+
+// A power of two times 2^127 / kSumScale. The exponents of the pairs lack 126; with it the power of two would be too large for bf16, so
+// sums make up for a part of it. Exact for exponents of 65 to 192, weights of 2^-63 to 2^66: lower ones lose bits, higher ones are refused
+// when a checkpoint is read.
+__device__ __forceinline__ uint32_t e2m1_power(uint32_t exponent) { return exponent * 0x00800080u + 0x1f001f00u; }
+
+// Eight e2m1 values times 2^(exponent - 127) / kSumScale.
 __device__ __forceinline__ uint4 widen_e2m1(uint32_t codes, uint32_t exponent) {
-    const uint32_t power = exponent * 0x00800080u + 0x1f001f00u;
-    uint32_t wide[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t half = i < 2 ? codes : codes >> 8;
-        const uint32_t bits = i % 2 == 0 ? (half & 0x000f000fu) * 0x1040u : (half & 0x00f000f0u) * 0x0104u;
-        wide[i] = multiply(bits & 0x81c081c0u, power);
-    }
-    return make_uint4(wide[0], wide[1], wide[2], wide[3]);
+    const uint32_t power = e2m1_power(exponent);
+    const uint32_t second = __funnelshift_r(codes, codes, kPairRotation), third = __funnelshift_r(codes, codes, 2 * kPairRotation);
+    const uint32_t last = (codes & kLastPairBits) * kLastPairFactor;
+    return make_uint4(multiply(codes & kE2m1Bits, power), multiply(second & kE2m1Bits, power), multiply(third & kE2m1Bits, power),
+                      multiply(last & kE2m1Bits, power));
 }
 
-// Pair `quad` of the eight e2m1 values of a word, as `widen_e2m1` has it.
-__device__ __forceinline__ uint32_t e2m1_pair(uint32_t codes, uint32_t exponent, int quad) {
-    const uint32_t bits = (codes >> 4 * quad & 0x000f000fu) * 0x1040u;
-    return multiply(bits & 0x81c081c0u, exponent * 0x00800080u + 0x1f001f00u);
+// All of a word's pairs. `beside` is the exponent of MXFP4, or the word of the group of int4, whose scale is left to sums.
+template <Format kFormat>
+__device__ __forceinline__ uint4 widen(uint32_t codes, uint32_t beside) {
+    static_assert(kHasFourBits<kFormat>);
+    if constexpr (kFormat == Format::kMxfp4) {
+        return widen_e2m1(codes, beside);
+    } else {
+        return widen_int4(codes, group_zeros(beside));
+    }
 }
 
 // Pair `quad` of the eight e4m3 values of two words, exactly. NaN, which makes no sense as a weight, becomes 480.
@@ -131,34 +161,41 @@ __device__ __forceinline__ uint32_t e4m3_pair(uint32_t low, uint32_t high, int q
     return multiply((codes & 0x80008000u) | (codes >> 4 & 0x07f007f0u), 0x7b807b80u);  // 2^120
 }
 
-// Adds products of vectors of two rows of weights, eight apart, with those of eight rows of x each. `scales` are those of int4 weights.
-template <Format kFormat, int kTokenTiles>
+// Adds products of vectors of two rows of weights, eight apart, with those of eight rows of x each.
+template <int kTokenTiles>
 __device__ __forceinline__ void add_products(float (&acc)[kTokenTiles][4], const uint4& low, const uint4& high,
-                                             const uint4 (&x)[kTokenTiles], const float (&scales)[2]) {
-    const uint32_t even[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
-    if constexpr (kFormat == Format::kInt4) {
+                                             const uint4 (&x)[kTokenTiles]) {
+    const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
-        for (int j = 0; j < kTokenTiles; ++j) {
-            float of_codes[4] = {};
-            mma(of_codes, even, x[j].x, x[j].y);
-            mma(of_codes, second, x[j].z, x[j].w);
+    for (int j = 0; j < kTokenTiles; ++j) mma(acc[j], first, x[j].x, x[j].y);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) acc[j][i] = fmaf(of_codes[i], scales[i / 2], acc[j][i]);
-        }
-    } else {
+    for (int j = 0; j < kTokenTiles; ++j) mma(acc[j], second, x[j].z, x[j].w);
+}
+
+// The same with codes of int4 weights, whose sums two scales multiply.
+template <int kTokenTiles>
+__device__ __forceinline__ void add_scaled_products(float (&acc)[kTokenTiles][4], const uint4& low, const uint4& high,
+                                                    const uint4 (&x)[kTokenTiles], float low_scale, float high_scale) {
+    float of_codes[kTokenTiles][4] = {};
+    add_products(of_codes, low, high, x);
 #pragma unroll
-        for (int j = 0; j < kTokenTiles; ++j) mma(acc[j], even, x[j].x, x[j].y);
+    for (int j = 0; j < kTokenTiles; ++j) {
 #pragma unroll
-        for (int j = 0; j < kTokenTiles; ++j) mma(acc[j], second, x[j].z, x[j].w);
+        for (int i = 0; i < 4; ++i) acc[j][i] = fmaf(of_codes[j][i], i < 2 ? low_scale : high_scale, acc[j][i]);
     }
 }
 
-// Pair `quad` of the eight int4 values of a word times `scale + rest`, which are two bf16 each: rounded once, but for 2^-17 of it.
-__device__ __forceinline__ uint32_t int4_pair(uint32_t codes, uint32_t zeros, bf162 scale, bf162 rest, int quad) {
-    const uint32_t bits = replace_bits<0x000f000f, 0x43004300>(codes >> 4 * quad);
-    const bf162 wide = __hsub2(reinterpret_cast<const bf162&>(bits), reinterpret_cast<const bf162&>(zeros));
-    const bf162 product = __hfma2(wide, scale, __hmul2(wide, rest));
-    return reinterpret_cast<const uint32_t&>(product);
+// All of a word's int4 pairs, of the group of a word: rounded once, but for 2^-17 of it.
+__device__ __forceinline__ uint4 widen_int4_scaled(uint32_t codes, uint32_t group) {
+    const uint4 wide = widen_int4(codes, group_zeros(group));
+    const float whole = group_scale(group);
+    const bf16 rounded = __float2bfloat16(whole);
+    const bf162 scale(rounded, rounded), rest = __float2bfloat162_rn(whole - __bfloat162float(rounded));
+    const auto scaled = [&](uint32_t pair) {
+        const bf162 value = reinterpret_cast<const bf162&>(pair), product = __hfma2(value, scale, __hmul2(value, rest));
+        return reinterpret_cast<const uint32_t&>(product);
+    };
+    return make_uint4(scaled(wide.x), scaled(wide.y), scaled(wide.z), scaled(wide.w));
 }
 
 // What sums of widened weights are multiplied by.

@@ -14,6 +14,7 @@ mod hopper;
 mod int4;
 mod int4_products;
 mod matrix;
+mod mxfp4;
 mod stream;
 mod tune;
 
@@ -43,6 +44,7 @@ pub use matrix::{
     FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuInputs, GpuLinear, GpuMatrix, GpuRows, GpuValues, GpuWeight,
     INT4_ROWS, INT4_WINDOW, Int4Group, PART_OUTPUTS, expert_int4_pitch, int4_pitch, mxfp4_pitch,
 };
+pub use mxfp4::mxfp4_word;
 pub use stream::{LinearCut, LinearOutput};
 pub use tune::{LinearChoice, LinearScratch, LinearUse, TimedWay};
 

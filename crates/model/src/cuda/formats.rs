@@ -1,8 +1,8 @@
 use std::collections::HashMap;
 
-use plimsoll_kernels::cuda::{INT4_ROWS, PART_OUTPUTS};
+use plimsoll_kernels::cuda::PART_OUTPUTS;
 
-use super::weights::products;
+use super::weights::{products, rows_together};
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
 use crate::quantization::{FP8_BLOCK, Fp8Scales, INT4_WORD, MatrixFormat};
 use crate::{DecoderSpec, ModelError};
@@ -45,12 +45,11 @@ fn check_parts(parts: &[Matrix]) -> Result<(), ModelError> {
 /// Matrices that are one product.
 fn check_product(parts: &[Matrix]) -> Result<(), ModelError> {
     for (at, part) in parts.iter().enumerate() {
-        let is_int4 = matches!(part.format, MatrixFormat::Int4(_));
+        let together = rows_together(part);
         let (inputs_of, outputs_of) = match part.format.kept_scales() {
-            None if is_int4 && part.expert.is_some() => (INT4_WORD, 1),
+            None if together == 1 => continue,
             // Words of codes, and rows that lie together.
-            None if is_int4 => (INT4_WORD, INT4_ROWS),
-            None => continue,
+            None => (INT4_WORD, together),
             // The blocks of stacked matrices are those of one matrix: the last alone may be smaller.
             Some(Fp8Scales::Block) if at + 1 < parts.len() => (FP8_BLOCK, FP8_BLOCK),
             Some(Fp8Scales::Block) => (FP8_BLOCK, VECTOR),
@@ -153,33 +152,51 @@ mod tests {
     use plimsoll_kernels::WeightType;
 
     use super::*;
-    use crate::blocks::{RowOrder, StoredAs};
+    use crate::blocks::{Among, InExperts, RowOrder, StoredAs};
     use crate::quantization::{Int4Format, Int4Groups, Int4Packing};
 
     #[test]
     fn matrices_of_four_bits_have_multiples_of_eight_outputs() {
-        let part = |outputs, inputs| Matrix {
-            module: "a.q_proj".to_owned(),
-            outputs,
-            inputs,
-            format: MatrixFormat::Int4(Int4Format {
-                packing: Int4Packing::Compressed { symmetric: true },
-                groups: Int4Groups::Of32,
-                ordered: false,
-            }),
-            order: RowOrder::Plain,
-            expert: None,
-            stored_as: StoredAs::Weight,
-            share: None,
+        let int4 = MatrixFormat::Int4(Int4Format {
+            packing: Int4Packing::Compressed { symmetric: true },
+            groups: Int4Groups::Of32,
+            ordered: false,
+        });
+        let in_experts = InExperts {
+            stacked: "experts".to_owned(),
+            index: 0,
+            count: 1,
+            rows: Among {
+                first: 0,
+                step: 1,
+                all: 16,
+            },
+            transposed: false,
         };
-        check_product(&[part(16, 40), part(8, 40)]).unwrap();
-        for (outputs, inputs) in [(12, 40), (16, 36)] {
-            let error = check_product(&[part(16, 40), part(outputs, inputs)])
-                .unwrap_err()
-                .to_string();
-            let shape = format!("`a.q_proj` of shape [{outputs}, {inputs}]");
-            for said in [&*shape, "[8, 8]", "--device cpu"] {
-                assert!(error.contains(said), "{error}");
+        for (format, expert) in [
+            (int4, None),
+            (int4, Some(in_experts.clone())),
+            (MatrixFormat::Mxfp4, Some(in_experts)),
+        ] {
+            let part = |outputs, inputs| Matrix {
+                module: "a.q_proj".to_owned(),
+                outputs,
+                inputs,
+                format,
+                order: RowOrder::Plain,
+                expert: expert.clone(),
+                stored_as: StoredAs::Weight,
+                share: None,
+            };
+            check_product(&[part(16, 160), part(8, 160)]).unwrap();
+            for (outputs, inputs) in [(12, 160), (16, 36)] {
+                let error = check_product(&[part(16, 160), part(outputs, inputs)])
+                    .unwrap_err()
+                    .to_string();
+                let shape = format!("`a.q_proj` of shape [{outputs}, {inputs}]");
+                for said in [&*shape, "[8, 8]", "--device cpu"] {
+                    assert!(error.contains(said), "{error}");
+                }
             }
         }
     }

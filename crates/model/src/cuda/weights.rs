@@ -24,8 +24,8 @@ use crate::rope::RopeTable;
 use crate::weights::{Checked, DUMMY_SCALE, Scales, mix};
 use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError, Progress};
 use convert::{Job, widen_int4, widen_mxfp4};
-pub(super) use layout::products;
 use layout::{Boundless, Element, KeptScales, Layout, LinearSpan, MatrixSpan, Part, Places, Span, Stored};
+pub(super) use layout::{products, rows_together};
 use transfer::transfer;
 
 /// All weights of a model on a GPU, in one piece of memory. Matrices are row-major, `[outputs, inputs]`.
@@ -213,8 +213,7 @@ impl GpuWeights {
             }
             (Element::Mxfp4, _, Stored::Matrix(matrix)) => {
                 let rows = gpu.download(view::<u8>(&self.slab, span))?;
-                let rows = rows.chunks_exact(part.row_bytes());
-                rows.flat_map(|row| widen_mxfp4(row, matrix.inputs)).collect()
+                widen_mxfp4(&rows, matrix.inputs).concat()
             }
             (Element::Int4 | Element::ExpertInt4, Some(place), Stored::Matrix(matrix)) => {
                 let Some(KeptScales::Int4(group)) = part.kept() else {

@@ -121,13 +121,14 @@ pub enum GpuMatrix {
     },
     /// Several of the same inputs, whose outputs follow each other. Biases are theirs.
     Parts(Vec<GpuLinear>),
-    /// Of an expert: rows of [`mxfp4_pitch`] bytes, first two elements in each byte, then an exponent for each 32 inputs. Of eight
-    /// elements four bytes hold the even ones in their lower half and the odd ones in the upper.
+    /// Of an expert: e2m1 codes, of which each 32 inputs of a row share an exponent. `n` is a multiple of [`INT4_ROWS`], and of as many
+    /// rows the exponents lie behind the codes: [`mxfp4_pitch`] bytes a row, as `kernels/include/experts.cuh` orders them, and codes as
+    /// [`mxfp4_word`](super::mxfp4_word) has them in a word. Codes and exponents past the end are 0.
     Mxfp4(GpuWeight<u8>),
-    /// Of an expert: integers of four bits, whose windows are smaller than those of [`Self::Int4`]. Codes past the end are the zero of
-    /// the last group, and words past the end are its word.
+    /// Of an expert: integers of four bits, whose windows are smaller than those of [`Self::Int4`]. `n` is a multiple of
+    /// [`INT4_ROWS`]. Codes past the end are the zero of the last group, and words past the end are its word.
     ExpertInt4 {
-        /// Rows of [`expert_int4_pitch`] bytes.
+        /// [`expert_int4_pitch`] bytes a row, as `kernels/include/experts.cuh` orders them.
         codes: GpuWeight<u8>,
         /// `[n,` [`Int4Group::stride`]`]`.
         groups: GpuWeight<u32>,
@@ -142,7 +143,7 @@ pub const PART_OUTPUTS: usize = 8;
 /// Inputs of a window of codes of four bits.
 pub const INT4_WINDOW: usize = 128;
 
-/// Rows of [`GpuMatrix::Int4`] that lie together, window by window.
+/// Rows of codes of four bits that lie together, window by window.
 pub const INT4_ROWS: usize = 8;
 
 /// Bytes of a row of `k` codes of four bits: windows of 128, the last filled up.
@@ -151,11 +152,17 @@ pub fn int4_pitch(k: usize) -> usize {
 }
 
 /// Inputs of a window of an expert's codes of four bits.
-const EXPERT_INT4_WINDOW: usize = 64;
+const EXPERT_WINDOW: usize = 64;
 
 /// Bytes of a row of `k` codes of four bits of an expert: windows of 64, the last filled up.
 pub fn expert_int4_pitch(k: usize) -> usize {
-    k.div_ceil(EXPERT_INT4_WINDOW) * EXPERT_INT4_WINDOW / 2
+    k.div_ceil(EXPERT_WINDOW) * EXPERT_WINDOW / 2
+}
+
+/// Bytes of a row of `k` inputs of [`GpuMatrix::Mxfp4`]: windows of 64, the last filled up, and an exponent for each 32 inputs, filled
+/// up to a multiple of 16.
+pub fn mxfp4_pitch(k: usize) -> usize {
+    k.div_ceil(EXPERT_WINDOW) * EXPERT_WINDOW / 2 + (k / 32).next_multiple_of(16)
 }
 
 /// So many neighbouring inputs of an output have a word together: their scale as `f32`, but for the last four bits, which are the zero.
@@ -212,11 +219,6 @@ impl GpuValues {
     }
 }
 
-/// Bytes between two rows of `k` inputs of [`GpuMatrix::Mxfp4`].
-pub fn mxfp4_pitch(k: usize) -> usize {
-    (k / 2 + k / 32).next_multiple_of(16)
-}
-
 impl GpuMatrix {
     fn fits(&self, n: usize, k: usize) -> bool {
         match self {
@@ -251,10 +253,15 @@ impl GpuMatrix {
                     && ahead.all(|part| part.n.is_multiple_of(PART_OUTPUTS))
                     && parts.iter().map(|part| part.n).sum::<usize>() == n
             }
-            Self::Mxfp4(rows) => rows.slice().len() == n * mxfp4_pitch(k) && k.is_multiple_of(32),
+            Self::Mxfp4(rows) => {
+                rows.slice().len() == n * mxfp4_pitch(k)
+                    && n.is_multiple_of(INT4_ROWS)
+                    && k.is_multiple_of(32)
+            }
             Self::ExpertInt4 { codes, groups, group } => {
                 codes.slice().len() == n * expert_int4_pitch(k)
                     && groups.slice().len() == n * group.stride(k)
+                    && n.is_multiple_of(INT4_ROWS)
                     && k.is_multiple_of(8)
             }
         }

@@ -17,11 +17,19 @@ pub(super) enum Format {
     Fp8,
     Fp8Blocks,
     Mxfp4,
-    Int4,
+    Int4(Int4Group),
 }
 
 impl Format {
-    const ALL: [Self; 5] = [Self::Bf16, Self::Fp8, Self::Fp8Blocks, Self::Mxfp4, Self::Int4];
+    const ALL: [Self; 7] = [
+        Self::Bf16,
+        Self::Fp8,
+        Self::Fp8Blocks,
+        Self::Mxfp4,
+        Self::Int4(Int4Group::Of32),
+        Self::Int4(Int4Group::Of64),
+        Self::Int4(Int4Group::Of128),
+    ];
 
     pub(super) fn of(matrix: &GpuMatrix) -> Self {
         match matrix {
@@ -35,7 +43,7 @@ impl Format {
                 ..
             } => Self::Fp8Blocks,
             GpuMatrix::Mxfp4(_) => Self::Mxfp4,
-            GpuMatrix::ExpertInt4 { .. } => Self::Int4,
+            GpuMatrix::ExpertInt4 { group, .. } => Self::Int4(*group),
             GpuMatrix::Int4 { .. } | GpuMatrix::Gguf { .. } | GpuMatrix::Parts(_) => {
                 panic!("there are no products of experts in this format")
             }
@@ -48,14 +56,14 @@ impl Format {
             Self::Fp8 => "fp8",
             Self::Fp8Blocks => "fp8_blocks",
             Self::Mxfp4 => "mxfp4",
-            Self::Int4 => "int4",
+            Self::Int4(_) => "int4",
         }
     }
 
     /// Inputs are a multiple of this.
     pub(super) fn inputs(self) -> usize {
         match self {
-            Self::Bf16 | Self::Int4 => VEC,
+            Self::Bf16 | Self::Int4(_) => VEC,
             Self::Fp8 => 16,
             Self::Fp8Blocks => 128,
             Self::Mxfp4 => EXPONENT_INPUTS,
@@ -68,7 +76,7 @@ impl Format {
             Self::Bf16 => 2 * k,
             Self::Fp8 | Self::Fp8Blocks => k,
             Self::Mxfp4 => mxfp4_pitch(k),
-            Self::Int4 => expert_int4_pitch(k),
+            Self::Int4(_) => expert_int4_pitch(k),
         }
     }
 
@@ -77,17 +85,26 @@ impl Format {
         match self {
             Self::Bf16 => 2 * CHUNK,
             Self::Fp8 | Self::Fp8Blocks => CHUNK,
-            Self::Mxfp4 | Self::Int4 => CHUNK / 2,
+            Self::Mxfp4 | Self::Int4(_) => CHUNK / 2,
         }
     }
 
-    /// Stages of `kernels/moe_few.cu`.
-    fn few_stages(self) -> usize {
+    /// Rows of weights of a block of `kernels/moe_few.cu` or `moe_few_4bit.cu`, `kRows` there.
+    fn few_features(self) -> usize {
+        if self.has_four_bits() { 32 } else { 16 }
+    }
+
+    /// Bytes of all stages of such a block.
+    fn few_ring(self) -> usize {
+        let stages = if self == Self::Bf16 { 4 } else { 3 };
         match self {
-            Self::Bf16 => 4,
-            Self::Fp8 | Self::Fp8Blocks | Self::Mxfp4 => 3,
-            Self::Int4 => 2,
+            Self::Bf16 | Self::Fp8 | Self::Fp8Blocks => 2 * stages * self.few_features() * 128,
+            Self::Mxfp4 | Self::Int4(_) => stages * (self.few_features() * 128 + 8 * (2 * 256 + 16)),
         }
+    }
+
+    fn has_four_bits(self) -> bool {
+        matches!(self, Self::Mxfp4 | Self::Int4(_))
     }
 
     /// Pieces of 16 bytes with the exponents of a row.
@@ -102,7 +119,7 @@ impl Format {
 /// Where a kernel is written.
 #[derive(Clone, Copy, Debug)]
 enum Source {
-    /// `kernels/moe_few.cu`: a tile of up to 16 rows, by blocks of 16 rows of weights.
+    /// `kernels/moe_few.cu` and, for weights of four bits, `moe_few_4bit.cu`: a tile of up to 16 rows.
     Few,
     /// `kernels/moe.cu`: by blocks of 128 rows of weights.
     Portable,
@@ -113,11 +130,12 @@ enum Source {
 impl Source {
     /// The name of a kernel.
     fn kernel(self, format: Format, tile: usize) -> String {
-        let format = format.name();
-        match self {
-            Self::Few => format!("moe_few_{format}"),
-            Self::Portable => format!("moe_{format}_{tile}"),
-            Self::Hopper => format!("moe_hopper_{format}_{tile}"),
+        let name = format.name();
+        match (self, format) {
+            (Self::Few, Format::Int4(group)) => format!("moe_few_{name}_{}", group.inputs()),
+            (Self::Few, _) => format!("moe_few_{name}"),
+            (Self::Portable, _) => format!("moe_{name}_{tile}"),
+            (Self::Hopper, _) => format!("moe_hopper_{name}_{tile}"),
         }
     }
 }
@@ -142,12 +160,14 @@ impl Products {
     /// With those of Hopper's generation where `hopper` says so.
     pub(super) fn load(gpu: &Gpu, hopper: bool) -> Result<Self, GpuError> {
         let few = super::super::load(gpu, "moe_few")?;
+        let few_4bit = super::super::load(gpu, "moe_few_4bit")?;
         let portable = super::super::load(gpu, "moe")?;
         let hopper = hopper
             .then(|| super::super::load(gpu, "moe_hopper"))
             .transpose()?;
         let product = |format: Format, tile: usize| {
             let (kernels, source) = match &hopper {
+                _ if tile == EXPERT_TILES[0] && format.has_four_bits() => (&few_4bit, Source::Few),
                 _ if tile == EXPERT_TILES[0] => (&few, Source::Few),
                 Some(hopper) => (hopper, Source::Hopper),
                 None => (&portable, Source::Portable),
@@ -180,8 +200,9 @@ impl Products {
     }
 
     pub(super) fn of(&self, format: Format, tile: usize) -> &Product {
-        let at = EXPERT_TILES.iter().position(|known| *known == tile);
-        &self.0[format as usize][at.expect("one of the tiles")]
+        let format = Format::ALL.iter().position(|known| *known == format);
+        let tile = EXPERT_TILES.iter().position(|known| *known == tile);
+        &self.0[format.expect("all formats")][tile.expect("one of the tiles")]
     }
 }
 
@@ -191,16 +212,14 @@ impl Product {
         let (tile, format) = (self.tile, self.format);
         let grid = |features: usize| [rows.div_ceil(features) as u32, most_tiles as u32, 1];
         match self.source {
-            // A ring of stages for each of two parts of k, and each row's exponents or groups, an odd number of pieces or words.
+            // Stages, and each row's exponents, or words of groups, an odd number.
             Source::Few => {
-                let features = 16;
-                let ring = format.few_stages() * features * 128;
-                let beside = match (format, format.exponent_pieces(k)) {
-                    (Format::Int4, _) => features * size_of::<u32>() * (groups | 1),
-                    (_, 0) => 0,
-                    (_, pieces) => features * 16 * (pieces | 1),
+                let features = format.few_features();
+                let beside = match format {
+                    Format::Int4(_) => size_of::<u32>() * (groups | 1),
+                    _ => 16 * format.exponent_pieces(k),
                 };
-                Launch::new(grid(features), 64).shared(2 * ring + beside)
+                Launch::new(grid(features), 64).shared(format.few_ring() + features * beside)
             }
             // Stages, exponents and, in their place, padded sums.
             Source::Portable => {
@@ -217,7 +236,7 @@ impl Product {
                     Format::Bf16 => (1, [5, 4], 0),
                     Format::Fp8 | Format::Fp8Blocks => (2, [4, 3], 0),
                     Format::Mxfp4 => (2, [6, 4], 2 * CHUNK / EXPONENT_INPUTS),
-                    Format::Int4 => (2, [6, 4], Int4Group::Of32.stride(2 * CHUNK) * size_of::<u32>()),
+                    Format::Int4(_) => (2, [6, 4], Int4Group::Of32.stride(2 * CHUNK) * size_of::<u32>()),
                 };
                 let stages = if tile == 64 { some } else { many };
                 let stage = chunks * (features * format.chunk_bytes() + tile * 2 * CHUNK) + features * beside;

@@ -184,33 +184,35 @@ impl Stored {
         }
     }
 
-    /// Rows as [`GpuMatrix::Mxfp4`] says. Blocks of all sizes, and some whose exponents are far off.
+    /// As [`GpuMatrix::Mxfp4`] says. Blocks of all sizes, and some whose exponents are far off.
     fn mxfp4(rng: &mut StdRng, n: usize, k: usize) -> Self {
         const VALUES: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
-        let mut bytes = Vec::new();
+        /// Of the even code of each pair, from the sign down. Those of the odd one are half a word away.
+        const BITS: [[usize; 4]; 4] = [[15, 8, 7, 6], [18, 11, 10, 9], [21, 14, 13, 12], [3, 1, 0, 4]];
+        let (pitch, exponent_bytes) = (mxfp4_pitch(k), (k / 32).next_multiple_of(16));
+        let mut bytes = vec![0; n * pitch];
         let mut wide = Vec::new();
-        for _ in 0..n {
-            let codes: Vec<u32> = (0..k).map(|_| rng.random_range(0..16)).collect();
+        for row in 0..n {
             let exponents: Vec<u8> = (0..k / 32)
                 .map(|_| match rng.random_range(0..20) {
                     0 => rng.random_range(0..60),
                     _ => rng.random_range(121..128),
                 })
                 .collect();
-            wide.extend(codes.iter().enumerate().map(|(at, &code)| {
+            // Behind the windows of eight rows.
+            let first = row / 8 * 8 * pitch + k.div_ceil(64) * 256 + row % 8 * exponent_bytes;
+            bytes[first..first + k / 32].copy_from_slice(&exponents);
+            for input in 0..k {
+                let code: u8 = rng.random_range(0..16);
                 let sign = if code & 8 == 0 { 1.0 } else { -1.0 };
-                sign * VALUES[(code & 7) as usize] * (f64::from(exponents[at / 32]) - 127.0).exp2()
-            }));
-            let start = bytes.len();
-            for eight in codes.chunks_exact(8) {
-                let nibbles = eight.iter().enumerate();
-                let word: u32 = nibbles
-                    .map(|(at, code)| code << (4 * (at / 2) + 16 * (at % 2)))
-                    .sum();
-                bytes.extend(word.to_le_bytes());
+                let power = (f64::from(exponents[input / 32]) - 127.0).exp2();
+                wide.push(sign * VALUES[usize::from(code & 7)] * power);
+                let (word, pair, odd) = place(pitch, row, input);
+                for (bit, to) in (0..4).rev().zip(BITS[pair]) {
+                    let to = (to + 16 * odd) % 32;
+                    bytes[word + to / 8] |= (code >> bit & 1) << (to % 8);
+                }
             }
-            bytes.extend(exponents);
-            bytes.resize(start + mxfp4_pitch(k), 0);
         }
         Self {
             bytes,
@@ -219,12 +221,12 @@ impl Stored {
         }
     }
 
-    /// Rows as [`GpuMatrix::ExpertInt4`] says.
+    /// As [`GpuMatrix::ExpertInt4`] says.
     fn int4(rng: &mut StdRng, group: Int4Group, n: usize, k: usize) -> Self {
         let (pitch, stride) = (expert_int4_pitch(k), group.stride(k));
         let mut bytes = vec![0; n * pitch];
         let (mut words, mut wide) = (Vec::new(), Vec::new());
-        for row in bytes.chunks_exact_mut(pitch) {
+        for row in 0..n {
             let mut shared: Vec<(f32, u8)> = (0..stride)
                 .map(|_| {
                     let scale = f16::from_f32(rng.random_range(0.01..0.3));
@@ -244,9 +246,9 @@ impl Stored {
                 if input < k {
                     wide.push((f64::from(code) - f64::from(zero)) * f64::from(scale));
                 }
-                let (window, part, quad, place) = (input / 64, input % 64 / 32, input % 32 / 8, input % 8);
-                let byte = 4 * (8 * window + 2 * quad + part) + place % 2 * 2 + place / 4;
-                row[byte] |= code << (place / 2 % 2 * 4);
+                let (word, pair, odd) = place(pitch, row, input);
+                let bit = 16 * odd + 4 * pair;
+                bytes[word + bit / 8] |= code << (bit % 8);
             }
         }
         Self {
@@ -255,4 +257,11 @@ impl Stored {
             wide,
         }
     }
+}
+
+/// Where the word with a code of four bits begins, of rows of so many bytes; which of its pairs has the code, and which of the pair that is.
+fn place(pitch: usize, row: usize, input: usize) -> (usize, usize, usize) {
+    let (window, part, quad) = (input / 64, input % 64 / 32, input % 8 / 2);
+    let of_window = row / 8 * 8 * pitch + window * 256 + row % 8 * 32;
+    (of_window + (2 * quad + part) * 4, input % 32 / 8, input % 2)
 }

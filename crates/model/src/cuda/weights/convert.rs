@@ -1,6 +1,8 @@
 //! From stored elements to those in device memory.
 
 mod int4;
+mod mxfp4;
+mod windows;
 
 use std::ops::Range;
 
@@ -10,10 +12,10 @@ use plimsoll_kernels::{E4M3_MAX, WeightType, e4m3_from_f32};
 use super::layout::{Element, Part, Stored};
 use crate::ModelError;
 use crate::blocks::{Among, Matrix, RowOrder};
-use crate::quantization::MXFP4_BLOCK;
 use crate::weights::{Beside, Checked, StoredMatrix, Tensor};
 use int4::input_order;
 pub(super) use int4::widen_int4;
+pub(super) use mxfp4::widen_mxfp4;
 
 /// A stored tensor on its way to its place.
 #[derive(Debug)]
@@ -182,63 +184,6 @@ impl<'a> Job<'a> {
         }
         Ok(())
     }
-
-    /// Rows as the kernels take them: eight elements in four bytes, the even ones in their lower half, and the row's exponents
-    /// behind all of them.
-    fn write_mxfp4(
-        &self,
-        exponents: &Tensor<'_>,
-        inputs: usize,
-        rows: Range<usize>,
-        out: &mut [u8],
-    ) -> Result<(), ModelError> {
-        let [code_bytes, exponent_bytes] = [inputs / 2, inputs / MXFP4_BLOCK];
-        for (row, out) in rows.zip(out.chunks_exact_mut(self.part.row_bytes())) {
-            let (codes, rest) = out.split_at_mut(code_bytes);
-            let stored = &self.tensor.data[self.tensor.order.stored(row) * code_bytes..][..code_bytes];
-            for (out, stored) in codes.as_chunks_mut().0.iter_mut().zip(stored.as_chunks().0) {
-                *out = apart(u32::from_le_bytes(*stored)).to_le_bytes();
-            }
-            let stored = exponents.order.stored(row) * exponent_bytes;
-            let (own, padding) = rest.split_at_mut(exponent_bytes);
-            own.copy_from_slice(&exponents.data[stored..][..exponent_bytes]);
-            padding.fill(0);
-            if let Some(exponent) = own.iter().find(|exponent| **exponent > MOST_MXFP4_EXPONENT) {
-                return Err(ModelError::Weights {
-                    name: exponents.name.clone(),
-                    message: format!(
-                        "row {row} has an exponent of {exponent}; up to {MOST_MXFP4_EXPONENT}, weights of 2^66, are supported on GPUs"
-                    ),
-                });
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The largest exponent that the kernels of experts widen exactly; see `widen_e2m1` of `kernels/include/experts.cuh`.
-const MOST_MXFP4_EXPONENT: u8 = 192;
-
-/// Codes of four bits: the even ones to the lower half, the odd ones to the upper.
-fn apart(codes: u32) -> u32 {
-    let together = |codes: u32| {
-        let pairs = (codes | codes >> 4) & 0x00ff_00ff;
-        (pairs | pairs >> 8) & 0xffff
-    };
-    together(codes & 0x0f0f_0f0f) | together(codes >> 4 & 0x0f0f_0f0f) << 16
-}
-
-/// A row of [`Element::Mxfp4`] as the kernels take it, for oracles.
-pub(super) fn widen_mxfp4(row: &[u8], inputs: usize) -> Vec<f32> {
-    const VALUES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
-    let element = |index: usize| {
-        let (at, half) = (index / 8 * 4 + index % 2 * 2, index % 8 / 2);
-        let code = row[at + half / 2] >> (4 * (half % 2)) & 15;
-        let value = VALUES[usize::from(code & 7)] * if code & 8 == 0 { 1.0 } else { -1.0 };
-        let exponent = i32::from(row[inputs / 2 + index / MXFP4_BLOCK]) - 127;
-        value * (f64::from(exponent)).exp2() as f32
-    };
-    (0..inputs).map(element).collect()
 }
 
 /// Rows of a matrix that is stored transposed, `[inputs, rows and others]`, as `bf16`.
@@ -326,18 +271,6 @@ mod tests {
             let want = bf16::from_f32(*value);
             assert_eq!(bf16::from_le_bytes(found).to_bits(), want.to_bits(), "{value:e}");
         }
-    }
-
-    #[test]
-    fn codes_of_four_bits_are_told_apart() {
-        let bytes = [0x10, 0x32, 0x54, 0x76];
-        assert_eq!(apart(u32::from_le_bytes(bytes)), 0x7531_6420);
-        // Elements 0 to 7 have the codes 0 to 7.
-        let mut row = apart(u32::from_le_bytes(bytes)).to_le_bytes().repeat(4);
-        row.push(128);
-        let found = widen_mxfp4(&row, 32);
-        let want = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0].repeat(4);
-        assert_eq!(found, want);
     }
 
     /// Each element is off by half a unit in the last place at most, which is 1/16 of it, or 2^-10 of the scale if it is small.

@@ -24,11 +24,11 @@ pub(super) enum Element {
     F32,
     /// `e4m3`.
     Fp8,
-    /// Of matrices: `e2m1`, with exponents in each row.
+    /// Of experts' matrices: `e2m1`, with exponents behind those of some rows.
     Mxfp4,
     /// Of matrices: integers of four bits.
     Int4,
-    /// Of experts' matrices: the same in smaller windows.
+    /// The same of experts' matrices, in smaller windows.
     ExpertInt4,
     /// Of matrices: a block type of GGUF's.
     Gguf(GgufFormat),
@@ -50,8 +50,8 @@ impl Element {
     /// Rows that are interleaved in memory: a range of rows that is written begins and ends at multiples of it.
     pub(super) fn rows_together(self) -> usize {
         match self {
-            Self::Int4 => INT4_ROWS,
-            _ => 1,
+            Self::Mxfp4 | Self::Int4 | Self::ExpertInt4 => INT4_ROWS,
+            Self::Bf16 | Self::F32 | Self::Fp8 | Self::Gguf(_) => 1,
         }
     }
 
@@ -72,6 +72,11 @@ impl Element {
 /// Of stacked matrices, neighbours that are kept in one type of elements: each of these is a product.
 pub(in crate::cuda) fn products(parts: &[Matrix]) -> impl DoubleEndedIterator<Item = &[Matrix]> {
     parts.chunk_by(|a, b| Element::of(a) == Element::of(b))
+}
+
+/// Rows of a matrix that are interleaved in memory, of which it has whole ones.
+pub(in crate::cuda) fn rows_together(matrix: &Matrix) -> usize {
+    Element::of(matrix).rows_together()
 }
 
 /// A place in device memory, in bytes.

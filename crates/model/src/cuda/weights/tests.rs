@@ -25,8 +25,9 @@ use crate::{DecoderSpec, LoadFormat, ModelError, ServeAs, Shape, Shard};
 fn fill(part: &Part, tensors: &mut Checked<'_>, memory: &mut [u8]) {
     let job = Job::new(tensors, part).unwrap();
     let mut scales = Vec::new();
-    for first in (0..part.rows()).step_by(7) {
-        let rows = first..part.rows().min(first + 7);
+    let step = 7_usize.next_multiple_of(part.element.rows_together());
+    for first in (0..part.rows()).step_by(step) {
+        let rows = first..part.rows().min(first + step);
         let (elements, places) = part.spans(rows.clone());
         scales.clear();
         job.write_rows(rows, &mut memory[elements.range()], &mut scales)
@@ -122,17 +123,17 @@ fn arrives(name: &str, shard: Shard) -> Result<Vec<Matrix>, ModelError> {
                 let words: Vec<u32> = words.iter().map(|word| word.to_bits()).collect();
                 Some(widen_int4(part.element, found, &words, group, matrix.inputs))
             }
+            (Element::Mxfp4, ..) => Some(widen_mxfp4(found, matrix.inputs)),
             _ => None,
         };
         let mut wide = vec![0.0; matrix.inputs];
         for (row, bytes) in found.chunks_exact_mut(part.row_bytes()).enumerate() {
             cpu.widen_row(row, &mut wide);
             let found: Vec<f32> = match (part.element, &words, kept) {
-                (Element::Int4 | Element::ExpertInt4, ..) => {
-                    let rows = of_four_bits.as_ref().expect("they have groups");
+                (Element::Mxfp4 | Element::Int4 | Element::ExpertInt4, ..) => {
+                    let rows = of_four_bits.as_ref().expect("they have exponents or groups");
                     rows[row].iter().map(|&x| bf16::from_f32(x).to_f32()).collect()
                 }
-                (Element::Mxfp4, ..) => widen_mxfp4(bytes, matrix.inputs),
                 (Element::Fp8, Some(scales), Some(KeptScales::Fp8(kept))) => {
                     Scales::new(scales.clone(), kept, matrix)
                         .widen(row, bytes)

@@ -1,12 +1,12 @@
-//! Weights of four bits, as the kernels take them (`kernels/include/int4.cuh`).
+//! Integers of four bits, as the kernels take them (`kernels/include/int4.cuh`, `kernels/include/experts.cuh`).
 
 use std::ops::Range;
 
-use plimsoll_device::cast_slice_mut;
 use plimsoll_kernels::cuda::{INT4_WINDOW, Int4Group};
 
 use super::super::layout::{Element, KeptScales, Part, Stored};
-use super::{Job, apart};
+use super::Job;
+use super::windows::Windows;
 use crate::ModelError;
 use crate::blocks::Matrix;
 use crate::quantization::INT4_WORD;
@@ -14,83 +14,45 @@ use crate::weights::{Int4, int4_code};
 
 /// A word whose eight codes are 1.
 const EACH_CODE: u32 = 0x1111_1111;
-/// Lanes of a product that share a row of weights; so many words have 32 neighbouring inputs.
-const LANES: usize = 4;
 
-/// Where codes and words of groups lie among those of all rows.
+/// Where the words of groups lie among those of all rows.
 #[derive(Clone, Copy)]
-struct Int4Places {
-    element: Element,
-    /// Groups in [`INT4_WINDOW`] inputs.
-    groups: usize,
-    inputs: usize,
+struct GroupWords {
+    /// Rows that lie together.
+    together: usize,
+    /// Windows of [`INT4_WINDOW`] inputs of a row.
+    windows: usize,
+    /// Of a window.
+    count: usize,
 }
 
-impl Int4Places {
+impl GroupWords {
     fn new(element: Element, group: Int4Group, inputs: usize) -> Self {
         Self {
-            element,
-            groups: INT4_WINDOW / group.inputs(),
-            inputs,
+            together: match element {
+                // Only their codes lie together.
+                Element::ExpertInt4 => 1,
+                _ => element.rows_together(),
+            },
+            windows: inputs.div_ceil(INT4_WINDOW),
+            count: INT4_WINDOW / group.inputs(),
         }
     }
 
-    /// Words of codes of a window of a row.
-    fn window_words(self) -> usize {
-        match self.element {
-            Element::ExpertInt4 => 2 * LANES,
-            _ => INT4_WINDOW / INT4_WORD,
-        }
+    /// Where those of a window of a row lie.
+    fn of_window(self, row: usize, window: usize) -> Range<usize> {
+        let among = (row / self.together * self.windows + window) * self.together + row % self.together;
+        among * self.count..(among + 1) * self.count
     }
+}
 
-    /// Windows of a row.
-    fn windows(self) -> usize {
-        self.inputs.div_ceil(self.window_words() * INT4_WORD)
-    }
-
-    /// Where the words of a window of a row lie.
-    fn codes(self, row: usize, window: usize) -> Range<usize> {
-        let words = self.window_words();
-        let first = self.among(row, window, self.windows()) * words;
-        first..first + words
-    }
-
-    /// Where the words of the groups of [`INT4_WINDOW`] inputs of a row lie.
-    fn groups(self, row: usize, window: usize) -> Range<usize> {
-        let first = self.among(row, window, self.inputs.div_ceil(INT4_WINDOW)) * self.groups;
-        first..first + self.groups
-    }
-
-    /// The index of a window of a row among those of all rows.
-    fn among(self, row: usize, window: usize, windows: usize) -> usize {
-        let together = self.element.rows_together();
-        (row / together * windows + window) * together + row % together
-    }
-
-    /// Writes a window, given its words of eight neighbouring inputs.
-    fn write_window(self, word: impl Fn(usize) -> u32, out: &mut [u32]) {
-        let parts = out.len() / LANES;
-        for part in 0..parts {
-            let words: [u32; LANES] = std::array::from_fn(|at| word(part * LANES + at));
-            for lane in 0..LANES {
-                out[lane * parts + part] = apart(match self.element {
-                    Element::ExpertInt4 => words[lane],
-                    _ => u32::from_le_bytes(words.map(|word| word.to_le_bytes()[lane])),
-                });
-            }
-        }
-    }
-
-    /// The code of an input of a window.
-    fn code(self, window: &[u32], input: usize) -> u32 {
-        let parts = window.len() / LANES;
-        let (part, eight, place) = (input / 32, input % 32 / 8, input % 8);
-        let (lane, pair) = match self.element {
-            Element::ExpertInt4 => (eight, place / 2),
-            _ => (place / 2, eight),
-        };
-        window[lane * parts + part] >> (place % 2 * 16 + pair * 4) & 15
-    }
+/// A word of the codes of four pairs, each of which is a byte: the even ones in the lower half, the odd ones in the upper.
+fn int4_word(pairs: u32) -> u32 {
+    let together = |codes: u32| {
+        let pairs = (codes | codes >> 4) & 0x00ff_00ff;
+        (pairs | pairs >> 8) & 0xffff
+    };
+    together(pairs & 0x0f0f_0f0f) | together(pairs >> 4 & 0x0f0f_0f0f) << 16
 }
 
 /// Which input of a matrix in four bits each is on the device: groups one after the other.
@@ -144,11 +106,11 @@ impl Job<'_> {
             unreachable!("what has codes of four bits has groups")
         };
         let inputs = *inputs;
-        let places = Int4Places::new(self.part.element, group, inputs);
+        let windows = Windows::new(self.part.element, inputs);
+        let group_words = GroupWords::new(self.part.element, group, inputs);
         let mut unpacked = Vec::new();
         int4.unpack(&self.tensor, rows.clone(), &mut unpacked);
         let mut ordered = vec![0; inputs / INT4_WORD];
-        let out: &mut [u32] = cast_slice_mut(out);
         let first_word = words.len();
         words.resize(first_word + rows.len() * group.stride(inputs), 0.0);
         let words = &mut words[first_word..];
@@ -163,16 +125,14 @@ impl Job<'_> {
                 codes = &ordered;
             }
             let groups = int4.groups(self.tensor.order, row)?;
-            // Padding has the zero of the last group as its codes, which stand for 0: `moe_few.cu` multiplies them.
+            // Padding has the zero of the last group as its codes, which stand for 0: kernels of experts multiply them.
             let filling = groups.last().map_or(0, |group| u32::from(group.zero) * EACH_CODE);
-            for window in 0..places.windows() {
-                let first = window * places.window_words();
-                let word = |at: usize| codes.get(first + at).copied().unwrap_or(filling);
-                places.write_window(word, &mut out[places.codes(at, window)]);
-            }
+            let octet = |at: usize| codes.get(at).copied().unwrap_or(filling);
+            windows.write(at, octet, int4_word, out);
             let size = int4.group_inputs();
-            for window in 0..inputs.div_ceil(INT4_WINDOW) {
-                for (of_window, word) in words[places.groups(at, window)].iter_mut().enumerate() {
+            for window in 0..group_words.windows {
+                let words = &mut words[group_words.of_window(at, window)];
+                for (of_window, word) in words.iter_mut().enumerate() {
                     // Groups past the last input repeat the last one.
                     let first = window * INT4_WINDOW + of_window * group.inputs();
                     let of = groups[(first / size).min(groups.len() - 1)];
@@ -193,22 +153,72 @@ pub(in super::super) fn widen_int4(
     group: Int4Group,
     inputs: usize,
 ) -> Vec<Vec<f32>> {
-    let places = Int4Places::new(element, group, inputs);
-    let codes: Vec<u32> = codes
-        .as_chunks()
-        .0
-        .iter()
-        .map(|&word| u32::from_le_bytes(word))
-        .collect();
-    let rows = codes.len() / (places.windows() * places.window_words());
-    let window_inputs = places.window_words() * INT4_WORD;
+    let windows = Windows::new(element, inputs);
+    let group_words = GroupWords::new(element, group, inputs);
     let element = |row: usize, input: usize| {
-        let window = &codes[places.codes(row, input / window_inputs)];
-        let code = places.code(window, input % window_inputs);
-        let groups = places.groups(row, input / INT4_WINDOW);
+        let (word, pair, odd) = windows.find(codes, row, input);
+        let code = word >> (16 * odd + 4 * pair) & 15;
+        let groups = group_words.of_window(row, input / INT4_WINDOW);
         let shared = words[groups.start + input % INT4_WINDOW / group.inputs()];
         (code as f32 - (shared & 15) as f32) * f32::from_bits(shared & !15)
     };
     let row = |row: usize| (0..inputs).map(|input| element(row, input)).collect();
-    (0..rows).map(row).collect()
+    (0..windows.rows(codes.len())).map(row).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_of_four_bits_are_told_apart() {
+        let bytes = [0x10, 0x32, 0x54, 0x76];
+        assert_eq!(int4_word(u32::from_le_bytes(bytes)), 0x7531_6420);
+    }
+
+    /// Row 9 of 16, the second of the second eight.
+    #[test]
+    fn codes_have_these_places() {
+        for (element, inputs, row_bytes, places) in [
+            // A window of 128 inputs and a part of another.
+            (
+                Element::Int4,
+                136,
+                128,
+                &[
+                    (0, 0, 0),
+                    (11, 4 * 4, 20),
+                    (96, 3 * 4, 0),
+                    (127, 15 * 4, 28),
+                    (130, 512 + 4 * 4, 0),
+                ][..],
+            ),
+            // Two of 64 inputs and a part of another.
+            (
+                Element::ExpertInt4,
+                136,
+                96,
+                &[
+                    (0, 0, 0),
+                    (11, 2 * 4, 20),
+                    (63, 7 * 4, 28),
+                    (96, 256 + 4, 0),
+                    (130, 512 + 2 * 4, 0),
+                ][..],
+            ),
+        ] {
+            let windows = Windows::new(element, inputs);
+            let window_bytes = if element == Element::Int4 { 64 } else { 32 };
+            for &(input, byte, bit) in places {
+                let mut out = vec![0; 16 * row_bytes];
+                let octet = |at: usize| if at == input / 8 { 1 << (input % 8 * 4) } else { 0 };
+                windows.write(9, octet, int4_word, &mut out);
+                let mut want = vec![0; 16 * row_bytes];
+                let first = 8 * row_bytes + window_bytes + byte;
+                want[first..first + 4].copy_from_slice(&(1_u32 << bit).to_le_bytes());
+                assert_eq!(out, want, "{element:?}, input {input}");
+            }
+            assert!(windows.behind(9).is_empty());
+        }
+    }
 }

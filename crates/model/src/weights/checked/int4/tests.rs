@@ -26,7 +26,8 @@ pub(crate) struct Plain {
     order: Vec<usize>,
 }
 
-pub(crate) struct Tensors(BTreeMap<String, (WeightType, Vec<usize>, Vec<u8>)>);
+/// By their names.
+pub(crate) struct Tensors(pub(crate) BTreeMap<String, (WeightType, Vec<usize>, Vec<u8>)>);
 
 impl Source for Tensors {
     fn has(&self, name: &str) -> bool {
