@@ -87,7 +87,7 @@ __device__ __forceinline__ void product(const Problem& p) {
         const int row = weight_row(first_row + i * S::kRowsAtOnce), within = kHasFourBits<kFormat> ? row % kRowsTogether : 0;
         from[i] = weight + size_t(row - within) * p.pitch + within * S::kRowBytes + piece * 16;
     }
-    constexpr int kChunkBytes = kHasFourBits<kFormat> ? kEightBytes : S::kRowBytes;  // from a row's chunk to its next
+    constexpr int kChunkBytes = kHasFourBits<kFormat> ? kWindowOfEight : S::kRowBytes;  // from a row's chunk to its next
     const int to = kFormat == Format::kBf16 ? swizzled<kFormat>(first_row, piece) : first_row * S::kRowBytes + piece * 16;
     constexpr int kInputRows = kThreads / kInputPieces;
     const int input_piece = threadIdx.x % kInputPieces, input_row = threadIdx.x / kInputPieces;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void product(const Problem& p) {
     };
     // Exponents of all inputs stay.
     uint8_t* const exponents = shared + S::kStages * S::kStageBytes;
-    const int exponent_pieces = kFormat == Format::kMxfp4 ? (p.k / kExponentInputs + 15) / 16 : 0;
+    const int exponent_pieces = kFormat == Format::kMxfp4 ? exponent_bytes(p.k) / 16 : 0;
     if constexpr (kFormat == Format::kMxfp4) {
         for (int i = threadIdx.x; i < S::kFeatures * exponent_pieces; i += kThreads) {
             const int row = i / exponent_pieces, at = i % exponent_pieces * 16;

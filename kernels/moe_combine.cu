@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const uint32_t both = exponent * 0x01010101u;
     const uint64_t count = bytes / 16, step = uint64_t(gridDim.x) * blockDim.x;
     for (uint64_t i = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
-        const int at = int(i * 16 % (kRowsTogether * pitch)) - expert_windows(k) * kEightBytes;
+        const int at = int(i * 16 % (kRowsTogether * pitch)) - expert_windows(k) * kWindowOfEight;
         uint4 v;
         if (at < 0) {
             const uint2 counter = words(i);

@@ -24,7 +24,7 @@ constexpr int kSums = kRows + 1;  // of a row of x: no bank conflicts
 template <Format kFormat>
 constexpr int kStageChunks = kRowBytes / kStoredBytes<kFormat>;
 
-// The same as `few_stages` in crates/kernels/src/cuda/moe/products.rs; what was measured is in tests/bench/h200/kernels.md.
+// As in `few_ring` of crates/kernels/src/cuda/moe/products.rs; what was measured is in tests/bench/h200/kernels.md.
 template <Format kFormat>
 constexpr int kStagesOf = kFormat == Format::kBf16 ? 4 : 3;
 

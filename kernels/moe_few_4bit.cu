@@ -1,6 +1,6 @@
 // Mixtures of experts: the products of tiles of up to 16 rows with weights of four bits, which should take as long as reading the weights
 // of the experts that are hit. What takes the time beside reading is to widen codes, so everything else takes as few instructions as can be:
-// weights lie in the order of the operands of products, and a warp has all of k, so that no sums meet.
+// weights lie in the order of the operands of products, and a warp has all of k, so that there are no partial sums to add.
 //
 // A block has two warps with 16 rows of weights each, of a gated product eight of the gate and the same eight of the up projection. They
 // share a ring of stages in shared memory, each with a part of k of their rows and of the rows of x.
@@ -25,11 +25,11 @@ struct Stage {
     static constexpr int kWindows = 4 / kTokenTiles;
     static constexpr int kInputs = kWindows * kExpertWindow;
 
-    uint8_t codes[kWarps][2][kWindows * kEightBytes];
+    uint8_t codes[kWarps][2][kWindows * kWindowOfEight];
     // Rows are 16 bytes longer than their inputs, so that matrices of eight rows are in different banks.
     bf16 inputs[kTokens][kInputs + 8];
 };
-static_assert(sizeof(Stage<1>) <= kStageBytes && sizeof(Stage<2>) <= kStageBytes);
+static_assert(sizeof(Stage<1>) == kStageBytes && sizeof(Stage<2>) <= kStageBytes);
 
 // `kGroup` inputs of int4 weights have one scale.
 template <Format kFormat, int kGroup = kExponentInputs>
@@ -60,11 +60,11 @@ struct Few {
         const int windows = expert_windows(p.k), stages = (windows + S::kWindows - 1) / S::kWindows;
 
         // What this lane copies of weights: as many pieces of both eights.
-        constexpr int kPieces = S::kWindows * kEightBytes / 16;  // of an eight, in a stage
-        const size_t eight_bytes = size_t(kRowsTogether) * p.pitch;
-        const uint8_t* first_from = weight + eights.first * eight_bytes + lane * 16;
-        const uint8_t* second_from = weight + eights.second * eight_bytes + lane * 16;
-        int pieces_left = windows * (kEightBytes / 16) - lane;
+        constexpr int kPieces = S::kWindows * kWindowOfEight / 16;  // of an eight, in a stage
+        const size_t bytes_of_eight = size_t(kRowsTogether) * p.pitch;
+        const uint8_t* first_from = weight + eights.first * bytes_of_eight + lane * 16;
+        const uint8_t* second_from = weight + eights.second * bytes_of_eight + lane * 16;
+        int pieces_left = windows * (kWindowOfEight / 16) - lane;
         // And of x: a piece of some rows.
         constexpr int kRowPieces = S::kInputs / 8, kRowsAtOnce = kThreads / kRowPieces, kCopies = kOneRow ? 1 : S::kTokens / kRowsAtOnce;
         const int row = threadIdx.x / kRowPieces, piece = threadIdx.x % kRowPieces;
@@ -100,7 +100,7 @@ struct Few {
         };
 
         // What rows have beside codes, for all inputs: exponents, or words of groups, an odd number for each row, so that rows are in
-        // different banks.
+        // different banks. Exponents are few to read, and with more bytes for them there would be a block less on a multiprocessor.
         uint8_t* const beside = shared + kStages * kStageBytes;
         const int beside_pitch = kMxfp4 ? exponent_bytes(p.k) : (p.scale_stride | 1) * int(sizeof(uint32_t));
         {
@@ -144,8 +144,8 @@ struct Few {
 #pragma unroll
             for (int window = 0; window < S::kWindows; ++window) {
                 if (window >= left) break;
-                const uint2 low = load_shared8(codes + window * kEightBytes);
-                const uint2 high = load_shared8(codes + (S::kWindows + window) * kEightBytes);
+                const uint2 low = load_shared8(codes + window * kWindowOfEight);
+                const uint2 high = load_shared8(codes + (S::kWindows + window) * kWindowOfEight);
 #pragma unroll
                 for (int part = 0; part < 2; ++part) {
                     const int at = window * 2 + part;

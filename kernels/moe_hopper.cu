@@ -24,9 +24,9 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == 3 * 168, "
 
 // Stages that fit, as `launch_of` in crates/kernels/src/cuda/moe/products.rs has them too.
 template <int kTokens, Format kFormat>
-constexpr int kStagesOf = kFormat == Format::kBf16    ? (kTokens == 128 ? 4 : 5)
-                          : kFormat == Format::kMxfp4 || kFormat == Format::kInt4 ? (kTokens == 128 ? 4 : 6)
-                                                      : (kTokens == 128 ? 3 : 4);
+constexpr int kStagesOf = kFormat == Format::kBf16 ? (kTokens == 128 ? 4 : 5)
+                          : kHasFourBits<kFormat>  ? (kTokens == 128 ? 4 : 6)
+                                                   : (kTokens == 128 ? 3 : 4);
 
 template <int kTokens, Format kFormat>
 struct Experts {
@@ -196,8 +196,8 @@ struct Experts {
         __device__ __forceinline__ uint32_t weights(int stage) const { return shared + stage * uint32_t(kFeatures * kRowBytes); }
         // Of four bits: eight `eight` of the warp's rows, the lane's words of a chunk.
         __device__ __forceinline__ uint32_t codes(int stage, int eight, int chunk) const {
-            const uint32_t first = row / kRowsTogether * (kStageChunks * kEightBytes) + threadIdx.x % kWarp * 8;
-            return weights(stage) + first + eight * (kStageChunks * kEightBytes) + chunk * kEightBytes;
+            const uint32_t first = row / kRowsTogether * (kStageChunks * kWindowOfEight) + threadIdx.x % kWarp * 8;
+            return weights(stage) + first + eight * (kStageChunks * kWindowOfEight) + chunk * kWindowOfEight;
         }
         __device__ __forceinline__ uint32_t inputs(int stage, int chunk) const {
             constexpr uint32_t kPanel = kTokens * kChunk * sizeof(bf16);
@@ -325,7 +325,7 @@ struct Experts {
                 wgmma_wait<1>();
                 if (kFormat != Format::kFp8Blocks && chunk == 0 && i == 1 && s > 0) release(step - 1);
                 uint32_t a[kChunk / 16][4];
-                widen(a, lane, stage, i, chunk, s);
+                widen(a, lane, stage, i, chunk);
                 wgmma_fence();
                 const uint32_t inputs = lane.inputs(stage, chunk);
 #pragma unroll
@@ -339,7 +339,7 @@ struct Experts {
     }
 
     // A chunk of two rows of a stage, of half `i`, as left operands: of a product's 16 inputs a lane has 2 x quad and 8 + 2 x quad on.
-    __device__ __forceinline__ void widen(uint32_t (&a)[kChunk / 16][4], const Lane& lane, int stage, int i, int chunk, int s) const {
+    __device__ __forceinline__ void widen(uint32_t (&a)[kChunk / 16][4], const Lane& lane, int stage, int i, int chunk) const {
         const int row = lane.row + i * 64;
         if constexpr (kHasFourBits<kFormat>) {
 #pragma unroll

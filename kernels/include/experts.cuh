@@ -6,11 +6,11 @@
 // two vectors of eight: with bf16 weights 8 * quad and 32 + 8 * quad on, with e4m3 16 * quad and 16 * quad + 8 on, so that what it reads
 // of a row of weights is 16 bytes or one piece.
 //
-// Weights of four bits lie as products take them. Rows come in eights, and a row in windows of 64 inputs, the last one filled up with
-// codes that stand for 0: 32 bytes, eight words of eight codes. Window `w` of row `r` is at
+// Weights of four bits lie as products take them. Rows come in eights, and a row in windows of 64 inputs, the last one filled up with any
+// codes, as products take x to be 0 past the end of k: 32 bytes, eight words of eight codes. Window `w` of row `r` is at
 // `(r / 8 * 8) * pitch + w * 256 + r % 8 * 32` of the matrix, and input `32 * part + 8 * pair + 2 * quad + odd` of a window in its word
 // `2 * quad + part`: words with what one lane has of 32 inputs. Behind the windows of eight rows of MXFP4 lie their exponents, a
-// byte for each 32 inputs, filled up to 16 bytes for each row. Words of groups of int4 weights (int4.cuh) lie elsewhere, row after row.
+// byte for each 32 inputs, each row filled up with zeros to a multiple of 16 bytes. Words of groups of int4 weights (int4.cuh) lie elsewhere, row after row.
 #pragma once
 
 #include "activation.cuh"
@@ -54,8 +54,9 @@ struct Problem {
 
 constexpr int kChunk = 64;  // inputs that a lane has two vectors of
 constexpr int kExponentInputs = 32;
-constexpr int kExpertWindow = 64;                               // inputs, of weights of four bits
-constexpr int kEightBytes = kRowsTogether * kExpertWindow / 2;  // of a window of eight rows
+constexpr int kExpertWindow = 64;                                  // inputs, of weights of four bits
+constexpr int kWindowOfEight = kRowsTogether * kExpertWindow / 2;  // bytes of a window of eight rows
+static_assert(kExpertWindow == kChunk, "moe.cu and moe_hopper.cu go on by chunks");
 
 // Windows of a row of weights of four bits.
 __device__ __forceinline__ int expert_windows(int k) { return (k + kExpertWindow - 1) / kExpertWindow; }
@@ -94,7 +95,7 @@ __device__ __forceinline__ T* of_expert(T* first, size_t stride, int expert) {
 // The exponents of a row of an expert's weights.
 __device__ __forceinline__ const uint8_t* exponents_of(const Problem& p, const uint8_t* weight, int row) {
     const int eight = row / kRowsTogether;
-    return weight + size_t(eight) * kRowsTogether * p.pitch + expert_windows(p.k) * kEightBytes + row % kRowsTogether * exponent_bytes(p.k);
+    return weight + size_t(eight) * kRowsTogether * p.pitch + expert_windows(p.k) * kWindowOfEight + row % kRowsTogether * exponent_bytes(p.k);
 }
 
 // The words of the groups of an expert.
@@ -129,8 +130,8 @@ __device__ __forceinline__ uint4 widen_e4m3(uint2 codes) { return widen_e4m3(cod
 constexpr uint32_t kE2m1Bits = 0x81c081c0, kLastPairBits = 0x001b001b, kLastPairFactor = 1 << 12 | 1 << 7 | 1 << 2;
 constexpr int kPairRotation = 3;
 
-// A power of two times 2^127 / kSumScale. The exponents of the pairs lack 126; with it the power of two would be too large for bf16, so
-// sums make up for a part of it. Exact for exponents of 65 to 192, weights of 2^-63 to 2^66: lower ones lose bits, higher ones are refused
+// 2^(exponent - 127) times 2^126 / kSumScale. The exponents of the pairs lack 126; with all of it the power of two would be too large for
+// bf16, so sums make up for a part. Exact for exponents of 65 to 192, weights of 2^-63 to 2^66: lower ones lose bits, higher ones are refused
 // when a checkpoint is read.
 __device__ __forceinline__ uint32_t e2m1_power(uint32_t exponent) { return exponent * 0x00800080u + 0x1f001f00u; }
 

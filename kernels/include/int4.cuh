@@ -7,8 +7,7 @@
 // Input `32 * part + 8 * pair + 2 * quad + odd` of a window is in its word `4 * quad + part`, in the four bits from `16 * odd + 4 * pair` on: the
 // words of a `quad` have what one lane of a product multiplies, mma.m16n8k16 after mma.m16n8k16.
 //
-// Experts' windows have 64 inputs, and word `2 * quad + part` inputs `32 * part + 8 * quad` on; codes that fill up the last window are
-// the zero of the last group. Rows of experts are apart, and so are those of their groups' words.
+// Codes of experts have smaller windows (experts.cuh), and the words of their groups lie row after row.
 //
 // Each 32, 64 or 128 inputs of a row are a group. They share a word: the scale as f32, whose last four bits are the zero instead.
 // Scales of 16 bits lose nothing by that. The word of the last group stands for groups past the end too.

@@ -1,5 +1,5 @@
-//! Mixtures of experts on the GPU: `kernels/moe_route.cu`, and the products of `kernels/moe_few.cu`, `moe_hopper.cu` and
-//! `moe.cu`, and the sums of `kernels/moe_combine.cu`.
+//! Mixtures of experts on the GPU: `kernels/moe_route.cu`, and the products of `kernels/moe_few.cu`, `moe_few_4bit.cu`,
+//! `moe_hopper.cu` and `moe.cu`, and the sums of `kernels/moe_combine.cu`.
 //!
 //! Where rows go is known in device memory only. What is launched, and the memory that it takes, depends on the numbers of rows
 //! and experts. A row's result depends on that row and the size of tiles alone, to the bit, whatever rows are beside it.

@@ -4,7 +4,7 @@ use plimsoll_kernels::cuda::PART_OUTPUTS;
 
 use super::weights::{products, rows_together};
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
-use crate::quantization::{FP8_BLOCK, Fp8Scales, INT4_WORD, MatrixFormat};
+use crate::quantization::{FP8_BLOCK, Fp8Scales, INT4_WORD, MXFP4_BLOCK, MatrixFormat};
 use crate::{DecoderSpec, ModelError};
 
 /// What products in eight bits and in four ask of matrices.
@@ -48,7 +48,8 @@ fn check_product(parts: &[Matrix]) -> Result<(), ModelError> {
         let together = rows_together(part);
         let (inputs_of, outputs_of) = match part.format.kept_scales() {
             None if together == 1 => continue,
-            // Words of codes, and rows that lie together.
+            // Blocks or words of codes, and rows that lie together.
+            None if part.format == MatrixFormat::Mxfp4 => (MXFP4_BLOCK, together),
             None => (INT4_WORD, together),
             // The blocks of stacked matrices are those of one matrix: the last alone may be smaller.
             Some(Fp8Scales::Block) if at + 1 < parts.len() => (FP8_BLOCK, FP8_BLOCK),
@@ -173,10 +174,10 @@ mod tests {
             },
             transposed: false,
         };
-        for (format, expert) in [
-            (int4, None),
-            (int4, Some(in_experts.clone())),
-            (MatrixFormat::Mxfp4, Some(in_experts)),
+        for (format, expert, multiples) in [
+            (int4, None, "[8, 8]"),
+            (int4, Some(in_experts.clone()), "[8, 8]"),
+            (MatrixFormat::Mxfp4, Some(in_experts), "[8, 32]"),
         ] {
             let part = |outputs, inputs| Matrix {
                 module: "a.q_proj".to_owned(),
@@ -194,7 +195,7 @@ mod tests {
                     .unwrap_err()
                     .to_string();
                 let shape = format!("`a.q_proj` of shape [{outputs}, {inputs}]");
-                for said in [&*shape, "[8, 8]", "--device cpu"] {
+                for said in [&*shape, multiples, "--device cpu"] {
                     assert!(error.contains(said), "{error}");
                 }
             }

@@ -123,10 +123,10 @@ pub enum GpuMatrix {
     Parts(Vec<GpuLinear>),
     /// Of an expert: e2m1 codes, of which each 32 inputs of a row share an exponent. `n` is a multiple of [`INT4_ROWS`], and of as many
     /// rows the exponents lie behind the codes: [`mxfp4_pitch`] bytes a row, as `kernels/include/experts.cuh` orders them, and codes as
-    /// [`mxfp4_word`](super::mxfp4_word) has them in a word. Codes and exponents past the end are 0.
+    /// [`mxfp4_word`](super::mxfp4_word) has them in a word. Exponents past the end are 0, codes are anything.
     Mxfp4(GpuWeight<u8>),
     /// Of an expert: integers of four bits, whose windows are smaller than those of [`Self::Int4`]. `n` is a multiple of
-    /// [`INT4_ROWS`]. Codes past the end are the zero of the last group, and words past the end are its word.
+    /// [`INT4_ROWS`]. Words past the end are that of the last group, codes are anything.
     ExpertInt4 {
         /// [`expert_int4_pitch`] bytes a row, as `kernels/include/experts.cuh` orders them.
         codes: GpuWeight<u8>,

@@ -1,10 +1,10 @@
 //! Words of codes in MXFP4, of which kernels make `bf16` with few instructions (`widen_e2m1` of `kernels/include/experts.cuh`).
 
-/// A word of which two codes alone are not 0, those of one pair, for each byte with both.
+/// For each byte with a pair of codes, the word that has this pair and zeros.
 static FIRST_PAIR: [u32; 256] = words([15, 8, 7, 6]);
 static LAST_PAIR: [u32; 256] = words([3, 1, 0, 4]);
 
-/// The second pair and the third lie as the one before does, so many bits further.
+/// The second and the third pair are rotated by so many bits more than the one before.
 const ROTATION: u32 = 3;
 
 /// Of bytes that have an even code in their low four bits and an odd one in the others. `bits` are the places of the sign, both bits of

@@ -99,6 +99,7 @@ impl Format {
         let stages = if self == Self::Bf16 { 4 } else { 3 };
         match self {
             Self::Bf16 | Self::Fp8 | Self::Fp8Blocks => 2 * stages * self.few_features() * 128,
+            // Of 256 inputs each: weights, and eight rows of inputs.
             Self::Mxfp4 | Self::Int4(_) => stages * (self.few_features() * 128 + 8 * (2 * 256 + 16)),
         }
     }

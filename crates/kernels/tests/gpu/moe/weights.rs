@@ -202,11 +202,14 @@ impl Stored {
             // Behind the windows of eight rows.
             let first = row / 8 * 8 * pitch + k.div_ceil(64) * 256 + row % 8 * exponent_bytes;
             bytes[first..first + k / 32].copy_from_slice(&exponents);
-            for input in 0..k {
+            // Past the end there may be any codes.
+            for input in 0..k.next_multiple_of(64) {
                 let code: u8 = rng.random_range(0..16);
                 let sign = if code & 8 == 0 { 1.0 } else { -1.0 };
-                let power = (f64::from(exponents[input / 32]) - 127.0).exp2();
-                wide.push(sign * VALUES[usize::from(code & 7)] * power);
+                if let Some(&exponent) = exponents.get(input / 32) {
+                    let power = (f64::from(exponent) - 127.0).exp2();
+                    wide.push(sign * VALUES[usize::from(code & 7)] * power);
+                }
                 let (word, pair, odd) = place(pitch, row, input);
                 for (bit, to) in (0..4).rev().zip(BITS[pair]) {
                     let to = (to + 16 * odd) % 32;
@@ -237,13 +240,9 @@ impl Stored {
             shared[used..].fill(last);
             words.extend(shared.iter().map(|&(scale, zero)| Int4Group::word(scale, zero)));
             for input in 0..pitch * 2 {
-                let (scale, zero) = if input < k {
-                    shared[input / group.inputs()]
-                } else {
-                    last
-                };
-                let code = if input < k { rng.random_range(0..16) } else { zero };
+                let code: u8 = rng.random_range(0..16);
                 if input < k {
+                    let (scale, zero) = shared[input / group.inputs()];
                     wide.push((f64::from(code) - f64::from(zero)) * f64::from(scale));
                 }
                 let (word, pair, odd) = place(pitch, row, input);

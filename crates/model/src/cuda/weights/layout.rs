@@ -24,7 +24,7 @@ pub(super) enum Element {
     F32,
     /// `e4m3`.
     Fp8,
-    /// Of experts' matrices: `e2m1`, with exponents behind those of some rows.
+    /// Of experts' matrices: `e2m1`, with exponents behind the codes of each eight rows.
     Mxfp4,
     /// Of matrices: integers of four bits.
     Int4,
@@ -74,7 +74,7 @@ pub(in crate::cuda) fn products(parts: &[Matrix]) -> impl DoubleEndedIterator<It
     parts.chunk_by(|a, b| Element::of(a) == Element::of(b))
 }
 
-/// Rows of a matrix that are interleaved in memory, of which it has whole ones.
+/// How many rows of a matrix are interleaved in memory; its outputs are a multiple.
 pub(in crate::cuda) fn rows_together(matrix: &Matrix) -> usize {
     Element::of(matrix).rows_together()
 }

@@ -171,7 +171,7 @@ mod tests {
                     share: None,
                 }),
             };
-            for element in [Element::Bf16, Element::Int4, Element::Mxfp4] {
+            for element in [Element::Bf16, Element::Int4, Element::ExpertInt4, Element::Mxfp4] {
                 let part = Part {
                     stored: stored.clone(),
                     element,

@@ -12,9 +12,6 @@ use crate::blocks::Matrix;
 use crate::quantization::INT4_WORD;
 use crate::weights::{Int4, int4_code};
 
-/// A word whose eight codes are 1.
-const EACH_CODE: u32 = 0x1111_1111;
-
 /// Where the words of groups lie among those of all rows.
 #[derive(Clone, Copy)]
 struct GroupWords {
@@ -125,9 +122,8 @@ impl Job<'_> {
                 codes = &ordered;
             }
             let groups = int4.groups(self.tensor.order, row)?;
-            // Padding has the zero of the last group as its codes, which stand for 0: kernels of experts multiply them.
-            let filling = groups.last().map_or(0, |group| u32::from(group.zero) * EACH_CODE);
-            let octet = |at: usize| codes.get(at).copied().unwrap_or(filling);
+            // What fills up the last window may be anything.
+            let octet = |at: usize| codes.get(at).copied().unwrap_or(0);
             windows.write(at, octet, int4_word, out);
             let size = int4.group_inputs();
             for window in 0..group_words.windows {
