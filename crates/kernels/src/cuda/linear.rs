@@ -41,8 +41,8 @@ pub use dequantised::{MOST_DEQUANTISED, dequantised_room};
 pub use gguf::GgufKernels;
 pub use int4::Int4Kernels;
 pub use matrix::{
-    FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuInputs, GpuLinear, GpuMatrix, GpuRows, GpuValues, GpuWeight,
-    INT4_ROWS, INT4_WINDOW, Int4Group, PART_OUTPUTS, expert_int4_pitch, int4_pitch, mxfp4_pitch,
+    EXPERT_WINDOW, FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuInputs, GpuLinear, GpuMatrix, GpuRows, GpuValues,
+    GpuWeight, INT4_ROWS, INT4_WINDOW, Int4Group, PART_OUTPUTS, expert_int4_pitch, int4_pitch, mxfp4_pitch,
 };
 pub use mxfp4::mxfp4_word;
 pub use stream::{LinearCut, LinearOutput};

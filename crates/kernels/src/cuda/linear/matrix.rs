@@ -152,7 +152,7 @@ pub fn int4_pitch(k: usize) -> usize {
 }
 
 /// Inputs of a window of an expert's codes of four bits.
-const EXPERT_WINDOW: usize = 64;
+pub const EXPERT_WINDOW: usize = 64;
 
 /// Bytes of a row of `k` codes of four bits of an expert: windows of 64, the last filled up.
 pub fn expert_int4_pitch(k: usize) -> usize {

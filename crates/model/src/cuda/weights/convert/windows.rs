@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use plimsoll_kernels::cuda::{INT4_ROWS, INT4_WINDOW};
+use plimsoll_kernels::cuda::{EXPERT_WINDOW, INT4_ROWS, INT4_WINDOW};
 
 use super::super::layout::Element;
 use crate::quantization::INT4_WORD;
@@ -28,8 +28,7 @@ impl Windows {
     pub(super) fn new(element: Element, inputs: usize) -> Self {
         let parts = match element {
             Element::Int4 => INT4_WINDOW / PART,
-            // Windows of 64 inputs.
-            _ => 2,
+            _ => EXPERT_WINDOW / PART,
         };
         let row_bytes = element.row_bytes(inputs);
         Self {
