@@ -261,7 +261,8 @@ impl CacheLayout {
 
     /// Groups layers by what they keep. A window of `max_tokens` tokens or more, the longest context, keeps everything.
     ///
-    /// A page has as many columns as make little padding: at most 2 % of a block in every group. With one group that is all.
+    /// A page has as many columns as make little padding: at most 2 % of a block in all groups together, if a page can hold the widest
+    /// layer. With one group that is all.
     ///
     /// # Errors
     /// [`CacheLayoutError`].

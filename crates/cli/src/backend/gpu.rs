@@ -11,7 +11,7 @@ use plimsoll_device::cuda::{self, Gpu, GpuError, Holder};
 use plimsoll_kernels::WeightType;
 use plimsoll_kernels::cuda::{DeltaKernels, FP8_CAPABILITY, HOPPER_HEAD_DIMS};
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape, RankLink};
-use plimsoll_model::{Cancel, LoadOptions, ModelConfig, Progress, Shard};
+use plimsoll_model::{Cancel, LoadOptions, ModelConfig, ModelError, Progress, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKind, ScenarioShape};
 
 use super::predicted::{arena_use, holding, step_size};
@@ -161,7 +161,8 @@ impl Backend for GpuBackend {
             cancel: cancel.clone(),
             ..self.settings.load_options()
         };
-        let model = GpuModel::load_rank(&self.model, load_options, gpu, link.clone(), progress)?;
+        let model = GpuModel::load_rank(&self.model, load_options, gpu, link.clone(), progress)
+            .map_err(|error| not_loaded(error, gpu.info().ordinal, holders))?;
         let mut head_dims: Vec<usize> = model
             .spec()
             .attention()
@@ -253,6 +254,18 @@ pub(super) fn holders(ordinal: usize) -> Vec<Holder> {
     let mut holders = cuda::uuid(ordinal).map_or_else(|_| Vec::new(), |uuid| cuda::holders(&uuid));
     holders.retain(|holder| holder.pid != std::process::id());
     holders
+}
+
+/// Why a model cannot be loaded. The code of kernels needs memory too, of which others may have taken the last.
+fn not_loaded(error: ModelError, ordinal: usize, holders: impl FnOnce(usize) -> Vec<Holder>) -> Error {
+    match error {
+        ModelError::Gpu(error) if error.is_out_of_memory() => Error::GpuFull {
+            ordinal,
+            holders: holders(ordinal),
+            error,
+        },
+        error => error.into(),
+    }
 }
 
 /// A GPU that fails here fails at the next step too, which says so to whoever asked.
@@ -503,6 +516,29 @@ impl Footprint for PredictedGpu {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_gpu_that_fills_while_a_model_loads_is_full_and_not_broken() {
+        let failed = |code: &str| {
+            let error = GpuError::Call {
+                call: "cuModuleLoadData",
+                code: code.into(),
+                message: "said the driver".into(),
+            };
+            let holder = Holder {
+                pid: 4711,
+                name: None,
+                bytes: Some(1 << 30),
+            };
+            not_loaded(ModelError::Gpu(error), 3, |_| vec![holder])
+        };
+        let full = failed("CUDA_ERROR_OUT_OF_MEMORY");
+        assert_eq!(full.exit_code(), 4);
+        for part in ["cuda:3", "4711", "--device-memory"] {
+            assert!(full.to_string().contains(part), "{full}");
+        }
+        assert_eq!(failed("CUDA_ERROR_ILLEGAL_ADDRESS").exit_code(), 7);
+    }
 
     #[test]
     fn what_a_gpu_does_without_is_named() {
