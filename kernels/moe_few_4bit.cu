@@ -1,6 +1,6 @@
 // Mixtures of experts: the products of tiles of up to 16 rows with weights of four bits, which should take as long as reading the weights
-// of the experts that are hit. What takes the time beside reading is to widen codes, so everything else takes as few instructions as can be:
-// weights lie in the order of the operands of products, and a warp has all of k, so that there are no partial sums to add.
+// of the experts that are hit. Beside reading, converting codes to bf16 takes the time, so all else takes as few instructions as possible:
+// weights are stored in the order of the products' operands, and a warp has all of k, so that there are no partial sums to add.
 //
 // A block has two warps with 16 rows of weights each, of a gated product eight of the gate and the same eight of the up projection. They
 // share a ring of stages in shared memory, each with a part of k of their rows and of the rows of x.
@@ -36,7 +36,7 @@ template <Format kFormat, int kGroup = kExponentInputs>
 struct Few {
     static constexpr bool kMxfp4 = kFormat == Format::kMxfp4;
 
-    // The rows of weights of a warp: two eights, the second of which is the first once more where there are no more.
+    // The rows of weights of a warp: two groups of eight; where there is no second one, the first again.
     struct Eights {
         int first, second;
         bool exist;

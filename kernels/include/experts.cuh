@@ -6,11 +6,12 @@
 // two vectors of eight: with bf16 weights 8 * quad and 32 + 8 * quad on, with e4m3 16 * quad and 16 * quad + 8 on, so that what it reads
 // of a row of weights is 16 bytes or one piece.
 //
-// Weights of four bits lie as products take them. Rows come in eights, and a row in windows of 64 inputs, the last one filled up with any
-// codes, as products take x to be 0 past the end of k: 32 bytes, eight words of eight codes. Window `w` of row `r` is at
-// `(r / 8 * 8) * pitch + w * 256 + r % 8 * 32` of the matrix, and input `32 * part + 8 * pair + 2 * quad + odd` of a window in its word
-// `2 * quad + part`: words with what one lane has of 32 inputs. Behind the windows of eight rows of MXFP4 lie their exponents, a
-// byte for each 32 inputs, each row filled up with zeros to a multiple of 16 bytes. Words of groups of int4 weights (int4.cuh) lie elsewhere, row after row.
+// Weights of four bits are stored in the order in which products read them. Eight neighbouring rows lie together, and a row is cut into
+// windows of 64 inputs, the last one padded with any codes, as x is 0 past the end of k: 32 bytes, eight words of eight codes. Window `w`
+// of row `r` is at `(r / 8 * 8) * pitch + w * 256 + r % 8 * 32` of the matrix, and input `32 * part + 8 * pair + 2 * quad + odd` of a
+// window in its word `2 * quad + part`: a word has the codes of 32 inputs that one lane multiplies. Behind the windows of eight rows of
+// MXFP4 lie their exponents, a byte for each 32 inputs, each row padded with zeros to a multiple of 16 bytes. Words of groups of int4
+// weights (int4.cuh) lie elsewhere, row after row.
 #pragma once
 
 #include "activation.cuh"
@@ -61,7 +62,7 @@ static_assert(kExpertWindow == kChunk, "moe.cu and moe_hopper.cu go on by chunks
 // Windows of a row of weights of four bits.
 __device__ __forceinline__ int expert_windows(int k) { return (k + kExpertWindow - 1) / kExpertWindow; }
 
-// Exponents of a row, filled up.
+// Bytes of the exponents of a row, with padding.
 __device__ __forceinline__ int exponent_bytes(int k) { return (k / kExponentInputs + 15) / 16 * 16; }
 
 template <Format kFormat>
@@ -126,7 +127,7 @@ __device__ __forceinline__ uint4 widen_e4m3(uint2 codes) { return widen_e4m3(cod
 
 // How the eight e2m1 codes of a word become four pairs of bf16 (of a pair the even code is in the lower half). Sign and magnitude of a code
 // belong in bits 15 and 8 to 6 of 16: those of the first pair are there, those of the next two after the word is rotated by 3 and 6, and
-// those of the last pair, in bits 3, 1, 0 and 4, after they are multiplied: no two products of bits meet.
+// those of the last pair, in bits 3, 1, 0 and 4, after a multiplication, in which no carry occurs.
 constexpr uint32_t kE2m1Bits = 0x81c081c0, kLastPairBits = 0x001b001b, kLastPairFactor = 1 << 12 | 1 << 7 | 1 << 2;
 constexpr int kPairRotation = 3;
 

@@ -256,7 +256,7 @@ pub(super) fn holders(ordinal: usize) -> Vec<Holder> {
     holders
 }
 
-/// Why a model cannot be loaded. The code of kernels needs memory too, of which others may have taken the last.
+/// Why a model could not be loaded. Loading kernels needs memory too, which other processes may have used up.
 fn not_loaded(error: ModelError, ordinal: usize, holders: impl FnOnce(usize) -> Vec<Holder>) -> Error {
     match error {
         ModelError::Gpu(error) if error.is_out_of_memory() => Error::GpuFull {

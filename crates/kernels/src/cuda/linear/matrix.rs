@@ -121,12 +121,13 @@ pub enum GpuMatrix {
     },
     /// Several of the same inputs, whose outputs follow each other. Biases are theirs.
     Parts(Vec<GpuLinear>),
-    /// Of an expert: e2m1 codes, of which each 32 inputs of a row share an exponent. `n` is a multiple of [`INT4_ROWS`], and of as many
-    /// rows the exponents lie behind the codes: [`mxfp4_pitch`] bytes a row, as `kernels/include/experts.cuh` orders them, and codes as
-    /// [`mxfp4_word`](super::mxfp4_word) has them in a word. Exponents past the end are 0, codes are anything.
+    /// Of an expert: e2m1 codes, with an exponent for each 32 inputs of a row; [`mxfp4_pitch`] bytes a row. `n` is a multiple of
+    /// [`INT4_ROWS`]: each group of so many rows has its codes first and its exponents behind them, in the order that
+    /// `kernels/include/experts.cuh` describes, codes within a word as in [`mxfp4_word`](super::mxfp4_word). Padding is 0 in exponents and
+    /// anything in codes.
     Mxfp4(GpuWeight<u8>),
     /// Of an expert: integers of four bits, whose windows are smaller than those of [`Self::Int4`]. `n` is a multiple of
-    /// [`INT4_ROWS`]. Words past the end are that of the last group, codes are anything.
+    /// [`INT4_ROWS`]. Padding repeats the word of the last group, and is anything in codes.
     ExpertInt4 {
         /// [`expert_int4_pitch`] bytes a row, as `kernels/include/experts.cuh` orders them.
         codes: GpuWeight<u8>,
@@ -159,10 +160,9 @@ pub fn expert_int4_pitch(k: usize) -> usize {
     k.div_ceil(EXPERT_WINDOW) * EXPERT_WINDOW / 2
 }
 
-/// Bytes of a row of `k` inputs of [`GpuMatrix::Mxfp4`]: windows of 64, the last filled up, and an exponent for each 32 inputs, filled
-/// up to a multiple of 16.
+/// Bytes of a row of `k` inputs of [`GpuMatrix::Mxfp4`]: its codes, and an exponent for each 32 inputs, padded to a multiple of 16.
 pub fn mxfp4_pitch(k: usize) -> usize {
-    k.div_ceil(EXPERT_WINDOW) * EXPERT_WINDOW / 2 + (k / 32).next_multiple_of(16)
+    expert_int4_pitch(k) + (k / 32).next_multiple_of(16)
 }
 
 /// So many neighbouring inputs of an output have a word together: their scale as `f32`, but for the last four bits, which are the zero.

@@ -122,7 +122,7 @@ impl Job<'_> {
                 codes = &ordered;
             }
             let groups = int4.groups(self.tensor.order, row)?;
-            // What fills up the last window may be anything.
+            // Padding of the last window may be anything.
             let octet = |at: usize| codes.get(at).copied().unwrap_or(0);
             windows.write(at, octet, int4_word, out);
             let size = int4.group_inputs();

@@ -48,7 +48,7 @@ impl Windows {
         self.parts * LANES * WORD_BYTES
     }
 
-    /// Where the first of the rows begins that a row lies together with.
+    /// Where the eight rows begin that this one belongs to.
     fn first(self, row: usize) -> usize {
         row / INT4_ROWS * INT4_ROWS * self.row_bytes
     }
@@ -59,7 +59,7 @@ impl Windows {
         start..start + self.bytes()
     }
 
-    /// Where that lies which a row has beside its codes.
+    /// Where the exponents of a row lie, behind the codes of its eight rows; empty for int4.
     pub(super) fn behind(self, row: usize) -> Range<usize> {
         let codes = self.count * self.bytes();
         let len = self.row_bytes - codes;
@@ -67,8 +67,8 @@ impl Windows {
         start..start + len
     }
 
-    /// Writes all codes of a row. `octet` has those of eight neighbouring inputs, the first in the lowest bits, and `word` is what becomes of
-    /// those that a lane has of 32 inputs: four pairs, each of which is a byte.
+    /// Writes all codes of a row. `octet` returns those of eight neighbouring inputs, the first in the lowest bits; `word` arranges the
+    /// eight codes of 32 inputs that one lane multiplies, four bytes with a pair each, within a word.
     pub(super) fn write(
         self,
         row: usize,
@@ -89,7 +89,7 @@ impl Windows {
         }
     }
 
-    /// The word that has the code of an input of a row: which pair of it, and which of that.
+    /// The word with the code of an input of a row, the index of its pair in the word, and its index in the pair.
     pub(super) fn find(self, codes: &[u8], row: usize, input: usize) -> (u32, usize, usize) {
         let window = &codes[self.window(row, input / (self.parts * PART))];
         let (part, pair) = (input / PART % self.parts, input % PART / INT4_WORD);
