@@ -15,6 +15,18 @@ impl BlockSize {
         self.0
     }
 
+    /// The numbers of equal slices that it can be cut into which are block sizes too, from 1 on.
+    pub fn cuts(self) -> impl Iterator<Item = usize> {
+        [1, 2, 4]
+            .into_iter()
+            .filter(move |&slices| self.slice(slices).is_some())
+    }
+
+    /// Tokens of each of `slices` equal slices; `None` unless that is a block size.
+    pub fn slice(self, slices: usize) -> Option<Self> {
+        Self::new(self.0.checked_div(slices)?).filter(|slice| slice.0 * slices == self.0)
+    }
+
     /// Blocks that `tokens` tokens occupy.
     pub fn blocks_for(self, tokens: usize) -> usize {
         tokens.div_ceil(self.0)

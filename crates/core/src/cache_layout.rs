@@ -5,15 +5,19 @@
 //! is fixed beforehand (vLLM's hybrid KV cache manager shares pages between kinds of layers in the same way).
 //!
 //! A page is divided into columns, each of which has room for the keys and values of the narrowest layer; wider layers take
-//! several. Layers that read the keys and values of another one have none ([`CacheLayer::shares`]).
+//! several, or have fewer tokens in a page: a block may be cut into slices of as many tokens each, so that few columns are
+//! unused ([`CacheGroup::slices`]). Layers that read the keys and values of another one have none ([`CacheLayer::shares`]).
 //!
 //! Layers that keep a state of fixed size in place of tokens are a group without pages: a request has one slot for the states
 //! of all of them, whatever its length ([`CacheGroups::state_layers`]). Further slots hold snapshots: states behind prefixes that
 //! later requests may begin with.
 
+mod cut;
+
 use std::fmt;
 
 use crate::BlockSize;
+use cut::{Cut, pages, place};
 
 /// Which tokens of a request a layer keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -48,7 +52,7 @@ impl fmt::Display for CacheKind {
 pub struct CacheLayer {
     /// Which tokens it keeps.
     pub kind: CacheKind,
-    /// Columns of a page that its keys and values take, at least 1.
+    /// Columns of a page that the keys and values of a block take, at least 1.
     pub columns: usize,
     /// The layer, as an index among those of the model that have attention, whose keys and values it reads. It keeps none
     /// itself then.
@@ -73,15 +77,22 @@ pub struct CacheGroup {
     pub kind: CacheKind,
     /// Number of layers.
     pub layers: usize,
-    /// Columns that their keys and values take.
+    /// Columns that the keys and values of a block take.
     pub columns: usize,
     /// Further layers, which read what these keep.
     pub sharing_layers: usize,
-    /// Pages of one block of this group.
+    /// Pages of one block of this group: those of its first slice, then those of the next.
     pub pages_per_block: usize,
+    /// Slices that a block is cut into, of as many tokens each, which have pages of their own. For attention, each is a block.
+    pub slices: usize,
 }
 
 impl CacheGroup {
+    /// Pages of one slice of a block.
+    pub fn pages_per_slice(&self) -> usize {
+        self.pages_per_block / self.slices
+    }
+
     /// The first block that a step still reads which starts at position `start`: those before it lie behind the window.
     pub fn first_block(&self, block_size: BlockSize, start: usize) -> usize {
         self.kind.first_visible(start) / block_size.tokens()
@@ -126,7 +137,7 @@ impl CacheGroups {
     /// Maximum number of groups.
     pub const MAX: usize = 3;
 
-    /// Part of the memory that padding may take where larger pages make fewer of them.
+    /// Part of a group's memory that padding may take where larger pages make fewer of them.
     const MAX_PADDING: f64 = 0.02;
 
     const SINGLE: CacheGroup = CacheGroup {
@@ -135,6 +146,7 @@ impl CacheGroups {
         columns: 1,
         sharing_layers: 0,
         pages_per_block: 1,
+        slices: 1,
     };
 
     /// The groups.
@@ -199,12 +211,12 @@ impl<'a> IntoIterator for &'a CacheGroups {
     }
 }
 
-/// Where a layer's keys and values are: from column `column` on in the `plane`-th page of each block of group `group`.
+/// Where a layer's keys and values are: from column `column` on in the `plane`-th page of each slice of a block of group `group`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LayerPlace {
     /// Index of its group.
     pub group: usize,
-    /// Which of the pages of a block.
+    /// Which of the pages of a slice.
     pub plane: usize,
     /// The first of its columns of that page.
     pub column: usize,
@@ -256,17 +268,21 @@ impl CacheLayout {
     /// [`CacheLayoutError`].
     pub fn new(layers: &[CacheKind], max_tokens: usize) -> Result<Self, CacheLayoutError> {
         let layers: Vec<CacheLayer> = layers.iter().map(|&kind| kind.into()).collect();
-        Self::of(&layers, max_tokens)
+        Self::of(&layers, max_tokens, BlockSize::default())
     }
 
     /// Groups layers by what they keep. A window of `max_tokens` tokens or more, the longest context, keeps everything.
     ///
-    /// A page has as many columns as make little padding: at most 2 % of a block in all groups together, if a page can hold the widest
-    /// layer. With one group that is all.
+    /// Blocks have as few slices as make little padding: at most 2 % of a block of each group, if a page can hold a slice of the widest
+    /// layer. Pages have as many columns as that allows; with one group that is all.
     ///
     /// # Errors
     /// [`CacheLayoutError`].
-    pub fn of(layers: &[CacheLayer], max_tokens: usize) -> Result<Self, CacheLayoutError> {
+    pub fn of(
+        layers: &[CacheLayer],
+        max_tokens: usize,
+        block_size: BlockSize,
+    ) -> Result<Self, CacheLayoutError> {
         let whole = |layer: &CacheLayer| match layer.kind {
             CacheKind::Window(window) if window < max_tokens => *layer,
             _ => CacheLayer {
@@ -306,15 +322,19 @@ impl CacheLayout {
             .iter()
             .map(|&kind| keeping(kind).map(|layer| layer.columns).collect())
             .collect();
-        let columns_per_page = columns_per_page(&widths);
+        let Cut {
+            columns_per_page,
+            slices,
+        } = Cut::of(&widths, block_size);
         let mut groups = [CacheGroups::SINGLE; CacheGroups::MAX];
-        for ((group, &kind), widths) in groups.iter_mut().zip(&kinds).zip(&widths) {
+        for (((group, &kind), widths), &slices) in groups.iter_mut().zip(&kinds).zip(&widths).zip(&slices) {
             *group = CacheGroup {
                 kind,
                 layers: widths.len(),
                 columns: widths.iter().sum(),
                 sharing_layers: of_kind(kind).count() - widths.len(),
-                pages_per_block: pages(widths, columns_per_page),
+                pages_per_block: slices * pages(widths, slices, columns_per_page),
+                slices,
             };
         }
         let mut ends = vec![(0, 0); kinds.len()];
@@ -327,7 +347,8 @@ impl CacheLayout {
             places.push(match layer.shares {
                 Some(of) => places[of],
                 None => {
-                    let (plane, column) = place(&mut ends[group], layer.columns, columns_per_page);
+                    let columns = layer.columns / slices[group];
+                    let (plane, column) = place(&mut ends[group], columns, columns_per_page);
                     LayerPlace { group, plane, column }
                 }
             });
@@ -350,215 +371,5 @@ impl CacheLayout {
     }
 }
 
-/// The page and column of the next layer of a group whose layers so far end at `end`: none is divided among pages.
-fn place(end: &mut (usize, usize), columns: usize, per_page: usize) -> (usize, usize) {
-    let (page, column) = *end;
-    let start = match column + columns <= per_page {
-        true => (page, column),
-        false => (page + 1, 0),
-    };
-    *end = (start.0, start.1 + columns);
-    start
-}
-
-/// Pages of a block of layers of these widths.
-fn pages(widths: &[usize], per_page: usize) -> usize {
-    let mut end = (0, 0);
-    for &columns in widths {
-        place(&mut end, columns, per_page);
-    }
-    end.0 + 1
-}
-
-/// The most for which padding stays small, at least as many as the widest layer takes.
-fn columns_per_page(widths: &[Vec<usize>]) -> usize {
-    let columns = |widths: &Vec<usize>| widths.iter().sum::<usize>();
-    let all: usize = widths.iter().map(columns).sum();
-    let padding = |per_page: usize| {
-        let held: usize = widths
-            .iter()
-            .map(|widths| pages(widths, per_page) * per_page)
-            .sum();
-        (held - all) as f64
-    };
-    let most = widths.iter().map(columns).max().unwrap_or(1);
-    let least = widths.iter().flatten().copied().max().unwrap_or(1);
-    let small = |&per_page: &usize| padding(per_page) <= all as f64 * CacheGroups::MAX_PADDING;
-    (least..=most).rev().find(small).unwrap_or(least)
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Every `period`-th layer keeps everything, the others a window.
-    fn alternating(layers: usize, period: usize) -> Vec<CacheKind> {
-        let kind = |layer: usize| match (layer + 1).is_multiple_of(period) {
-            true => CacheKind::Full,
-            false => CacheKind::Window(1024),
-        };
-        (0..layers).map(kind).collect()
-    }
-
-    fn pages(layers: usize, period: usize) -> (usize, Vec<usize>) {
-        let layout = CacheLayout::new(&alternating(layers, period), 1 << 17).unwrap();
-        let pages = layout.groups.iter().map(|group| group.pages_per_block);
-        (layout.groups.columns_per_page(), pages.collect())
-    }
-
-    #[test]
-    fn one_kind_is_one_page() {
-        for kind in [CacheKind::Full, CacheKind::Window(4096)] {
-            let layout = CacheLayout::new(&[kind; 32], 1 << 17).unwrap();
-            assert_eq!(layout.groups.as_slice().len(), 1);
-            assert_eq!(layout.groups.as_slice()[0].pages_per_block, 1);
-            assert_eq!(layout.groups.columns_per_page(), 32);
-            assert!(
-                layout
-                    .places
-                    .iter()
-                    .enumerate()
-                    .all(|(i, place)| place.column == i)
-            );
-        }
-    }
-
-    #[test]
-    fn pages_are_as_large_as_two_percent_of_padding_let_them_be() {
-        // Gemma 3: 270m, 1b, 4b, 12b, 27b.
-        assert_eq!(pages(18, 6), (3, vec![1, 5]));
-        assert_eq!(pages(26, 6), (2, vec![2, 11]));
-        assert_eq!(pages(34, 6), (1, vec![5, 29]));
-        assert_eq!(pages(48, 6), (8, vec![1, 5]));
-        assert_eq!(pages(62, 6), (2, vec![5, 26]));
-        // 50 layers of one kind and 99 of another: one unused layer of 149.
-        let mut kinds = vec![CacheKind::Full; 50];
-        kinds.extend([CacheKind::Window(8); 99]);
-        let layout = CacheLayout::new(&kinds, 100).unwrap();
-        assert_eq!(layout.groups.columns_per_page(), 50);
-        let unused: Vec<_> = layout
-            .groups
-            .iter()
-            .map(|group| layout.groups.unused_columns(group))
-            .collect();
-        assert_eq!(unused, [0, 1]);
-    }
-
-    #[test]
-    fn every_layer_has_a_place_of_its_own() {
-        for (layers, period) in [(18, 6), (26, 6), (34, 6), (62, 6), (7, 2)] {
-            let kinds = alternating(layers, period);
-            let layout = CacheLayout::new(&kinds, 1 << 17).unwrap();
-            let mut places = layout.places.clone();
-            places.sort_unstable_by_key(|place| (place.group, place.plane, place.column));
-            places.dedup();
-            assert_eq!(places.len(), layers);
-            for (place, kind) in layout.places.iter().zip(kinds) {
-                let group = layout.groups.as_slice()[place.group];
-                assert_eq!(group.kind, kind);
-                assert!(place.plane < group.pages_per_block);
-                assert!(place.column < layout.groups.columns_per_page());
-            }
-        }
-    }
-
-    #[test]
-    fn a_window_as_long_as_the_context_keeps_everything() {
-        let layout = CacheLayout::new(&[CacheKind::Window(64), CacheKind::Full], 64).unwrap();
-        assert_eq!(layout.groups.as_slice().len(), 1);
-        assert_eq!(layout.groups.as_slice()[0].kind, CacheKind::Full);
-    }
-
-    #[test]
-    fn what_cannot_share_a_cache_is_refused() {
-        let new = |kinds: &[CacheKind]| CacheLayout::new(kinds, 100).unwrap_err();
-        assert_eq!(new(&[]), CacheLayoutError::NoLayers);
-        let empty = [CacheKind::Full, CacheKind::Window(0)];
-        assert_eq!(new(&empty), CacheLayoutError::EmptyWindow { layer: 1 });
-        let many = [1, 2, 3, 4].map(CacheKind::Window);
-        assert_eq!(new(&many), CacheLayoutError::TooManyKinds);
-    }
-    /// Gemma 4: of each number of layers the last of six (or five) keeps everything, and is `full` columns wide, the others
-    /// `window`; the last `sharing` of them read what the last keeping one of their kind keeps.
-    fn gemma4(layers: usize, period: usize, sharing: usize, full: usize, window: usize) -> Vec<CacheLayer> {
-        let kinds = alternating(layers, period);
-        let keeping = layers - sharing;
-        let layer = |(index, &kind): (usize, &CacheKind)| CacheLayer {
-            kind,
-            columns: if kind == CacheKind::Full { full } else { window },
-            shares: (index >= keeping)
-                .then(|| kinds[..keeping].iter().rposition(|&other| other == kind))
-                .flatten(),
-        };
-        kinds.iter().enumerate().map(layer).collect()
-    }
-
-    #[test]
-    fn wider_layers_take_more_columns_and_sharing_ones_none() {
-        // 26B-A4B, 31B, E2B, E4B.
-        for (layers, want) in [
-            (gemma4(30, 6, 0, 1, 2), (2, vec![(5, 5, 0, 3), (25, 50, 0, 25)])),
-            (
-                gemma4(60, 6, 0, 1, 2),
-                (10, vec![(10, 10, 0, 1), (50, 100, 0, 10)]),
-            ),
-            (gemma4(35, 5, 20, 2, 1), (6, vec![(3, 6, 4, 1), (12, 12, 16, 2)])),
-            (gemma4(42, 6, 18, 2, 1), (4, vec![(4, 8, 3, 2), (20, 20, 15, 5)])),
-        ] {
-            let layout = CacheLayout::of(&layers, 1 << 17).unwrap();
-            let groups = layout.groups.iter();
-            let groups = groups.map(|group| {
-                (
-                    group.layers,
-                    group.columns,
-                    group.sharing_layers,
-                    group.pages_per_block,
-                )
-            });
-            assert_eq!((layout.groups.columns_per_page(), groups.collect()), want);
-            let mut taken: Vec<(usize, usize, usize)> = Vec::new();
-            for (layer, place) in layers.iter().zip(&layout.places) {
-                let group = layout.groups.as_slice()[place.group];
-                assert!(group.kind == layer.kind && place.plane < group.pages_per_block);
-                assert!(place.column + layer.columns <= layout.groups.columns_per_page());
-                match layer.shares {
-                    Some(of) => assert_eq!(*place, layout.places[of]),
-                    None => taken.extend(
-                        (place.column..place.column + layer.columns)
-                            .map(|column| (place.group, place.plane, column)),
-                    ),
-                }
-            }
-            let columns = taken.len();
-            taken.sort_unstable();
-            taken.dedup();
-            assert_eq!(taken.len(), columns, "no column is two layers'");
-        }
-    }
-
-    #[test]
-    fn what_cannot_be_shared_is_refused() {
-        let layer = |kind, columns, shares| CacheLayer {
-            kind,
-            columns,
-            shares,
-        };
-        let full = layer(CacheKind::Full, 1, None);
-        for (second, of) in [
-            (layer(CacheKind::Window(8), 1, Some(0)), 0),
-            (layer(CacheKind::Full, 2, Some(0)), 0),
-            (layer(CacheKind::Full, 1, Some(1)), 1),
-            (layer(CacheKind::Full, 1, Some(7)), 7),
-        ] {
-            let error = CacheLayout::of(&[full, second], 100).unwrap_err();
-            assert_eq!(error, CacheLayoutError::NotShared { layer: 1, of });
-        }
-        let chain = [
-            full,
-            layer(CacheKind::Full, 1, Some(0)),
-            layer(CacheKind::Full, 1, Some(1)),
-        ];
-        let error = CacheLayout::of(&chain, 100).unwrap_err();
-        assert_eq!(error, CacheLayoutError::NotShared { layer: 2, of: 1 });
-    }
-}
+mod tests;

@@ -242,11 +242,11 @@ impl StepPages {
     /// Of a checked plan.
     pub(crate) fn new(plan: &StepPlan, kv: KvConfig) -> Self {
         let (mut pages, mut places) = (Vec::new(), Vec::new());
-        for table in PageTable::all(&kv.groups) {
+        for table in PageTable::all(&kv.groups, kv.block_size) {
             let place = |run: &Run| {
-                let (blocks, start) = (table.blocks(run, kv.block_size), pages.len());
-                pages.extend(blocks.clone().map(|block| table.page(run, block)));
-                (blocks.start, start..pages.len())
+                let (slices, start) = (table.slices(run), pages.len());
+                pages.extend(slices.clone().map(|slice| table.page(run, slice)));
+                (slices.start, start..pages.len())
             };
             places.push(plan.runs.iter().map(place).collect());
         }

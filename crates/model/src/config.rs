@@ -11,7 +11,9 @@ mod vision;
 use std::path::Path;
 
 use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
-use plimsoll_core::{CacheLayoutError, ImageInput, Matryoshka, MetaValue, Metadata, Pooling, TokenId};
+use plimsoll_core::{
+    BlockSize, CacheLayoutError, ImageInput, Matryoshka, MetaValue, Metadata, Pooling, TokenId,
+};
 use plimsoll_kernels::{DeltaLayout, WeightType};
 use serde_json::{Map, Value};
 
@@ -318,7 +320,7 @@ fn check(path: &Path, spec: &DecoderSpec) -> Result<(), ModelError> {
             ("vocab_size_per_layer_input", per_layer.vocab_size),
         ])?;
     }
-    spec.own_cache_layout().map_err(|error| {
+    spec.own_cache_layout(BlockSize::default()).map_err(|error| {
         let field = match error {
             CacheLayoutError::NotShared { .. } => "num_kv_shared_layers",
             _ => "sliding_window",

@@ -235,10 +235,7 @@ impl<'a, E: KvElement> Step<'a, '_, E> {
 
     /// Where the layer has KV.
     fn page(&self) -> LayerPage {
-        match self.places[self.layer] {
-            LayerPlace::Page(page) => page,
-            LayerPlace::State(_) => unreachable!("a layer with attention has pages"),
-        }
+        self.places[self.layer].page()
     }
 
     /// The cache of a layer of each page. Layers that are all of one width are column by column one after the other, keys first. Pages
@@ -246,18 +243,18 @@ impl<'a, E: KvElement> Step<'a, '_, E> {
     fn layer_kv<'k>(
         kv: &'k mut [E],
         (config, kv_column): (KvConfig, usize),
-        column: usize,
+        page: LayerPage,
         spec: &AttentionSpec,
     ) -> PagedKvMut<'k, E> {
         let layout = KvLayout {
             kv_heads: spec.kv_heads,
             head_dim: spec.head_dim,
-            block_size: config.block_size,
+            block_size: page.block_size,
         };
         let own = kv_column * config.block_size.tokens();
         let (k, v, stride) = if config.groups.has_wide_layers() {
             let (k, v) = kv.split_at_mut(kv.len() / 2);
-            let start = (column * own).min(k.len());
+            let start = (page.column * own).min(k.len());
             (
                 &mut k[start..],
                 &mut v[start..],
@@ -265,7 +262,8 @@ impl<'a, E: KvElement> Step<'a, '_, E> {
             )
         } else {
             let elements = layout.elements(config.num_pages);
-            let (k, v) = kv[2 * column * elements..2 * (column + 1) * elements].split_at_mut(elements);
+            let (k, v) =
+                kv[2 * page.column * elements..2 * (page.column + 1) * elements].split_at_mut(elements);
             (k, v, own)
         };
         PagedKvMut { k, v, layout, stride }
@@ -321,7 +319,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             self.rotation(spec),
             values,
             &self.batch.tables[page.table],
-            &mut Self::layer_kv(self.kv, (self.kv_config, self.kv_column), page.column, spec),
+            &mut Self::layer_kv(self.kv, (self.kv_config, self.kv_column), page, spec),
             &mut self.q[..self.rows * spec.q_size()],
         );
         Ok(())
@@ -357,7 +355,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         };
         let page = self.page();
         let len = self.rows * spec.q_size();
-        let kv = Self::layer_kv(self.kv, (self.kv_config, self.kv_column), page.column, spec);
+        let kv = Self::layer_kv(self.kv, (self.kv_config, self.kv_column), page, spec);
         let out = &mut self.attended[..len];
         attention(
             &self.q[..len],

@@ -320,7 +320,8 @@ impl DecoderSpec {
 
     /// Elements of one page of a KV cache.
     pub fn kv_elements_per_page(&self, groups: &CacheGroups, block_size: BlockSize) -> usize {
-        self.cache_layout(groups).groups.columns_per_page() * 2 * self.kv_column() * block_size.tokens()
+        let layout = self.cache_layout(groups, block_size);
+        layout.groups.columns_per_page() * 2 * self.kv_column() * block_size.tokens()
     }
 
     /// Elements of the keys of a token in one column of a page (and of the values): all layers' are multiples of it.
@@ -334,30 +335,38 @@ impl DecoderSpec {
         self.attention().map(AttentionSpec::kv_size).fold(0, gcd)
     }
 
-    /// What the layers keep of a request.
-    pub fn cache_groups(&self) -> CacheGroups {
-        self.own_cache_layout()
+    /// What the layers keep of a request in blocks of this size.
+    pub fn cache_groups(&self, block_size: BlockSize) -> CacheGroups {
+        self.own_cache_layout(block_size)
             .expect("checked when the configuration is read")
             .groups
     }
 
+    /// Layers that keep a state of fixed size in place of tokens.
+    pub fn state_layers(&self) -> usize {
+        self.delta_nets().count()
+    }
+
     /// Where the layers keep what they do in a cache of these groups: those of [`Self::cache_groups`], or one in which all
     /// layers keep everything.
-    pub fn cache_layout(&self, groups: &CacheGroups) -> CacheLayout {
-        let mut layers = self.cache_layers();
-        layers.iter_mut().for_each(|layer| layer.kind = CacheKind::Full);
-        let all_full = || CacheLayout::of(&layers, usize::MAX).expect("a decoder has layers with attention");
-        match self.own_cache_layout() {
+    pub fn cache_layout(&self, groups: &CacheGroups, block_size: BlockSize) -> CacheLayout {
+        match self.own_cache_layout(block_size) {
             Ok(own) if own.groups == *groups => own,
-            _ => all_full().with_states(self.delta_nets().count()),
+            _ => {
+                let mut layers = self.cache_layers();
+                layers.iter_mut().for_each(|layer| layer.kind = CacheKind::Full);
+                let all_full = CacheLayout::of(&layers, usize::MAX, block_size);
+                let all_full = all_full.expect("a decoder has layers with attention");
+                all_full.with_states(self.state_layers())
+            }
         }
     }
 
     /// # Errors
     /// [`CacheLayoutError`] where there can be no cache.
-    pub(crate) fn own_cache_layout(&self) -> Result<CacheLayout, CacheLayoutError> {
-        let layout = CacheLayout::of(&self.cache_layers(), self.max_position_embeddings)?;
-        Ok(layout.with_states(self.delta_nets().count()))
+    pub(crate) fn own_cache_layout(&self, block_size: BlockSize) -> Result<CacheLayout, CacheLayoutError> {
+        let layout = CacheLayout::of(&self.cache_layers(), self.max_position_embeddings, block_size)?;
+        Ok(layout.with_states(self.state_layers()))
     }
 
     /// What each layer with attention asks of the cache.

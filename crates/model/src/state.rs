@@ -81,7 +81,7 @@ impl KvCache {
         config: KvConfig,
         touches: &mut dyn FnMut(),
     ) -> Result<Self, Oom> {
-        let layout = spec.cache_layout(&config.groups);
+        let layout = spec.cache_layout(&config.groups, config.block_size);
         let bytes = usize::try_from(spec.kv_bytes(config, element.size()))
             .ok()
             .filter(|&bytes| bytes < usize::MAX)
@@ -92,7 +92,7 @@ impl KvCache {
                 groups: layout.groups,
                 ..config
             },
-            pages: LayerPage::all(&layout),
+            pages: LayerPage::all(&layout, config.block_size),
             element,
         })
     }
@@ -152,6 +152,14 @@ pub(crate) enum LayerPlace {
 }
 
 impl LayerPlace {
+    /// That of a layer with attention.
+    pub(crate) fn page(self) -> LayerPage {
+        match self {
+            Self::Page(page) => page,
+            Self::State(_) => unreachable!("a layer with attention has pages"),
+        }
+    }
+
     /// Of each layer; `pages` are of those with attention.
     pub(crate) fn all(spec: &DecoderSpec, pages: &[LayerPage]) -> Vec<Self> {
         let (mut pages, mut states) = (pages.iter(), 0..);

@@ -1,4 +1,4 @@
-//! A step's tables of pages: one for each page of a block of each group of layers.
+//! A step's tables of pages: one for each page of a slice of a block of each group of layers. For attention, each slice is a block.
 
 use std::ops::Range;
 
@@ -6,32 +6,46 @@ use plimsoll_core::{
     BlockSize, CacheGroup, CacheGroups, CacheKind, CacheLayout, LayerPlace, PageId, Run, StepLimits,
 };
 
-/// The pages of one index within the blocks of a group.
+/// The pages of one index within the slices of blocks of a group.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PageTable {
     /// Index of the group.
     group: usize,
     kind: CacheGroup,
-    /// Which of the pages of each block.
+    /// Which of the pages of each slice.
     plane: usize,
+    /// Tokens of a slice.
+    slice: BlockSize,
 }
 
 impl PageTable {
     /// Those of a model, in the order that [`LayerPage::table`] counts.
-    pub(crate) fn all(groups: &CacheGroups) -> Vec<Self> {
+    pub(crate) fn all(groups: &CacheGroups, block_size: BlockSize) -> Vec<Self> {
         let of = |(group, &kind): (usize, &CacheGroup)| {
-            (0..kind.pages_per_block).map(move |plane| Self { group, kind, plane })
+            let table = move |plane| Self {
+                group,
+                kind,
+                plane,
+                slice: slice(&kind, block_size),
+            };
+            (0..kind.pages_per_slice()).map(table)
         };
         groups.iter().enumerate().flat_map(of).collect()
     }
 
-    /// The blocks that a run reads or writes.
-    pub(crate) fn blocks(&self, run: &Run, block_size: BlockSize) -> Range<usize> {
-        self.kind.first_block(block_size, run.start)..block_size.blocks_for(run.end())
+    /// Tokens of each page.
+    pub(crate) fn page_tokens(&self) -> usize {
+        self.slice.tokens()
     }
 
-    /// Most blocks of all runs of a step.
-    pub(crate) fn most_blocks(&self, block_size: BlockSize, limits: &StepLimits) -> usize {
+    /// The slices that a run reads or writes.
+    pub(crate) fn slices(&self, run: &Run) -> Range<usize> {
+        self.kind.first_block(self.slice, run.start)..self.slice.blocks_for(run.end())
+    }
+
+    /// Most slices of all runs of a step.
+    pub(crate) fn most_slices(&self, limits: &StepLimits) -> usize {
+        let block_size = self.slice;
         let tokens = limits.max_num_batched_tokens;
         let runs = limits.max_num_seqs.min(tokens);
         let all = runs.saturating_mul(block_size.blocks_for(limits.max_model_len));
@@ -47,11 +61,17 @@ impl PageTable {
         }
     }
 
-    /// The page of a block of a checked run.
-    pub(crate) fn page(&self, run: &Run, block: usize) -> PageId {
+    /// The page of a slice of a checked run.
+    pub(crate) fn page(&self, run: &Run, slice: usize) -> PageId {
         let table = &run.tables[self.group];
-        table.pages[(block - table.first) * self.kind.pages_per_block + self.plane]
+        let first = table.first * self.kind.slices;
+        table.pages[(slice - first) * self.kind.pages_per_slice() + self.plane]
     }
+}
+
+fn slice(group: &CacheGroup, block_size: BlockSize) -> BlockSize {
+    let slice = block_size.slice(group.slices);
+    slice.expect("groups are cut for this block size")
 }
 
 /// Where a layer's keys and values are.
@@ -59,19 +79,22 @@ impl PageTable {
 pub(crate) struct LayerPage {
     /// Index among [`PageTable::all`].
     pub(crate) table: usize,
-    /// Which of the layers of a page.
+    /// The first of its columns of a page.
     pub(crate) column: usize,
+    /// Tokens of a page: what a block is for attention.
+    pub(crate) block_size: BlockSize,
 }
 
 impl LayerPage {
     /// Of each layer that keeps tokens.
-    pub(crate) fn all(layout: &CacheLayout) -> Vec<Self> {
+    pub(crate) fn all(layout: &CacheLayout, block_size: BlockSize) -> Vec<Self> {
         let place = |place: &LayerPlace| {
-            let before = &layout.groups.as_slice()[..place.group];
-            let before: usize = before.iter().map(|group| group.pages_per_block).sum();
+            let (before, rest) = layout.groups.as_slice().split_at(place.group);
+            let before: usize = before.iter().map(CacheGroup::pages_per_slice).sum();
             Self {
                 table: before + place.plane,
                 column: place.column,
+                block_size: slice(&rest[0], block_size),
             }
         };
         layout.places.iter().map(place).collect()
@@ -121,7 +144,7 @@ pub(crate) fn check(
 
 #[cfg(test)]
 mod tests {
-    use plimsoll_core::{RequestId, RunInput};
+    use plimsoll_core::{CacheLayer, RequestId, RunInput};
     use rand::rngs::StdRng;
     use rand::{Rng, SeedableRng};
 
@@ -131,7 +154,7 @@ mod tests {
     #[test]
     fn no_step_has_more_blocks_than_there_is_room_for() {
         let mut rng = StdRng::seed_from_u64(7);
-        let mut tight = 0;
+        let (mut tight, mut cut) = (0, 0);
         for _ in 0..2000 {
             let limits = StepLimits {
                 max_num_batched_tokens: rng.random_range(1..200),
@@ -139,10 +162,15 @@ mod tests {
                 max_model_len: rng.random_range(1..600),
             };
             let block_size = BlockSize::new([8, 16, 32][rng.random_range(0..3)]).unwrap();
-            let kinds = [CacheKind::Full, CacheKind::Window(rng.random_range(1..300))];
-            let groups = CacheLayout::new(&kinds, limits.max_model_len.max(2))
+            let windowed = CacheLayer {
+                columns: rng.random_range(1..5),
+                ..CacheKind::Window(rng.random_range(1..300)).into()
+            };
+            let layers = [CacheKind::Full.into(), windowed];
+            let groups = CacheLayout::of(&layers, limits.max_model_len.max(2), block_size)
                 .unwrap()
                 .groups;
+            cut += usize::from(groups.iter().any(|group| group.slices > 1));
             let worst = rng.random_bool(0.5);
             let (mut runs, mut tokens) = (Vec::new(), limits.max_num_batched_tokens);
             while runs.len() < limits.max_num_seqs && tokens > 0 {
@@ -170,9 +198,9 @@ mod tests {
                     pool: None,
                 });
             }
-            for table in PageTable::all(&groups) {
-                let needed: usize = runs.iter().map(|run| table.blocks(run, block_size).len()).sum();
-                let room = table.most_blocks(block_size, &limits);
+            for table in PageTable::all(&groups, block_size) {
+                let needed: usize = runs.iter().map(|run| table.slices(run).len()).sum();
+                let room = table.most_slices(&limits);
                 assert!(
                     needed <= room,
                     "{needed} blocks and room for {room}: {limits:?}, {groups:?}"
@@ -182,5 +210,6 @@ mod tests {
             }
         }
         assert!(tight > 100, "{tight} steps nearly need the room there is");
+        assert!(cut > 100, "blocks of {cut} caches are cut");
     }
 }

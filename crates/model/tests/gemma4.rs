@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use plimsoll_core::{CacheKind, Component};
+use plimsoll_core::{BlockSize, CacheKind, Component};
 use plimsoll_model::{Footprint, LoadFormat, LoadOptions, Model, ModelError};
 use tempfile::TempDir;
 
@@ -118,7 +118,7 @@ fn wrong_tensors_are_named() {
 #[test]
 fn layers_that_share_keep_nothing() {
     let spec = parse(&config_json("gemma4-shared")).unwrap().spec;
-    let groups = spec.cache_groups();
+    let groups = spec.cache_groups(BlockSize::default());
     let groups: Vec<_> = groups
         .iter()
         .map(|group| (group.kind, group.layers, group.columns, group.sharing_layers))

@@ -2,7 +2,7 @@
 
 use crate::common::groups::{Tables, grouped, hits_past_the_window, logits_of_chunks, serve_twice};
 use crate::common::*;
-use plimsoll_core::{CacheGroups, Component, KvConfig, StateConfig};
+use plimsoll_core::{BlockSize, CacheGroups, Component, KvConfig, StateConfig};
 use plimsoll_model::KvCacheDtype;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -14,8 +14,8 @@ fn nobody_sees_what_lies_behind_the_window() {
         let mut rng = StdRng::seed_from_u64(seed);
         for name in WINDOW_MODELS {
             let model = load(name, KvCacheDtype::F32);
-            let groups = model.spec().cache_groups();
             let block_size = [8, 16, 32][rng.random_range(0..3)];
+            let groups = model.spec().cache_groups(BlockSize::new(block_size).unwrap());
             let prompt: Vec<u32> = (0..rng.random_range(40..128))
                 .map(|_| rng.random_range(0..160))
                 .collect();
@@ -79,7 +79,7 @@ fn prefix_hits_past_the_window_change_no_text() {
 #[test]
 fn tables_must_hold_what_a_step_sees() {
     let model = load("qwen2-window", KvCacheDtype::F32);
-    let groups = model.spec().cache_groups();
+    let groups = model.spec().cache_groups(BlockSize::new(8).unwrap());
     assert_eq!(groups.as_slice().len(), 2);
     let config = StateConfig {
         kv: KvConfig {

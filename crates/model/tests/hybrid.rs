@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::common::*;
-use plimsoll_core::{Component, Executor, Run, RunState, StateSlot};
+use plimsoll_core::{BlockSize, Component, Executor, Run, RunState, StateSlot};
 use plimsoll_model::{HfOverrides, KvCacheDtype, ModelConfig};
 use serde_json::{Value, json};
 
@@ -146,7 +146,7 @@ fn kinds_of_layers_follow_the_interval_where_they_are_not_listed() {
         .map(|layer| layer.attention().is_none())
         .collect();
     assert_eq!(linear, [true, true, false, true, true, false, true]);
-    let groups = spec.cache_groups();
+    let groups = spec.cache_groups(BlockSize::default());
     assert_eq!((groups.state_layers(), groups.as_slice()[0].layers), (5, 2));
 }
 

@@ -123,6 +123,7 @@ impl Device for CpuBackend {
         let facts = ModelFacts::of(
             model.config(),
             None,
+            self.settings.block_size,
             model.kv_bytes_per_token(),
             model.state_bytes(),
         );
@@ -149,6 +150,7 @@ impl Backend for CpuBackend {
             facts: ModelFacts::of(
                 model.config(),
                 model.scoring_row(),
+                self.settings.block_size,
                 model.kv_bytes_per_token(),
                 model.state_bytes(),
             ),

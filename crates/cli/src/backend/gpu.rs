@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use plimsoll_core::{BuildError, Component, KvConfig, Meters, StateConfig, StepLimits};
+use plimsoll_core::{BlockSize, BuildError, Component, KvConfig, Meters, StateConfig, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_device::cuda::{self, Gpu, GpuError, Holder};
 use plimsoll_kernels::WeightType;
@@ -88,10 +88,15 @@ fn options(settings: &EngineSettings) -> GpuOptions {
     }
 }
 
-fn facts_and_footprint(model: GpuFootprint, device: Meters) -> (ModelFacts, Box<dyn Footprint>) {
+fn facts_and_footprint(
+    model: GpuFootprint,
+    block_size: BlockSize,
+    device: Meters,
+) -> (ModelFacts, Box<dyn Footprint>) {
     let facts = ModelFacts::of(
         model.config(),
         None,
+        block_size,
         model.kv_bytes_per_token(),
         model.state_bytes(),
     );
@@ -149,7 +154,11 @@ impl Device for GpuBackend {
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
         let shape = state_shape(&self.settings, self.device.shard, limits);
         let model = GpuFootprint::on(&self.device.gpu, &self.model, shape)?;
-        Ok(facts_and_footprint(model, self.device.gpu.meters()))
+        Ok(facts_and_footprint(
+            model,
+            self.settings.block_size,
+            self.device.gpu.meters(),
+        ))
     }
 }
 
@@ -189,6 +198,7 @@ impl Backend for GpuBackend {
             facts: ModelFacts::of(
                 model.config(),
                 model.scoring_row(),
+                self.settings.block_size,
                 model.kv_bytes_per_token(),
                 model.state_bytes(),
             ),
@@ -452,7 +462,11 @@ impl Device for AssumedGpu {
             ..Meters::default()
         };
         let runtime = [(Component::Runtime, GpuFootprint::ASSUMED_RUNTIME_BYTES)];
-        Ok(facts_and_footprint(model, holding(&empty, &runtime, 0)))
+        Ok(facts_and_footprint(
+            model,
+            self.settings.block_size,
+            holding(&empty, &runtime, 0),
+        ))
     }
 }
 

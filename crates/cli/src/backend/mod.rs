@@ -14,8 +14,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use plimsoll_core::{
-    BuildError, CacheGroups, Component, Executor, ExpertLoads, ImageInput, Meters, Pooling, StateConfig,
-    StepLimits, TokenId,
+    BlockSize, BuildError, CacheGroups, Component, Executor, ExpertLoads, ImageInput, Meters, Pooling,
+    StateConfig, StepLimits, TokenId,
 };
 use plimsoll_device::Budget;
 use plimsoll_model::{Cancel, GenerationConfig, ModelConfig, Progress};
@@ -205,7 +205,7 @@ impl<D> ModelOn<D> {
     }
 
     fn layers_with_states(&self) -> Result<usize, Error> {
-        Ok(self.config()?.spec.cache_groups().state_layers())
+        Ok(self.config()?.spec.state_layers())
     }
 
     fn vocabulary(&self) -> Result<usize, Error> {
@@ -273,7 +273,13 @@ pub struct ModelFacts {
 
 impl ModelFacts {
     /// `row` is a cross-encoder's, where its weights were read.
-    fn of(config: &ModelConfig, row: Option<&Arc<[f32]>>, kv_bytes_per_token: u64, state_bytes: u64) -> Self {
+    fn of(
+        config: &ModelConfig,
+        row: Option<&Arc<[f32]>>,
+        block_size: BlockSize,
+        kv_bytes_per_token: u64,
+        state_bytes: u64,
+    ) -> Self {
         let embedding = config.embedding.as_ref();
         Self {
             vocab_size: config.spec.vocab_size,
@@ -292,7 +298,7 @@ impl ModelFacts {
                     add_generation_prompt: scoring.add_generation_prompt,
                 }),
             }),
-            groups: config.spec.cache_groups(),
+            groups: config.spec.cache_groups(block_size),
             kv_bytes_per_token,
             state_bytes,
             quantization: config.spec.quantization.name(),

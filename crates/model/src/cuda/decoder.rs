@@ -30,6 +30,7 @@ use super::weights::{GpuLayer, GpuWeights};
 use crate::blocks::Operations;
 use crate::spec::AttentionSpec;
 use crate::state::LayerPlace;
+use crate::tables::LayerPage;
 use crate::{DecoderSpec, ModelError};
 use head::{Head, Logits};
 use images::RowsOfImage;
@@ -65,17 +66,17 @@ pub(super) struct StepState {
 }
 
 impl StepState {
-    /// K and V of the layer from `column` on of each page, `[kv_heads][block_size][head_dim]` each, with these scales. Layers that are
+    /// K and V of the layer that is in `page`, `[kv_heads][block_size][head_dim]` each, with these scales. Layers that are
     /// all of one width are column by column one after the other, keys first. Pages of others are one after the other, first those of all
     /// keys: what a page has is its own, whichever layers it serves.
-    fn layer_kv(&self, column: usize, spec: &AttentionSpec, [k_scale, v_scale]: [f32; 2]) -> GpuKv<'_> {
+    fn layer_kv(&self, page: LayerPage, spec: &AttentionSpec, [k_scale, v_scale]: [f32; 2]) -> GpuKv<'_> {
         let KvConfig {
             num_pages,
             block_size,
             groups,
             ..
         } = &self.kv_config;
-        let own = block_size.tokens() * spec.kv_size();
+        let (own, column) = (page.block_size.tokens() * spec.kv_size(), page.column);
         let (start, block_stride, to_values) = match groups.has_wide_layers() {
             false => (2 * column * num_pages * own, own, num_pages * own),
             true => {
@@ -366,7 +367,7 @@ impl Decoder {
         }
         let kinds = self.kinds.iter().map(|&first| {
             let layer = &decoder.layers[first];
-            Kind::new(self, layer, input.rows, state)
+            Kind::new(self, layer, input.rows, (state, state.places[first]))
         });
         let mut step = Step {
             decoder: self,

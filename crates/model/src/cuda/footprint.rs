@@ -28,7 +28,8 @@ use crate::footprint::{ArenaUse, StepSize};
 use crate::model::Description;
 use crate::spec::Mlp;
 use crate::state::StateCache;
-use crate::{KvCacheDtype, ModelConfig, ModelError, ServeAs, Shard};
+use crate::tables::LayerPage;
+use crate::{DecoderSpec, KvCacheDtype, ModelConfig, ModelError, ServeAs, Shard};
 
 /// Context, kernels and libraries with their workspace on an H200, as measured there (tests/bench/h200/kv-full.json).
 const H200_RUNTIME_BYTES: u64 = 572 << 20;
@@ -88,9 +89,12 @@ impl GpuFootprint {
         let (config, element) = read_config(path, &shape)?;
         let kernels = Kernels::load(gpu, &config)?;
         let runs = shape.limits.max_num_seqs;
-        let planners = planners(&config.spec, shape.block_size, element, |kind| {
-            planners_on(&kernels.decode, &kernels.prefill, kind, runs)
-        });
+        let planners = planners(
+            &config.spec,
+            &pages(&config.spec, shape.block_size),
+            element,
+            |kind| planners_on(&kernels.decode, &kernels.prefill, kind, runs),
+        );
         let planners = planners.map_err(ModelError::Gpu)?;
         Ok(Self::new(config, element, shape, planners, Some(kernels)))
     }
@@ -103,19 +107,24 @@ impl GpuFootprint {
         let gpu = AssumedGpu::H200;
         let (config, element) = read_config(path, &shape)?;
         let runs = shape.limits.max_num_seqs;
-        let Ok(planners) = planners::<Infallible>(&config.spec, shape.block_size, element, |kind| {
-            let AttentionKind {
-                layout,
-                heads,
-                window,
-                element,
-            } = kind;
-            Ok(AttentionPlanners {
-                kind,
-                decode: DecodePlanner::assumed(layout, heads, window, gpu, runs),
-                prefill: PrefillPlanner::assumed(layout, heads, window, element, gpu),
-            })
-        });
+        let Ok(planners) = planners::<Infallible>(
+            &config.spec,
+            &pages(&config.spec, shape.block_size),
+            element,
+            |kind| {
+                let AttentionKind {
+                    layout,
+                    heads,
+                    window,
+                    element,
+                } = kind;
+                Ok(AttentionPlanners {
+                    kind,
+                    decode: DecodePlanner::assumed(layout, heads, window, gpu, runs),
+                    prefill: PrefillPlanner::assumed(layout, heads, window, element, gpu),
+                })
+            },
+        );
         Ok(Self::new(config, element, shape, planners, None))
     }
 
@@ -220,7 +229,7 @@ impl GpuFootprint {
             StepInputs::bytes(
                 limits,
                 *block_size,
-                &self.config.spec.cache_groups(),
+                &self.config.spec.cache_groups(*block_size),
                 sampling,
                 ImageInputs::of(&self.config),
                 &self.planners,
@@ -307,6 +316,12 @@ impl GpuFootprint {
             false => ladder(self.shape.limits.max_num_seqs),
         }
     }
+}
+
+/// Where layers have their keys and values in blocks of that size.
+fn pages(spec: &DecoderSpec, block_size: BlockSize) -> Vec<LayerPage> {
+    let layout = spec.cache_layout(&spec.cache_groups(block_size), block_size);
+    LayerPage::all(&layout, block_size)
 }
 
 fn read_config(path: &Path, shape: &GpuStateShape) -> Result<(ModelConfig, GpuKvElement), ModelError> {

@@ -112,7 +112,7 @@ impl StepInputs {
     ) -> Result<Self, DeviceError> {
         let room = ListRoom::new(limits, sampling);
         let bytes = Self::bytes(limits, kv.block_size, &kv.groups, sampling, images, &planners);
-        let tables = PageTable::all(&kv.groups);
+        let tables = PageTable::all(&kv.groups, kv.block_size);
         Ok(Self {
             staging: Staging::new(gpu, bytes, STEPS_IN_FLIGHT)?,
             planners,
@@ -272,8 +272,8 @@ impl StepInputs {
             Sampling::From { .. } => (limits.max_num_seqs, 0),
             Sampling::Pooled(_) => (0, limits.max_num_seqs),
         };
-        let tables = PageTable::all(groups);
-        let most = |table: &PageTable| table.most_blocks(block_size, limits);
+        let tables = PageTable::all(groups, block_size);
+        let most = |table: &PageTable| table.most_slices(limits);
         let rows = limits.max_num_batched_tokens.max(limits.max_num_seqs);
         let counts = Counts {
             tables: tables.len(),
@@ -309,20 +309,20 @@ impl StepInputs {
             prefill.clear();
             let mut first_row = 0;
             for run in &plan.runs {
-                let blocks = table.blocks(run, self.kv.block_size);
+                let slices = table.slices(run);
                 let meta = GpuRun {
                     first_row: first_row as i32,
                     len: run.input.len() as i32,
                     context_end: run.end() as i32,
-                    // That of the first block of all, which need not be there.
-                    block_offset: pages as i32 - blocks.start as i32,
+                    // That of the first slice of all, which need not be there.
+                    block_offset: pages as i32 - slices.start as i32,
                 };
                 match meta.len {
                     1 => decode.push(meta),
                     _ => prefill.push(meta),
                 }
                 first_row += run.input.len();
-                pages += blocks.len();
+                pages += slices.len();
             }
             if let BatchShape::Decode(size) = *shape {
                 let padding = |row: usize| GpuRun {
@@ -395,14 +395,13 @@ impl StepInputs {
         }
         written[at..].fill(0);
 
-        let block_size = self.kv.block_size.tokens();
         for (table, &slots) in self.tables.iter().zip(&input.slots) {
             let slots = self.staging.host(slot, slots);
-            let mut row = 0;
+            let (mut row, tokens) = (0, table.page_tokens());
             for run in &plan.runs {
                 for position in run.start..run.end() {
-                    let page = table.page(run, position / block_size);
-                    slots[row] = (page.index() * block_size + position % block_size) as i32;
+                    let page = table.page(run, position / tokens);
+                    slots[row] = (page.index() * tokens + position % tokens) as i32;
                     row += 1;
                 }
             }
@@ -453,8 +452,8 @@ impl StepInputs {
         let mut at = 0;
         for table in &self.tables {
             for run in &plan.runs {
-                for block in table.blocks(run, self.kv.block_size) {
-                    blocks[at] = table.page(run, block).0 as i32;
+                for slice in table.slices(run) {
+                    blocks[at] = table.page(run, slice).0 as i32;
                     at += 1;
                 }
             }

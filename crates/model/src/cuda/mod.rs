@@ -35,7 +35,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use plimsoll_core::{BlockSize, BuildError, Component, KvConfig, StateConfig, StepError, StepLimits};
+use plimsoll_core::{BuildError, Component, KvConfig, StateConfig, StepError, StepLimits};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
 use plimsoll_kernels::cuda::{DeltaKernels, DeltaSize, FusedKernels, GpuKvElement, HEAD_DIMS};
 
@@ -44,6 +44,7 @@ use crate::encoder::SlowestEncode;
 use crate::model::Description;
 use crate::spec::Mlp;
 use crate::state::StateCache;
+use crate::tables::LayerPage;
 use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress, Shard};
 use decoder::Decoder;
 use encoder::Encoder;
@@ -264,10 +265,10 @@ impl GpuModel {
         &self.decoder
     }
 
-    /// How attention's work is cut for a cache of that block size.
-    fn planners(&self, block_size: BlockSize, max_runs: usize) -> Result<Planners, GpuError> {
+    /// How attention's work is cut for keys and values in `pages`.
+    fn planners(&self, pages: &[LayerPage], max_runs: usize) -> Result<Planners, GpuError> {
         let Decoder { decode, prefill, .. } = &self.decoder;
-        planners(self.spec(), block_size, self.kv_element, |kind| {
+        planners(self.spec(), pages, self.kv_element, |kind| {
             planners_on(decode, prefill, kind, max_runs)
         })
     }

@@ -7,6 +7,7 @@ use plimsoll_kernels::cuda::{DecodeKernels, DecodePlanner, GpuKvElement, Prefill
 
 use crate::DecoderSpec;
 use crate::spec::AttentionSpec;
+use crate::tables::LayerPage;
 
 /// How attention's work is cut up: one entry per kind of attention that layers have.
 pub(super) type Planners = Vec<AttentionPlanners>;
@@ -60,18 +61,16 @@ pub(super) fn attention_counters(planners: &[AttentionPlanners]) -> usize {
     all.max().unwrap_or(0)
 }
 
-/// One entry for every kind of attention that layers have.
+/// One entry for every kind of attention that layers have, whose keys and values are in `pages`.
 pub(super) fn planners<E>(
     spec: &DecoderSpec,
-    block_size: BlockSize,
+    pages: &[LayerPage],
     element: GpuKvElement,
     planner: impl Fn(AttentionKind) -> Result<AttentionPlanners, E>,
 ) -> Result<Planners, E> {
     let mut planners = Planners::new();
-    for kind in spec
-        .attention()
-        .map(|spec| AttentionKind::of(spec, block_size, element))
-    {
+    for (spec, page) in spec.attention().zip(pages) {
+        let kind = AttentionKind::of(spec, page.block_size, element);
         if planners.iter().all(|known| known.kind != kind) {
             planners.push(planner(kind)?);
         }

@@ -81,7 +81,7 @@ impl GpuRunner {
             Ok(bytes) => Some(gpu.alloc(Component::Canary, bytes)?),
             Err(_) => return Err(gpu.budget().oom(Component::Canary, config.canary_bytes).into()),
         };
-        let layout = spec.cache_layout(&config.kv.groups);
+        let layout = spec.cache_layout(&config.kv.groups, config.kv.block_size);
         let kv = KvConfig {
             groups: layout.groups,
             ..config.kv
@@ -90,7 +90,8 @@ impl GpuRunner {
             .ok()
             .filter(|&bytes| bytes < usize::MAX)
             .ok_or_else(|| gpu.budget().oom(Component::Kv, u64::MAX))?;
-        let planners = model.planners(kv.block_size, limits.max_num_seqs)?;
+        let pages = LayerPage::all(&layout, kv.block_size);
+        let planners = model.planners(&pages, limits.max_num_seqs)?;
         let sampling = Sampling::of(model.config());
         let images = ImageInputs::of(model.config());
         let inputs = StepInputs::new(gpu, limits, kv, sampling, images, planners)?;
@@ -105,7 +106,7 @@ impl GpuRunner {
             kv_element: model.kv_element,
             kv_column: spec.kv_column(),
             states: States::new(gpu, spec, kv.state_slots)?,
-            places: LayerPlace::all(spec, &LayerPage::all(&layout)),
+            places: LayerPlace::all(spec, &pages),
             max_model_len: limits.max_model_len,
             encoder,
             inputs,

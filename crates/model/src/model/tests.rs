@@ -183,7 +183,7 @@ fn sinks_and_soft_caps_are_those_of_the_definition() {
         kv: KvConfig {
             block_size: BlockSize::new(8).unwrap(),
             num_pages: 32,
-            groups: config.spec.cache_groups(),
+            groups: config.spec.cache_groups(BlockSize::new(8).unwrap()),
             state_slots: 0,
         },
         scratch: Scratch::Growable,
@@ -206,7 +206,11 @@ fn sinks_and_soft_caps_are_those_of_the_definition() {
         if start == end {
             continue;
         }
-        let groups = 0..config.spec.cache_groups().iter().count() as u32;
+        let groups = 0..config
+            .spec
+            .cache_groups(BlockSize::new(8).unwrap())
+            .iter()
+            .count() as u32;
         let run = Run {
             request: RequestId(1),
             start,

@@ -118,9 +118,10 @@ pub fn serve_twice(
 
 /// A cache of pages for what [`serve_twice`] holds at most.
 pub fn grouped(spec: &DecoderSpec, block_size: usize, chunk: usize) -> KvConfig {
+    let kv = state_config(block_size, 0).kv;
     let mut kv = KvConfig {
-        groups: spec.cache_groups(),
-        ..state_config(block_size, 0).kv
+        groups: spec.cache_groups(kv.block_size),
+        ..kv
     };
     kv.num_pages = 3 * kv.request_pages(128, chunk);
     kv

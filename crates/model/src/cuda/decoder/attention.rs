@@ -46,10 +46,10 @@ impl<'b> Step<'_, 'b> {
         let page = self.page();
         let eps = layer.norm.eps;
         let write = GpuKvWrite {
-            kv: state.layer_kv(page.column, spec, self.kv_scales(spec)),
+            kv: state.layer_kv(page, spec, self.kv_scales(spec)),
             slots: state.inputs.device(input.slots[page.table]),
             kv_heads: spec.kv_heads,
-            block_size: state.kv_config.block_size.tokens(),
+            block_size: page.block_size.tokens(),
             head_dim: spec.head_dim,
             gated: spec.gated,
             values: match spec.values {
@@ -90,7 +90,7 @@ impl<'b> Step<'_, 'b> {
             sinks: sinks.map(GpuVector::slice),
         };
         let page = self.page();
-        let kv = state.layer_kv(page.column, spec, self.kv_scales(spec));
+        let kv = state.layer_kv(page, spec, self.kv_scales(spec));
         let (inputs, at) = (&state.inputs, self.attention().planners);
         let planners = &inputs.planners()[at];
         let blocks = inputs.device(input.blocks);

@@ -48,11 +48,16 @@ struct Fusion {
 }
 
 impl Kind {
-    pub(super) fn new(decoder: &Decoder, layer: &GpuLayer, rows: usize, state: &StepState) -> Self {
+    pub(super) fn new(
+        decoder: &Decoder,
+        layer: &GpuLayer,
+        rows: usize,
+        (state, place): (&StepState, LayerPlace),
+    ) -> Self {
         let attention = layer.spec.attention();
         let (linears, projections) = (&decoder.linears, layer.mixer.projections());
         Self {
-            attention: attention.map(|spec| AttentionChoice::new(decoder, spec, state)),
+            attention: attention.map(|spec| AttentionChoice::new(decoder, spec, state, place)),
             projections: Fusion::new(linears, rows, projections, LinearOutput::Bf16),
             gate_up: Self::gate_up(decoder, layer, rows),
         }
@@ -76,8 +81,8 @@ impl Kind {
 }
 
 impl AttentionChoice {
-    fn new(decoder: &Decoder, spec: &AttentionSpec, state: &StepState) -> Self {
-        let attention = AttentionKind::of(spec, state.kv_config.block_size, state.kv_element);
+    fn new(decoder: &Decoder, spec: &AttentionSpec, state: &StepState, place: LayerPlace) -> Self {
+        let attention = AttentionKind::of(spec, place.page().block_size, state.kv_element);
         let planners = state.inputs.planners();
         let at = planners.iter().position(|planners| planners.kind == attention);
         let rope = spec.rope.as_deref().map(|rope| {
@@ -151,10 +156,7 @@ impl<'a, 'b> Step<'a, 'b> {
 
     /// Where the layer's keys and values are.
     pub(super) fn page(&self) -> LayerPage {
-        match self.state.places[self.layer] {
-            LayerPlace::Page(page) => page,
-            LayerPlace::State(_) => unreachable!("a layer with attention has pages"),
-        }
+        self.state.places[self.layer].page()
     }
 
     pub(super) fn delta(&self) -> &'b DeltaKernels {

@@ -62,7 +62,7 @@ fn a_cache_of_8_bits_takes_half() {
     let kv = KvConfig {
         block_size: wide.shape.block_size,
         num_pages: 4096,
-        groups: wide.config.spec.cache_groups(),
+        groups: wide.config.spec.cache_groups(wide.shape.block_size),
         state_slots: 0,
     };
     assert_eq!(wide.kv_bytes(kv), 2 * fp8.kv_bytes(kv));
