@@ -1,9 +1,9 @@
 //! The network on a CPU: the blocks' operations on `f32` activations in the step arena.
 
+mod activations;
 mod beside;
 mod images;
 mod vocabulary;
-mod widths;
 
 use std::sync::Arc;
 
@@ -17,11 +17,13 @@ use plimsoll_kernels::{
     route, sandwich_norm, sigmoid_gate,
 };
 
-pub(crate) use vocabulary::Head;
-pub(crate) use widths::activation_widths;
+use activations::Activations;
+
+pub(crate) use activations::activation_elements;
+pub(crate) use vocabulary::{Head, LOGIT_ROWS, logit_elements};
 
 use crate::batch::Batch;
-use crate::blocks::{self, Beside, DeltaRule, LayerInput, Moe, Norms, Operations, Widths};
+use crate::blocks::{self, Beside, DeltaRule, LayerInput, Moe, Norms, Operations};
 use crate::rope::{RopeSpec, RopeTable};
 use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec, PerLayerSpec, Values};
 use crate::state::{KvCache, KvElementType, LayerPlace, StateCache};
@@ -97,22 +99,6 @@ impl Decoder {
     ) -> Result<&'a [f32], StepError> {
         let spec = &self.spec;
         let n = batch.tokens.len();
-        let [
-            hidden,
-            delta,
-            normed,
-            angles,
-            qkv,
-            q,
-            attended,
-            gate_up,
-            activated,
-            gathered,
-            projected,
-            router_logits,
-            layer_inputs,
-        ] = activation_widths(spec).map(|width| arena.alloc::<f32>(n * width));
-        let routes = arena.alloc::<Route>(n * Widths::of(spec).routes);
         let mut step = Step {
             batch,
             places: LayerPlace::all(spec, &kv.pages),
@@ -128,21 +114,9 @@ impl Decoder {
             rows: n,
             is_fresh: true,
             layer: 0,
-            hidden: hidden?,
-            delta: delta?,
-            normed: normed?,
-            qkv: qkv?,
-            q: q?,
-            attended: attended?,
-            gate_up: gate_up?,
-            activated: activated?,
-            gathered: gathered?,
-            projected: projected?,
-            router_logits: router_logits?,
-            layer_inputs: layer_inputs?,
-            routes: routes?,
+            act: Activations::new(spec, n, arena)?,
         };
-        let mut angles: &'a mut [f32] = angles?;
+        let mut angles = std::mem::take(&mut step.act.angles);
         for rope in &self.ropes {
             let table = &rope.tables[rope.spec.variant(max_model_len)];
             let (own, rest) = angles.split_at_mut(n * rope.spec.rotary_dim);
@@ -154,11 +128,13 @@ impl Decoder {
         step.put_image();
         if let (Some(per_layer), Some(own)) = (&self.weights.per_layer, &spec.per_layer) {
             let scale = (own.width as f32).sqrt();
-            per_layer.table.forward(batch.tokens, scale, step.layer_inputs);
+            per_layer
+                .table
+                .forward(batch.tokens, scale, step.act.layer_inputs);
         }
         self.weights.forward(spec, &mut step)?;
         let len = rows.len() * spec.hidden_size;
-        Ok(&step.normed[..len])
+        Ok(&step.act.normed[..len])
     }
 
     /// From normalised rows to logits, `[rows, vocab_size]`; none where the model is for embeddings.
@@ -168,7 +144,7 @@ impl Decoder {
     }
 }
 
-/// The activations of a step, `[rows, n]` each, for the widest layer.
+/// A step on its way through the layers.
 struct Step<'a, 'b, E> {
     batch: &'b Batch<'b>,
     /// Of each layer.
@@ -193,27 +169,15 @@ struct Step<'a, 'b, E> {
     is_fresh: bool,
     /// Index of the layer.
     layer: usize,
-    hidden: &'a mut [f32],
-    delta: &'a mut [f32],
-    normed: &'a mut [f32],
-    qkv: &'a mut [f32],
-    q: &'a mut [f32],
-    attended: &'a mut [f32],
-    gate_up: &'a mut [f32],
-    activated: &'a mut [f32],
-    gathered: &'a mut [f32],
-    projected: &'a mut [f32],
-    router_logits: &'a mut [f32],
-    layer_inputs: &'a mut [f32],
-    routes: &'a mut [Route],
+    act: Activations<'a>,
 }
 
 impl<'a, E: KvElement> Step<'a, '_, E> {
     fn add_norm(&mut self, norms: &Norms<'_, Vec<f32>>) {
         let Norms { added, weight, eps } = *norms;
         let len = self.rows * weight.len();
-        let (hidden, delta) = (&mut self.hidden[..len], &mut self.delta[..len]);
-        let normed = &mut self.normed[..len];
+        let (hidden, delta) = (&mut self.act.hidden[..len], &mut self.act.delta[..len]);
+        let normed = &mut self.act.normed[..len];
         if std::mem::take(&mut self.is_fresh) {
             return rms_norm(hidden, weight, eps, normed);
         }
@@ -295,7 +259,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
     ) -> Result<(), StepError> {
         self.add_norm(norms);
         let (x, out) = (self.rows * linear.inputs(), self.rows * width);
-        linear.forward_to_wider(&self.normed[..x], &mut self.qkv[..out], self.arena)?;
+        linear.forward_to_wider(&self.act.normed[..x], &mut self.act.qkv[..out], self.arena)?;
         Ok(())
     }
 
@@ -314,13 +278,13 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             Values::NormalisedKeys => CachedValues::NormalisedKeys(eps),
         };
         qk_norm_rope_kv_write(
-            &self.qkv[..self.rows * spec.qkv_size()],
+            &self.act.qkv[..self.rows * spec.qkv_size()],
             norm,
             self.rotation(spec),
             values,
             &self.batch.tables[page.table],
             &mut Self::layer_kv(self.kv, (self.kv_config, self.kv_column), page, spec),
-            &mut self.q[..self.rows * spec.q_size()],
+            &mut self.act.q[..self.rows * spec.q_size()],
         );
         Ok(())
     }
@@ -332,12 +296,12 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         q_norm: Option<&Vec<f32>>,
     ) -> Result<(), StepError> {
         rotate_queries(
-            &self.qkv[..self.rows * spec.qkv_size()],
+            &self.act.qkv[..self.rows * spec.qkv_size()],
             spec.head_dim,
             q_norm.map(|weight| (weight.as_slice(), layer.norm.eps)),
             self.rotation(spec),
             &self.batch.tables[self.page().table],
-            &mut self.q[..self.rows * spec.q_size()],
+            &mut self.act.q[..self.rows * spec.q_size()],
         );
         Ok(())
     }
@@ -356,9 +320,9 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         let page = self.page();
         let len = self.rows * spec.q_size();
         let kv = Self::layer_kv(self.kv, (self.kv_config, self.kv_column), page, spec);
-        let out = &mut self.attended[..len];
+        let out = &mut self.act.attended[..len];
         attention(
-            &self.q[..len],
+            &self.act.q[..len],
             kv.as_ref(),
             &self.batch.tables[page.table],
             options,
@@ -366,9 +330,9 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             self.arena,
         )?;
         if spec.gated {
-            let gates = &self.qkv[..self.rows * spec.qkv_size()];
+            let gates = &self.act.qkv[..self.rows * spec.qkv_size()];
             sigmoid_gate(
-                &mut self.attended[..len],
+                &mut self.act.attended[..len],
                 spec.q_size(),
                 gates,
                 spec.qkv_size(),
@@ -389,7 +353,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         };
         let (layout, runs) = (&spec.layout, &self.batch.states);
         let [conv, heads] = &mut self.states[index];
-        let x = &mut self.qkv[..self.rows * layout.width()];
+        let x = &mut self.act.qkv[..self.rows * layout.width()];
         causal_conv(layout, &rule.conv, runs, conv, x);
         gated_delta_rule(
             layout,
@@ -402,7 +366,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             runs,
             x,
             heads,
-            &mut self.attended[..self.rows * layout.values()],
+            &mut self.act.attended[..self.rows * layout.values()],
         );
         Ok(())
     }
@@ -412,17 +376,21 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
     }
 
     fn keep_given(&mut self, attended: usize) -> Result<(), StepError> {
-        let width = self.hidden.len() / self.rows;
-        keep_rows(self.hidden, width, self.given);
-        keep_rows(self.attended, attended, self.given);
-        keep_rows(self.layer_inputs, self.layer_inputs.len() / self.rows, self.given);
+        let width = self.act.hidden.len() / self.rows;
+        keep_rows(self.act.hidden, width, self.given);
+        keep_rows(self.act.attended, attended, self.given);
+        keep_rows(
+            self.act.layer_inputs,
+            self.act.layer_inputs.len() / self.rows,
+            self.given,
+        );
         self.rows = self.given.len();
         Ok(())
     }
 
     fn project_output(&mut self, output: &Arc<Linear>) -> Result<(), StepError> {
         let (x, out) = (self.rows * output.inputs(), self.rows * output.outputs());
-        output.forward(&self.attended[..x], &mut self.delta[..out], self.arena)?;
+        output.forward(&self.act.attended[..x], &mut self.act.delta[..out], self.arena)?;
         Ok(())
     }
 
@@ -434,24 +402,24 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
     ) -> Result<(), StepError> {
         self.add_norm(norms);
         let (x, out) = (self.rows * gate_up.inputs(), self.rows * gate_up.outputs());
-        gate_up.forward(&self.normed[..x], &mut self.gate_up[..out], self.arena)?;
+        gate_up.forward(&self.act.normed[..x], &mut self.act.gate_up[..out], self.arena)?;
         let inner = mlp.intermediate_size;
-        let activated = &mut self.activated[..self.rows * inner];
-        glu(mlp.activation, &self.gate_up[..out], inner, activated);
+        let activated = &mut self.act.activated[..self.rows * inner];
+        glu(mlp.activation, &self.act.gate_up[..out], inner, activated);
         Ok(())
     }
 
     fn project_down(&mut self, _: &DenseMlpSpec, down: &Arc<Linear>) -> Result<(), StepError> {
         let (x, out) = (self.rows * down.inputs(), self.rows * down.outputs());
-        down.forward(&self.activated[..x], &mut self.delta[..out], self.arena)?;
+        down.forward(&self.act.activated[..x], &mut self.act.delta[..out], self.arena)?;
         Ok(())
     }
 
     fn sum_ranks(&mut self) -> Result<(), StepError> {
-        let len = self.rows * (self.hidden.len() / self.batch.tokens.len());
+        let len = self.rows * (self.act.hidden.len() / self.batch.tokens.len());
         match &mut self.exchange {
             None => Ok(()),
-            Some(exchange) => exchange.sum(&mut self.delta[..len]),
+            Some(exchange) => exchange.sum(&mut self.act.delta[..len]),
         }
     }
 
@@ -464,10 +432,10 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         self.add_norm(norms);
         let (rows, arena) = (self.rows, self.arena);
         let len = rows * moe.router.inputs();
-        let (normed, delta) = (&self.normed[..len], &mut self.delta[..len]);
-        let logits = &mut self.router_logits[..rows * spec.experts];
+        let (normed, delta) = (&self.act.normed[..len], &mut self.act.delta[..len]);
+        let logits = &mut self.act.router_logits[..rows * spec.experts];
         moe.router.forward(normed, logits, arena)?;
-        let routes = &mut self.routes[..rows * spec.top_k];
+        let routes = &mut self.act.routes[..rows * spec.top_k];
         route(logits, spec.experts, Router::plain(spec.softmax), routes);
         count_routes(self.expert_loads, self.layer, routes);
         let weights = ExpertWeights {
@@ -475,17 +443,20 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             down: &moe.down,
         };
         let buffers = ExpertBuffers {
-            gathered: self.gathered,
-            gate_up: self.gate_up,
-            activated: self.activated,
-            out: self.projected,
+            gathered: self.act.gathered,
+            gate_up: self.act.gate_up,
+            activated: self.act.activated,
+            out: self.act.projected,
         };
         experts(normed, routes, weights, spec.activation, buffers, delta, arena)?;
         if let (Some(spec), Some(shared)) = (&spec.shared, &moe.shared) {
             let inner = spec.intermediate_size;
-            let gate_up = &mut self.gate_up[..rows * 2 * inner];
-            let activated = &mut self.activated[..rows * inner];
-            let (gates, out) = (&mut self.router_logits[..rows], &mut self.projected[..len]);
+            let gate_up = &mut self.act.gate_up[..rows * 2 * inner];
+            let activated = &mut self.act.activated[..rows * inner];
+            let (gates, out) = (
+                &mut self.act.router_logits[..rows],
+                &mut self.act.projected[..len],
+            );
             shared.mlp.gate_up.forward(normed, gate_up, arena)?;
             glu(spec.activation, gate_up, inner, activated);
             shared.mlp.down.forward(activated, out, arena)?;
@@ -505,8 +476,8 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
     }
 
     fn settle(&mut self, added: Option<&Vec<f32>>, eps: f32) -> Result<(), StepError> {
-        let len = self.rows * (self.hidden.len() / self.batch.tokens.len());
-        let (hidden, delta) = (&mut self.hidden[..len], &self.delta[..len]);
+        let len = self.rows * (self.act.hidden.len() / self.batch.tokens.len());
+        let (hidden, delta) = (&mut self.act.hidden[..len], &self.act.delta[..len]);
         match added {
             Some(weight) => add_normed(hidden, delta, weight, eps),
             None => hidden.iter_mut().zip(delta).for_each(|(to, x)| *to += x),
@@ -525,7 +496,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
     }
 
     fn scale(&mut self, scalar: &Vec<f32>) -> Result<(), StepError> {
-        self.hidden.iter_mut().for_each(|value| *value *= scalar[0]);
+        self.act.hidden.iter_mut().for_each(|value| *value *= scalar[0]);
         Ok(())
     }
 

@@ -5,16 +5,15 @@ use std::path::Path;
 
 use plimsoll_core::{KvConfig, Pooling, StepLimits};
 use plimsoll_device::DryArena;
-use plimsoll_kernels::{LinearShape, Route, WeightType, attention_scratch, sample_scratch};
+use plimsoll_kernels::{LinearShape, WeightType, attention_scratch, sample_scratch};
 
 use crate::blocks::{
-    self, Beside, DeltaRule, LayerInput, Matrix, Moe, Norms, Operations, Stack, Vector, Visitor, Widths,
+    self, Beside, DeltaRule, LayerInput, Matrix, Moe, Norms, Operations, Stack, Vector, Visitor,
 };
-use crate::decoder::activation_widths;
+use crate::decoder::{LOGIT_ROWS, activation_elements, logit_elements};
 use crate::encoder::{self, EncoderState};
 use crate::model::{Description, check_cpu};
 use crate::quantization::MatrixFormat;
-use crate::runner::LOGIT_ROWS;
 use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec, PerLayerSpec};
 use crate::state::{KvElementType, Staging, StateCache};
 use crate::weights::Checked;
@@ -180,10 +179,7 @@ impl Footprint {
         let read = samples + scored;
         let spec = &self.config.spec;
         arena.reset();
-        for width in activation_widths(spec) {
-            arena.alloc::<f32>(tokens.checked_mul(width)?)?;
-        }
-        arena.alloc::<Route>(tokens.checked_mul(Widths::of(spec).routes)?)?;
+        arena.alloc::<f32>(activation_elements(spec, tokens)?)?;
         let given = match self.config.pooling() {
             Some(Pooling::Mean) => tokens,
             Some(Pooling::Last) => samples,
@@ -198,9 +194,8 @@ impl Footprint {
         let Some(lm_head) = &self.decoder.head else {
             return Some(());
         };
-        arena.alloc::<f32>(read.min(LOGIT_ROWS).checked_mul(spec.vocab_size)?)?;
-        if spec.vocab_shard.ranks > 1 {
-            arena.alloc::<f32>(read.min(LOGIT_ROWS).checked_mul(spec.vocab_rows())?)?;
+        for elements in logit_elements(spec, read)? {
+            arena.alloc::<f32>(elements)?;
         }
         for first in (0..read).step_by(LOGIT_ROWS) {
             lm_head.scratch(LOGIT_ROWS.min(read - first), arena)?;

@@ -10,13 +10,10 @@ use plimsoll_kernels::{Exchange, SampleError, ScoreRow, apply_mask, sample, scor
 
 use crate::Model;
 use crate::batch::{Batch, Bounds, StepPages};
-use crate::decoder::Decoder;
+use crate::decoder::{Decoder, LOGIT_ROWS, logit_elements};
 use crate::encoder::EncoderState;
 use crate::images;
 use crate::state::{KvCache, Staging, StateCache, mask_words};
-
-/// Rows whose logits exist at one time. Their memory, rows × vocabulary, would otherwise be the largest of the step.
-pub(crate) const LOGIT_ROWS: usize = 32;
 
 /// One engine state: everything that serves a model besides its weights. Dropped whole.
 #[derive(Debug)]
@@ -284,8 +281,9 @@ impl Runner {
         rows: &[usize],
         mut consume: impl FnMut(usize, &mut [f32], &[u32], &Arena) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
-        let (width, vocab) = (self.model.spec().hidden_size, self.bounds.vocab_size);
-        let vocab_rows = self.model.spec().vocab_rows();
+        let model = Arc::clone(&self.model);
+        let spec = model.spec();
+        let (width, vocab, vocab_rows) = (spec.hidden_size, spec.vocab_size, spec.vocab_rows());
         let exchange = self.model.exchange.clone();
         let mut exchange = exchange.as_deref().map(lock);
         let Forward {
@@ -296,12 +294,9 @@ impl Runner {
         } = self.forward(plan, rows, exchange.as_deref_mut())?;
         let no_head = || StepError::Failed("a model that is served for embeddings has no logits".to_owned());
         let head = decoder.head().ok_or_else(no_head)?;
-        let most = (normed.len() / width).min(LOGIT_ROWS);
-        let logits = arena.alloc::<f32>(most * vocab)?;
-        let part = match vocab_rows < vocab {
-            true => arena.alloc::<f32>(most * vocab_rows)?,
-            false => &mut [],
-        };
+        let elements = logit_elements(spec, normed.len() / width).unwrap_or([usize::MAX; 2]);
+        let [logits, part] = elements.map(|elements| arena.alloc::<f32>(elements));
+        let (logits, part) = (logits?, part?);
         for (chunk, normed) in normed.chunks(LOGIT_ROWS * width).enumerate() {
             let rows = normed.len() / width;
             let logits = &mut logits[..rows * vocab];

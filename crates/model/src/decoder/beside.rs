@@ -21,13 +21,13 @@ impl<E: KvElement> Step<'_, '_, E> {
         eps: f32,
     ) -> Result<(), Oom> {
         let (x, len) = (self.rows * projection.inputs(), self.rows * projection.outputs());
-        let projected = &mut self.gate_up[..len];
-        projection.forward(&self.hidden[..x], projected, self.arena)?;
+        let projected = &mut self.act.gate_up[..len];
+        projection.forward(&self.act.hidden[..x], projected, self.arena)?;
         let scale = (projection.inputs() as f32).sqrt().recip();
         projected.iter_mut().for_each(|value| *value *= scale);
-        add_normed(&mut self.layer_inputs[..len], projected, norm, eps);
+        add_normed(&mut self.act.layer_inputs[..len], projected, norm, eps);
         let both = FRAC_1_SQRT_2;
-        self.layer_inputs.iter_mut().for_each(|value| *value *= both);
+        self.act.layer_inputs.iter_mut().for_each(|value| *value *= both);
         Ok(())
     }
 
@@ -39,11 +39,11 @@ impl<E: KvElement> Step<'_, '_, E> {
     ) -> Result<(), Oom> {
         let (rows, width) = (self.rows, spec.width);
         let len = rows * input.gate.inputs();
-        let all = self.layer_inputs.len() / self.batch.tokens.len();
-        let gates = &mut self.activated[..rows * width];
-        input.gate.forward(&self.hidden[..len], gates, self.arena)?;
-        let beside = &mut self.gate_up[..rows * 2 * width];
-        let inputs = self.layer_inputs.chunks_exact(all);
+        let all = self.act.layer_inputs.len() / self.batch.tokens.len();
+        let gates = &mut self.act.activated[..rows * width];
+        input.gate.forward(&self.act.hidden[..len], gates, self.arena)?;
+        let beside = &mut self.act.gate_up[..rows * 2 * width];
+        let inputs = self.act.layer_inputs.chunks_exact(all);
         for ((to, gate), input) in beside
             .chunks_exact_mut(2 * width)
             .zip(gates.chunks_exact(width))
@@ -55,7 +55,7 @@ impl<E: KvElement> Step<'_, '_, E> {
         glu(spec.activation, beside, width, gates);
         input
             .projection
-            .forward(gates, &mut self.delta[..len], self.arena)
+            .forward(gates, &mut self.act.delta[..len], self.arena)
     }
 
     /// [`Operations::experts_beside`](crate::blocks::Operations::experts_beside).
@@ -69,19 +69,19 @@ impl<E: KvElement> Step<'_, '_, E> {
         let width = moe.router.inputs();
         let len = rows * width;
         let (hidden, normed, delta) = (
-            &self.hidden[..len],
-            &mut self.normed[..len],
-            &mut self.delta[..len],
+            &self.act.hidden[..len],
+            &mut self.act.normed[..len],
+            &mut self.act.delta[..len],
         );
         rms_norm(hidden, &beside.router_norm, eps, normed);
-        let logits = &mut self.router_logits[..rows * spec.experts];
+        let logits = &mut self.act.router_logits[..rows * spec.experts];
         moe.router.forward(normed, logits, arena)?;
         let router = Router {
             softmax: spec.softmax,
             scale: (width as f32).sqrt().recip(),
             expert_scale: Some(&beside.expert_scale),
         };
-        let routes = &mut self.routes[..rows * spec.top_k];
+        let routes = &mut self.act.routes[..rows * spec.top_k];
         route(logits, spec.experts, router, routes);
         count_routes(self.expert_loads, self.layer, routes);
         rms_norm(hidden, &beside.norm, eps, normed);
@@ -90,13 +90,13 @@ impl<E: KvElement> Step<'_, '_, E> {
             down: &moe.down,
         };
         let buffers = ExpertBuffers {
-            gathered: self.gathered,
-            gate_up: self.gate_up,
-            activated: self.activated,
-            out: self.projected,
+            gathered: self.act.gathered,
+            gate_up: self.act.gate_up,
+            activated: self.act.activated,
+            out: self.act.projected,
         };
         // Attention is done with it.
-        let out = &mut self.qkv[..len];
+        let out = &mut self.act.qkv[..len];
         experts(normed, routes, weights, spec.activation, buffers, out, arena)?;
         if let Some(exchange) = &mut self.exchange {
             exchange.sum(out)?;

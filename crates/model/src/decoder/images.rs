@@ -27,10 +27,10 @@ impl<E: KvElement> Step<'_, '_, E> {
     /// Embeddings of images in place of those of their tokens.
     pub(super) fn put_image(&mut self) {
         let Some(image) = &self.batch.image else { return };
-        let width = self.hidden.len() / self.rows;
+        let width = self.act.hidden.len() / self.rows;
         for &(row, of_image) in &image.rows {
             let embedding = image.embeddings.row(&image.encoded, of_image, 0);
-            self.hidden[row * width..(row + 1) * width].copy_from_slice(embedding);
+            self.act.hidden[row * width..(row + 1) * width].copy_from_slice(embedding);
         }
     }
 
@@ -39,10 +39,10 @@ impl<E: KvElement> Step<'_, '_, E> {
         let Some(image) = self.batch.image.as_ref().filter(|image| layer < image.features) else {
             return;
         };
-        let width = self.hidden.len() / self.rows;
+        let width = self.act.hidden.len() / self.rows;
         for &(row, of_image) in &image.rows {
             let feature = image.embeddings.row(&image.encoded, of_image, 1 + layer);
-            let hidden = &mut self.hidden[row * width..(row + 1) * width];
+            let hidden = &mut self.act.hidden[row * width..(row + 1) * width];
             hidden.iter_mut().zip(feature).for_each(|(x, y)| *x += y);
         }
     }
