@@ -53,4 +53,4 @@ pub use spec::{
     NormSpec, OutputHead, PerLayerSpec, Projections, StackedExperts, Values,
 };
 pub use state::KvCacheDtype;
-pub use weights::Progress;
+pub use weights::LoadProgress;

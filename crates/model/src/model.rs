@@ -15,7 +15,7 @@ use crate::quantization::Quantization;
 use crate::state::{KvCacheDtype, KvElementType, StateCache};
 use crate::weights::{Checkpoint, DummyWeights, GgufWeights, Loader, Source};
 use crate::{
-    Around, Cancel, DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress, Shard,
+    Around, Cancel, DecoderSpec, GenerationConfig, GgufFile, LoadProgress, ModelConfig, ModelError, Shard,
 };
 
 /// How to load a model.
@@ -70,7 +70,7 @@ impl Model {
         path: &Path,
         options: LoadOptions,
         budget: &Budget,
-        progress: &mut dyn FnMut(Progress),
+        progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Arc<Self>, ModelError> {
         Self::load_rank(path, options, budget, None, progress)
     }
@@ -84,7 +84,7 @@ impl Model {
         options: LoadOptions,
         budget: &Budget,
         exchange: Option<Arc<Mutex<Exchange>>>,
-        progress: &mut dyn FnMut(Progress),
+        progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Arc<Self>, ModelError> {
         let mut description = Description::read(path, &options.serve_as)?;
         description.read_scoring_row(options.format)?;

@@ -6,7 +6,7 @@ use crate::common::scores::scored_run;
 use crate::common::*;
 use plimsoll_core::{Component, Executor, Oom, RefusedBy, Scratch, StateConfig, StepError};
 use plimsoll_device::Budget;
-use plimsoll_model::{LoadOptions, Model, ModelError, Progress, Runner};
+use plimsoll_model::{LoadOptions, LoadProgress, Model, ModelError, Runner};
 
 fn start(name: &str, config: &StateConfig, budget: &Budget) -> Result<(Arc<Model>, Runner), ModelError> {
     let model = Model::load(&golden_path(name), LoadOptions::default(), budget, &mut |_| ())?;
@@ -155,7 +155,7 @@ fn progress_reaches_the_total() {
     })
     .unwrap();
     assert!(seen.is_sorted_by_key(|progress| progress.done));
-    let Some(&Progress { done, total }) = seen.last() else {
+    let Some(&LoadProgress { done, total }) = seen.last() else {
         panic!("no progress")
     };
     assert_eq!(done, total);

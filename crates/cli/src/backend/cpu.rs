@@ -7,7 +7,7 @@ use std::time::Duration;
 use plimsoll_core::{BuildError, Component, KvConfig, Meters, Oom, StateConfig, StepLimits};
 use plimsoll_device::{Budget, Charge, Machine};
 use plimsoll_kernels::{Exchange, WeightType, instruction_set};
-use plimsoll_model::{Cancel, LoadOptions, Model, Progress, Runner, Shard};
+use plimsoll_model::{Cancel, LoadOptions, LoadProgress, Model, Runner, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioShape};
 
 use super::predicted::{arena_use, holding, step_size};
@@ -137,7 +137,7 @@ impl Device for CpuBackend {
 }
 
 impl Backend for CpuBackend {
-    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
+    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(LoadProgress)) -> Result<LoadedModel, Error> {
         self.set_threads();
         let load_options = LoadOptions {
             shard: self.device.shard,

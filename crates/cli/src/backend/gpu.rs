@@ -11,7 +11,7 @@ use plimsoll_device::cuda::{self, Gpu, GpuError, Holder};
 use plimsoll_kernels::WeightType;
 use plimsoll_kernels::cuda::{DeltaKernels, FP8_CAPABILITY, HOPPER_HEAD_DIMS};
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape, RankLink};
-use plimsoll_model::{Cancel, LoadOptions, ModelConfig, ModelError, Progress, Shard};
+use plimsoll_model::{Cancel, LoadOptions, LoadProgress, ModelConfig, ModelError, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKind, ScenarioShape};
 
 use super::predicted::{arena_use, holding, step_size};
@@ -163,7 +163,7 @@ impl Device for GpuBackend {
 }
 
 impl Backend for GpuBackend {
-    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
+    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(LoadProgress)) -> Result<LoadedModel, Error> {
         let GpuPart { gpu, shard, link } = &self.device;
         let load_options = LoadOptions {
             shard: *shard,

@@ -18,7 +18,7 @@ use plimsoll_core::{
     StateConfig, StepLimits, TokenId,
 };
 use plimsoll_device::Budget;
-use plimsoll_model::{Cancel, GenerationConfig, ModelConfig, Progress};
+use plimsoll_model::{Cancel, GenerationConfig, LoadProgress, ModelConfig};
 use plimsoll_profiler::{BuildProgress, Disabled, Footprint, Target};
 use plimsoll_server::{EmbeddingInfo, Scorer};
 
@@ -114,7 +114,7 @@ pub trait Backend: Device {
     ///
     /// # Errors
     /// Where they cannot be read, or do not fit.
-    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error>;
+    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(LoadProgress)) -> Result<LoadedModel, Error>;
 
     /// What this process has allocated there.
     fn account(&self) -> &Budget;

@@ -10,7 +10,7 @@ use plimsoll_core::{Executor, Meters, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_engine::FanOut;
 use plimsoll_kernels::Exchange;
-use plimsoll_model::{Cancel, Progress};
+use plimsoll_model::{Cancel, LoadProgress};
 use plimsoll_profiler::{
     Footprint, Observer, PhaseRecord, ProfileError, ProfileSpec, Proved, RankLost, Ranks, Target, profile,
     profile_rank,
@@ -102,7 +102,7 @@ impl Device for RanksBackend {
 
 impl Backend for RanksBackend {
     /// All ranks at once: each reads its own part.
-    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
+    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(LoadProgress)) -> Result<LoadedModel, Error> {
         let (news, all_news) = channel();
         let loaded = thread::scope(|scope| {
             let loading: Vec<_> = (self.all().enumerate())
@@ -180,13 +180,13 @@ impl Backend for RanksBackend {
 }
 
 /// What all ranks have read, together.
-fn report(news: &Receiver<(usize, Progress)>, ranks: usize, progress: &mut dyn FnMut(Progress)) {
+fn report(news: &Receiver<(usize, LoadProgress)>, ranks: usize, progress: &mut dyn FnMut(LoadProgress)) {
     let mut all = vec![0; ranks];
-    for (rank, Progress { done, total }) in news {
+    for (rank, LoadProgress { done, total }) in news {
         all[rank] = done;
         // Each counts what it reads, and in the end all that there is.
         let done = all.iter().sum::<u64>().min(total);
-        progress(Progress { done, total });
+        progress(LoadProgress { done, total });
     }
 }
 

@@ -10,7 +10,7 @@ use plimsoll_core::{
     StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_device::{Budget, Charge};
-use plimsoll_model::{Cancel, EmbeddingConfig, GenerationConfig, Progress};
+use plimsoll_model::{Cancel, EmbeddingConfig, GenerationConfig, LoadProgress};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Footprint, ScenarioShape};
 use plimsoll_server::EmbeddingInfo;
 use plimsoll_sim::{Fault, SimConfig, SimExecutor, SimModel, StepTime};
@@ -118,7 +118,7 @@ impl Device for SimBackend {
 }
 
 impl Backend for SimBackend {
-    fn load(&self, _: &Cancel, _: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
+    fn load(&self, _: &Cancel, _: &mut dyn FnMut(LoadProgress)) -> Result<LoadedModel, Error> {
         let SimSpec {
             step_time, faults, ..
         } = self.spec();

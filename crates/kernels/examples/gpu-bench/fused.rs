@@ -4,7 +4,9 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
-use plimsoll_kernels::cuda::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
+use plimsoll_kernels::cuda::{
+    FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_frequencies,
+};
 use plimsoll_kernels::{Activation, CachedValues};
 
 use crate::common::{READ_BANDWIDTH, time_us, wide};
@@ -127,7 +129,7 @@ impl Bench<'_> {
         let kv_len = slots * KV_HEADS * DIM;
         let indices: Vec<i32> = (0..tokens as i32).collect();
         let (positions, slots) = (self.alloc(&indices), self.alloc(&indices));
-        let turns = self.alloc(&rope_turns(&[0.1; DIM / 2]));
+        let frequencies = self.alloc(&rope_frequencies(&[0.1; DIM / 2]));
         let head_norm = self.alloc(&[1f32; DIM]);
         for (name, norm) in [("rope_kv_write", false), ("qk_norm_rope_kv_write", true)] {
             let norm = norm.then_some(GpuQkNorm {
@@ -139,7 +141,7 @@ impl Bench<'_> {
                 let rope = GpuRope {
                     positions: positions.slice(),
                     axes: None,
-                    turns: turns.slice(),
+                    frequencies: frequencies.slice(),
                     factor: 1.0,
                     query_scale: None,
                 };

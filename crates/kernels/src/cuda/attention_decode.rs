@@ -231,13 +231,13 @@ impl DecodePlanner {
             longest = longest.max(k.div_ceil(splits.max(1)));
             most = most.max(splits);
         }
-        let turns = (units * self.tiles()) as f32 / self.slots as f32;
-        // The fewer blocks the last turn has, the faster is each, but all together take longer.
-        let last = turns + 1.0 - turns.ceil();
+        let waves = (units * self.tiles()) as f32 / self.slots as f32;
+        // The fewer blocks the last wave has, the faster is each, but all together take longer.
+        let last = waves + 1.0 - waves.ceil();
         let idle = longest as f32 * (ALONE.hypot(last) - last);
-        let mut overhead = turns * BEGIN;
+        let mut overhead = waves * BEGIN;
         if of_split * 2 > units {
-            overhead += (turns - 1.0).max(0.0) * NEXT;
+            overhead += (waves - 1.0).max(0.0) * NEXT;
         }
         if most > 1 {
             let levels = if most > FAN_IN { 2.0 } else { 1.0 };

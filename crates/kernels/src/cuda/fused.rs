@@ -10,7 +10,9 @@ use super::GpuKvElement;
 use super::linear::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuRows};
 use crate::Activation;
 
-pub use operands::{GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, PairAxes, rope_turns};
+pub use operands::{
+    GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, PairAxes, rope_frequencies,
+};
 
 /// Elements of one 16-byte access; rows are multiples of it.
 pub(super) const VEC: usize = 8;

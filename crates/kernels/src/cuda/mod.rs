@@ -31,7 +31,8 @@ pub use attention_prefill::{
 pub use delta_rule::{DeltaArgs, DeltaBound, DeltaKernels, DeltaSize, GpuDeltaGates};
 pub use encoder::{EncoderKernels, GpuLayerNorm, KeptRows, PatchAttention, PatchGrid, PatchSegments};
 pub use fused::{
-    FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, PairAxes, rope_turns,
+    FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, PairAxes,
+    rope_frequencies,
 };
 pub use image::{check, has_hopper_kernels, has_images, load};
 pub use kv::{GpuKv, GpuKvElement};

@@ -8,7 +8,7 @@ use plimsoll_core::{BlockSize, PageId};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::{
-    FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, rope_turns,
+    FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, rope_frequencies,
 };
 use plimsoll_kernels::{self as cpu, Activation, e4m3_to_f32};
 use rand::Rng;

@@ -45,7 +45,7 @@ use crate::model::Description;
 use crate::spec::Mlp;
 use crate::state::StateCache;
 use crate::tables::LayerPage;
-use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress, Shard};
+use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, LoadProgress, ModelError, Shard};
 use decoder::Decoder;
 use encoder::Encoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
@@ -94,7 +94,7 @@ impl GpuModel {
         path: &Path,
         options: LoadOptions,
         gpu: &Gpu,
-        progress: &mut dyn FnMut(Progress),
+        progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Arc<Self>, ModelError> {
         Self::load_rank(path, options, gpu, None, progress)
     }
@@ -113,7 +113,7 @@ impl GpuModel {
         options: LoadOptions,
         gpu: &Gpu,
         link: Option<RankLink>,
-        progress: &mut dyn FnMut(Progress),
+        progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Arc<Self>, ModelError> {
         assert_eq!(
             link.is_some(),
@@ -133,7 +133,7 @@ impl GpuModel {
         options: LoadOptions,
         gpu: &Gpu,
         link: Option<RankLink>,
-        progress: &mut dyn FnMut(Progress),
+        progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Arc<Self>, ModelError> {
         let kv_element = kv_element(options.kv_cache_dtype)?;
         let mut description = Description::read(path, &options.serve_as)?;

@@ -14,7 +14,7 @@ use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::WeightType;
 use plimsoll_kernels::cuda::{
     Fp8Scaling, FusedKernels, GgufKernels, GpuKvElement, GpuLinear, GpuMatrix, GpuWeight, Int4Group,
-    Int4Kernels, MoeKernels, PairAxes, rope_turns,
+    Int4Kernels, MoeKernels, PairAxes, rope_frequencies,
 };
 
 use crate::blocks::{self, Matrix, Stack, Vector, Visitor};
@@ -22,7 +22,7 @@ use crate::model::Description;
 use crate::quantization::Fp8Scales;
 use crate::rope::RopeTable;
 use crate::weights::{Checked, DUMMY_SCALE, Scales, mix};
-use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError, Progress};
+use crate::{DecoderSpec, LoadFormat, LoadOptions, LoadProgress, ModelConfig, ModelError};
 use convert::{Job, widen_int4, widen_mxfp4};
 use layout::{Boundless, Element, KeptScales, Layout, LinearSpan, MatrixSpan, Part, Places, Span, Stored};
 pub(super) use layout::{products, rows_together};
@@ -54,8 +54,8 @@ pub(super) struct GpuVector {
 /// A [`crate::rope::RopeTable`].
 #[derive(Debug)]
 pub(super) struct GpuRopeTable {
-    /// [`rope_turns`] of the frequencies: `[rotary_dim / 2, 2]`.
-    pub(super) turns: GpuVector,
+    /// [`rope_frequencies`] of the frequencies: `[rotary_dim / 2, 2]`.
+    pub(super) frequencies: GpuVector,
     /// Multiplies cosines and sines.
     pub(super) factor: f32,
     /// Where positions have three numbers.
@@ -92,7 +92,7 @@ impl GpuWeights {
         kv_element: GpuKvElement,
         gpu: &Gpu,
         kernels: &FusedKernels,
-        progress: &mut dyn FnMut(Progress),
+        progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, ModelError> {
         let format = options.format;
         let source = description.source(format)?;
@@ -138,16 +138,20 @@ impl GpuWeights {
         };
         let mut ropes = Vec::new();
         let has_axes = images.is_some() && spec.has_axes();
-        for (rope, spans) in spec.ropes().into_iter().zip(&layout.turns) {
+        for (rope, spans) in spec.ropes().into_iter().zip(&layout.frequencies) {
             let tables = rope.scaled_tables(factors.as_deref());
             let axes = rope.sections.map(|sections| sections.axes()).unwrap_or_default();
             let axes = has_axes.then(|| PairAxes::new(&axes));
             let upload = |(table, &span): (&RopeTable, &Span)| {
                 let slab = Arc::clone(&slab);
-                let turns = GpuVector { slab, span };
-                gpu.upload(&rope_turns(&table.frequencies), turns.slice())?;
+                let frequencies = GpuVector { slab, span };
+                gpu.upload(&rope_frequencies(&table.frequencies), frequencies.slice())?;
                 let factor = table.attention_factor;
-                Ok(GpuRopeTable { turns, factor, axes })
+                Ok(GpuRopeTable {
+                    frequencies,
+                    factor,
+                    axes,
+                })
             };
             ropes.push(
                 tables
@@ -163,7 +167,7 @@ impl GpuWeights {
         }
         upload_orders(&layout.parts, &jobs, &slab, gpu)?;
         let stored = jobs.iter().map(|job| job.stored_bytes(job.part().rows()) as u64);
-        let mut done = Progress {
+        let mut done = LoadProgress {
             done: 0,
             // Of all ranks, which read as much each.
             total: stored.sum::<u64>() * spec.shard.ranks as u64,
@@ -184,7 +188,7 @@ impl GpuWeights {
     }
 
     /// For layers without rotary positions.
-    pub(super) fn no_turns(&self) -> GpuSlice<'_, f32> {
+    pub(super) fn no_frequencies(&self) -> GpuSlice<'_, f32> {
         self.slab.slice().range(0..0)
     }
 

@@ -4,7 +4,7 @@ use plimsoll_core::Component;
 use plimsoll_device::{Budget, Charge};
 use plimsoll_kernels::{Embedding, Linear, WeightType};
 
-use super::{Checked, Progress, Source, Tensor, weight_error};
+use super::{Checked, LoadProgress, Source, Tensor, weight_error};
 use crate::blocks::{Matrix, Stack, Vector, Visitor};
 use crate::{Cancel, ModelError};
 
@@ -13,8 +13,8 @@ pub(crate) struct Loader<'a> {
     tensors: Checked<'a>,
     budget: &'a Budget,
     cancel: &'a Cancel,
-    progress: &'a mut dyn FnMut(Progress),
-    done: Progress,
+    progress: &'a mut dyn FnMut(LoadProgress),
+    done: LoadProgress,
     charges: Vec<Charge>,
     /// Every matrix so far was stored as f32.
     all_f32: bool,
@@ -25,10 +25,10 @@ impl<'a> Loader<'a> {
         source: &'a dyn Source,
         budget: &'a Budget,
         cancel: &'a Cancel,
-        progress: &'a mut dyn FnMut(Progress),
+        progress: &'a mut dyn FnMut(LoadProgress),
     ) -> Self {
         let tensors = Checked::new(source);
-        let done = Progress {
+        let done = LoadProgress {
             done: 0,
             total: tensors.total_bytes(),
         };
@@ -54,7 +54,7 @@ impl<'a> Loader<'a> {
         self.tensors.finish()?;
         // What is not part of the model was counted, and is not loaded.
         let total = self.done.total;
-        (self.progress)(Progress { done: total, total });
+        (self.progress)(LoadProgress { done: total, total });
         Ok(self.charges)
     }
 

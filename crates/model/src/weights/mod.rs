@@ -149,7 +149,7 @@ fn weight_error(error: WeightError, name: &str) -> ModelError {
 
 /// How far loading has got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Progress {
+pub struct LoadProgress {
     /// Bytes of stored weights dealt with.
     pub done: u64,
     /// Bytes of all stored weights; 0 for made-up ones.

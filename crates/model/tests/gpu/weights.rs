@@ -11,8 +11,8 @@ use plimsoll_core::{BlockSize, Component};
 use plimsoll_device::cuda::{Gpu, GpuOptions};
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuStateShape};
 use plimsoll_model::{
-    DecoderSpec, HfOverrides, LoadFormat, LoadOptions, ModelConfig, ModelError, OnlineQuantization,
-    OutputHead, Progress, ServeAs,
+    DecoderSpec, HfOverrides, LoadFormat, LoadOptions, LoadProgress, ModelConfig, ModelError,
+    OnlineQuantization, OutputHead, ServeAs,
 };
 use tempfile::TempDir;
 
@@ -93,8 +93,8 @@ fn golden_models_arrive_as_stored() {
     let gpu = Gpu::open(0).unwrap();
     let directory = TempDir::new().unwrap();
     for name in MODELS {
-        let mut last = Progress { done: 0, total: 0 };
-        let mut progress = |progress: Progress| {
+        let mut last = LoadProgress { done: 0, total: 0 };
+        let mut progress = |progress: LoadProgress| {
             assert!(progress.done > last.done, "{name}");
             last = progress;
         };

@@ -69,9 +69,9 @@ pub struct GpuRope<'a> {
     pub positions: GpuSlice<'a, i32>,
     /// With which number of a position each pair turns, where there are three.
     pub axes: Option<PairAxes>,
-    /// `[pairs, 2]`: [`rope_turns`] of the frequencies. Elements beyond `2 × pairs` of a head are not rotated; a layer
+    /// `[pairs, 2]`: [`rope_frequencies`] of the frequencies. Elements beyond `2 × pairs` of a head are not rotated; a layer
     /// without rotary embedding has no pairs.
-    pub turns: GpuSlice<'a, f32>,
+    pub frequencies: GpuSlice<'a, f32>,
     /// Multiplies cosines and sines ([YaRN](https://arxiv.org/abs/2309.00071)'s attention factor); 1 for none.
     pub factor: f32,
     /// What q is multiplied by.
@@ -157,24 +157,24 @@ pub struct GpuKvWrite<'a> {
 
 /// Frequencies in turns per position instead of radians, each as a sum of two `f32` (`[pairs, 2]`, large part first), for
 /// [`GpuRope`]: so the kernel can take the fraction of a turn at any position without `f64`, and needs no table of angles.
-pub fn rope_turns(frequencies: &[f32]) -> Vec<f32> {
+pub fn rope_frequencies(frequencies: &[f32]) -> Vec<f32> {
     let split = |&frequency: &f32| {
-        let turns = f64::from(frequency) / std::f64::consts::TAU;
-        let large = turns as f32;
-        [large, (turns - f64::from(large)) as f32]
+        let per_position = f64::from(frequency) / std::f64::consts::TAU;
+        let large = per_position as f32;
+        [large, (per_position - f64::from(large)) as f32]
     };
     frequencies.iter().flat_map(split).collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::rope_turns;
+    use super::rope_frequencies;
 
     #[test]
     fn turns_are_frequencies_to_48_bits() {
         let frequencies = [1.0f32, 0.333, 1.2e-6, 0.0];
-        for (turns, &frequency) in rope_turns(&frequencies).chunks_exact(2).zip(&frequencies) {
-            let sum = f64::from(turns[0]) + f64::from(turns[1]);
+        for (parts, &frequency) in rope_frequencies(&frequencies).chunks_exact(2).zip(&frequencies) {
+            let sum = f64::from(parts[0]) + f64::from(parts[1]);
             let exact = f64::from(frequency) / std::f64::consts::TAU;
             assert!((sum - exact).abs() <= exact * 2f64.powi(-47), "{frequency}");
         }

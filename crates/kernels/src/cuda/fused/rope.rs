@@ -151,7 +151,7 @@ impl FusedKernels {
         rope: GpuRope<'_>,
         row: &Row,
     ) -> Result<(), GpuError> {
-        let (rows, dim, pairs) = (rope.rows(), row.head_dim, rope.turns.len() / 2);
+        let (rows, dim, pairs) = (rope.rows(), row.head_dim, rope.frequencies.len() / 2);
         assert!(
             dim.is_multiple_of(2 * VEC)
                 && dim <= 2 * VEC * WARP
@@ -177,7 +177,7 @@ impl FusedKernels {
             qkv.into(),
             rope.positions.into(),
             row.slots.into(),
-            rope.turns.into(),
+            rope.frequencies.into(),
             rope.factor.into(),
             q_norm.into(),
             k_norm.into(),

@@ -276,7 +276,7 @@ fn write_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case, cache: Cache) ->
     };
     let numbers = positions.len();
     let (positions, slots) = (upload(gpu, &positions), upload(gpu, &case.slots));
-    let turns = upload(gpu, &rope_turns(&case.frequencies));
+    let frequencies = upload(gpu, &rope_frequencies(&case.frequencies));
     let [own, stride] = case.block();
     let len = (case.blocks - 1) * stride + own;
     let bytes = len * cache.element.bytes();
@@ -290,7 +290,7 @@ fn write_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case, cache: Cache) ->
     let rope = GpuRope {
         positions: positions.slice().range(0..numbers),
         axes: case.axes.as_ref().map(|(axes, _)| PairAxes::new(axes)),
-        turns: turns.slice().range(0..2 * case.pairs),
+        frequencies: frequencies.slice().range(0..2 * case.pairs),
         factor: case.factor,
         query_scale: case.query_scale,
     };
@@ -441,9 +441,9 @@ fn fused_rotate_queries() {
             let len = queries.len();
             queries.extend([bf16::from_bits(0xffff); GUARD]);
             let q = upload(&gpu, &queries);
-            let (positions, turns) = (
+            let (positions, frequencies) = (
                 upload(&gpu, &case.positions),
-                upload(&gpu, &rope_turns(&case.frequencies)),
+                upload(&gpu, &rope_frequencies(&case.frequencies)),
             );
             let weight = case.norm.as_ref().map(|(q, _)| upload(&gpu, q));
             let norm = weight.as_ref().map(|weight| GpuNorm {
@@ -453,7 +453,7 @@ fn fused_rotate_queries() {
             let rope = GpuRope {
                 positions: positions.slice().range(0..tokens),
                 axes: None,
-                turns: turns.slice().range(0..2 * case.pairs),
+                frequencies: frequencies.slice().range(0..2 * case.pairs),
                 factor: case.factor,
                 query_scale: case.query_scale,
             };

@@ -24,7 +24,7 @@ impl<'b> Step<'_, 'b> {
         GpuRope {
             positions: self.state.inputs.device(self.input.positions),
             axes: table.map_or(weights.no_axes(), |table| table.axes),
-            turns: table.map_or(weights.no_turns(), |table| table.turns.slice()),
+            frequencies: table.map_or(weights.no_frequencies(), |table| table.frequencies.slice()),
             factor: table.map_or(1.0, |table| table.factor),
             query_scale: spec.rope.as_deref().and_then(|rope| rope.query_scale),
         }

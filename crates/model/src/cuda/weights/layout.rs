@@ -200,7 +200,7 @@ impl Part {
 #[derive(Clone, Debug)]
 pub(super) struct Layout {
     /// Of each kind of rotary positions, and each of its tables.
-    pub(super) turns: Vec<Vec<Span>>,
+    pub(super) frequencies: Vec<Vec<Span>>,
     /// All stored tensors that every source has.
     pub(super) parts: Vec<Part>,
     /// Vectors that a source may have, which are not stored on the device.
@@ -221,14 +221,14 @@ impl Layout {
         if let Some(encoder) = encoder {
             Encoder::visit(encoder, &mut places).ok()?;
         }
-        let mut turns = Vec::new();
+        let mut frequencies = Vec::new();
         for rope in spec.ropes() {
             let tables = rope.tables();
             let table = |table: &RopeTable| places.take(table.frequencies.len(), 2, Element::F32).ok();
-            turns.push(tables.iter().map(table).collect::<Option<_>>()?);
+            frequencies.push(tables.iter().map(table).collect::<Option<_>>()?);
         }
         Some(Self {
-            turns,
+            frequencies,
             parts: places.parts,
             optional: places.optional,
             kv_scales: places.kv_scales,
@@ -492,7 +492,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Every tensor has a place of its own; what lies between two is less than the alignment, but for the tables of turns,
+    /// Every tensor has a place of its own; what lies between two is less than the alignment, but for the tables of frequencies,
     /// which no tensor holds.
     #[test]
     fn parts_cover_the_memory_without_overlap() {
@@ -501,9 +501,9 @@ pub(super) mod tests {
             let layout = Layout::new(&spec, None).unwrap();
             let parts = layout.parts.iter();
             let spans = parts.flat_map(|part| std::iter::once(part.span()).chain(part.scale_span()));
-            let turns = layout.turns.iter().flatten().copied();
+            let frequencies = layout.frequencies.iter().flatten().copied();
             let orders = layout.parts.iter().filter_map(|part| part.order);
-            let places = spans.chain(turns).chain(orders);
+            let places = spans.chain(frequencies).chain(orders);
             let mut places: Vec<_> = places.map(|span| (span.start, span.len)).collect();
             places.sort_unstable();
             // What is stacked shares an order.
