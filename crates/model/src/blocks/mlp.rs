@@ -99,15 +99,4 @@ impl<L, V> Mlp<L, V> {
             MlpKind::Both(_, beside) => Some(&beside.moe),
         }
     }
-
-    /// The MLP of a layer without experts.
-    ///
-    /// # Panics
-    /// If it has experts alone.
-    pub(crate) fn dense(&self) -> &DenseMlp<L> {
-        match &self.kind {
-            MlpKind::Dense(mlp) | MlpKind::Both(mlp, _) => mlp,
-            MlpKind::Moe(_) => panic!("a layer with experts"),
-        }
-    }
 }

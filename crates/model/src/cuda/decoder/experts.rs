@@ -105,15 +105,10 @@ impl<'a> Step<'a, '_> {
         normed: GpuSlice<'a, bf16>,
         out: GpuSlice<'a, bf16>,
     ) -> Result<(), GpuError> {
-        let (linears, inner) = (&self.decoder.linears, spec.intermediate_size);
-        if linears.fuses_glu(self.rows, &mlp.gate_up, spec.activation) {
+        let inner = spec.intermediate_size;
+        if let output @ LinearOutput::Glu(_) = self.gate_up_output() {
             let activated = self.rows(self.act.activated, inner);
-            self.product(
-                normed,
-                &mlp.gate_up,
-                LinearOutput::Glu(spec.activation),
-                activated,
-            )?;
+            self.product(normed, &mlp.gate_up, output, activated)?;
             return self.linear(self.act.activated, &mlp.down, out);
         }
         let gate_up = self.rows(self.act.gate_up, mlp.gate_up.outputs());

@@ -17,7 +17,7 @@ use crate::cuda::planners::AttentionKind;
 use crate::cuda::scores::ScoreSlices;
 use crate::cuda::step::Activations;
 use crate::cuda::weights::{GpuLayer, GpuVector};
-use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mlp, MoeSpec, PerLayerSpec};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec, PerLayerSpec};
 use crate::state::LayerPlace;
 use crate::tables::LayerPage;
 
@@ -28,6 +28,7 @@ pub(super) struct Kind {
     attention: Option<AttentionChoice>,
     /// Of what the mixer begins with.
     projections: Fusion,
+    /// Of the MLP that every row goes through.
     gate_up: Fusion,
 }
 
@@ -64,14 +65,14 @@ impl Kind {
     }
 
     fn gate_up(decoder: &Decoder, layer: &GpuLayer, rows: usize) -> Fusion {
-        let (linears, Mlp::Dense(spec) | Mlp::Both(spec, _)) = (&decoder.linears, &layer.spec.mlp) else {
-            // Nothing of a layer with experts alone asks.
+        let (Some(spec), Some(mlp)) = (layer.spec.mlp_of_all(), layer.mlp.of_all()) else {
+            // Nothing of a layer whose rows go to different experts asks.
             return Fusion {
                 norm: false,
                 output: LinearOutput::Bf16,
             };
         };
-        let (gate_up, activation) = (&layer.mlp.dense().gate_up, spec.activation);
+        let (linears, gate_up, activation) = (&decoder.linears, &mlp.gate_up, spec.activation);
         let output = match linears.fuses_glu(rows, gate_up, activation) {
             true => LinearOutput::Glu(activation),
             false => LinearOutput::Bf16,
@@ -157,6 +158,11 @@ impl<'a, 'b> Step<'a, 'b> {
     /// Where the layer's keys and values are.
     pub(super) fn page(&self) -> LayerPage {
         self.state.places[self.layer].page()
+    }
+
+    /// What the first product of the MLP that every row goes through puts out.
+    pub(super) fn gate_up_output(&self) -> LinearOutput {
+        self.kind().gate_up.output
     }
 
     pub(super) fn delta(&self) -> &'b DeltaKernels {

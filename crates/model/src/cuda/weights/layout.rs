@@ -539,7 +539,7 @@ pub(super) mod tests {
                 let (q, kv) = (attention.q_size(), attention.kv_size());
                 let bias = found.mixer.projections().bias;
                 let qkv = found.mixer.projections().pieces[0];
-                let gate_up = found.mlp.dense().gate_up.pieces[0];
+                let gate_up = found.mlp.of_all().unwrap().gate_up.pieces[0];
                 let row_bytes = qkv.element.row_bytes(hidden).unwrap();
                 assert_eq!(qkv.weight.len, (q + 2 * kv) * row_bytes, "seed {seed}");
                 assert_eq!(bias.is_some(), attention.qkv_bias, "seed {seed}");
