@@ -332,12 +332,17 @@ impl EngineHandle {
         let mut patience = Patience::new(every, Instant::now());
         loop {
             tokio::time::sleep(every).await;
-            let state = self.link.shared.lock();
-            let waited = patience.look(state.movement(), Instant::now());
-            if waited >= timeout {
-                return state.stall(waited, self.link.shared.activity.get());
+            if let Some(stall) = self.look(&mut patience, timeout, Instant::now()) {
+                return stall;
             }
         }
+    }
+
+    /// One check at `now`.
+    pub(crate) fn look(&self, patience: &mut Patience, timeout: Duration, now: Instant) -> Option<Stall> {
+        let state = self.link.shared.lock();
+        let waited = patience.look(state.movement(), now);
+        (waited >= timeout).then(|| state.stall(waited, self.link.shared.activity.get()))
     }
 
     /// Fails every request and accepts no more, without waiting for the thread, which may hang for ever.

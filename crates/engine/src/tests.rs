@@ -535,12 +535,16 @@ async fn an_idle_engine_takes_no_steps_and_ends_with_its_last_handle() {
     assert!(read(rig.submit(1, 3).unwrap()).await.1.is_ok());
     rig.until_empty().await;
     let steps = script.steps.load(Ordering::SeqCst);
-    tokio::time::sleep(Duration::from_millis(50)).await;
+    // Each command is a pass of the engine's loop.
+    for _ in 0..10 {
+        assert!(rig.engine.forget_cached().await);
+    }
     assert_eq!(script.steps.load(Ordering::SeqCst), steps);
     let stream = rig.submit(2, 100).unwrap();
     drop(rig);
     // The stream alone keeps the engine alive.
     assert_eq!(read(stream).await.0, expected(2, 100));
+    assert_eq!(script.steps.load(Ordering::SeqCst), steps + 100);
     let began = Instant::now();
     while !script.dropped.load(Ordering::SeqCst) {
         assert!(began.elapsed() < PATIENCE, "the thread outlives its handles");

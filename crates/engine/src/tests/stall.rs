@@ -2,8 +2,9 @@
 
 use super::*;
 use crate::Activity;
+use crate::stall::{Patience, look_every};
 
-const TIMEOUT: Duration = Duration::from_millis(400);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 #[tokio::test]
 async fn a_step_that_hangs_is_described_and_its_requests_end() {
@@ -15,10 +16,22 @@ async fn a_step_that_hangs_is_described_and_its_requests_end() {
     let readers: Vec<_> = (1..=3)
         .map(|seed| tokio::spawn(read(rig.submit(seed, 5).unwrap())))
         .collect();
-    let stall = tokio::time::timeout(PATIENCE, rig.engine.stalled(TIMEOUT))
-        .await
-        .expect("a hanging step is seen");
-    assert!(stall.waited >= TIMEOUT, "{stall:?}");
+    rig.until("a step that hangs", |rig| {
+        rig.script.holding.load(Ordering::SeqCst)
+    })
+    .await;
+    let (start, every) = (Instant::now(), look_every(TIMEOUT));
+    let mut patience = Patience::new(every, start);
+    let mut now = start;
+    let stall = loop {
+        now += every;
+        let stall = rig.engine.look(&mut patience, TIMEOUT, now);
+        assert_eq!(stall.is_some(), now == start + TIMEOUT, "{stall:?}");
+        if let Some(stall) = stall {
+            break stall;
+        }
+    };
+    assert_eq!(stall.waited, TIMEOUT);
     assert_eq!((stall.phase, stall.activity), (Phase::Running, Activity::Launch));
     let step = stall.step.clone().expect("a step hangs");
     assert!((1..=2).contains(&step.rows), "{step:?}");
@@ -33,6 +46,11 @@ async fn a_step_that_hangs_is_described_and_its_requests_end() {
         line.contains(" prefill_tokens=") && line.contains("activity=launch"),
         "{line}"
     );
+
+    // Too long for one look.
+    let timeout = Duration::from_millis(20);
+    let seen = tokio::time::timeout(PATIENCE, rig.engine.stalled(timeout)).await;
+    assert_eq!(seen.expect("a hanging step is seen").step, stall.step);
 
     rig.engine.give_up("told to give up");
     for reader in readers {
