@@ -204,7 +204,7 @@ where
         let (header_timeout, slow_client_timeout) = (self.header_timeout, self.slow_client_timeout);
         Box::pin(async move {
             let (stream, service) = accepted.await?;
-            let activity = Arc::new(Activity::new());
+            let activity = Arc::new(Activity::new(Instant::now));
             let connection = Connection {
                 stream: Box::new(stream),
                 _place: place,
