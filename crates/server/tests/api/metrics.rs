@@ -332,7 +332,8 @@ fn status(page: &Page) -> String {
 
 #[tokio::test]
 async fn the_status_matches_ready() {
-    const READY_PATIENCE: Duration = Duration::from_millis(300);
+    // A step that hangs is a stall at once, and any time that counts as a stall is one.
+    const READY_PATIENCE: Duration = Duration::from_millis(1);
     let rig = Rig::new(Setup {
         max_num_seqs: 1,
         options: ServerOptions {
@@ -372,11 +373,8 @@ async fn the_status_matches_ready() {
         let began = Instant::now();
         let page = loop {
             let page = Page::of(&rig).await;
-            // Each try is short, and the time between them is no stall. One look may fall into a moment in which the machine
-            // had no time for the engine.
-            if began.elapsed() > 2 * READY_PATIENCE
-                && page.get("plimsoll_engine_stalled_seconds") < READY_PATIENCE.as_secs_f64()
-            {
+            // The time between two tries is no stall. One look may fall into a try.
+            if page.get("plimsoll_engine_stalled_seconds") == 0.0 {
                 break page;
             }
             assert!(began.elapsed() < PATIENCE, "waiting for memory counts as a stall");
