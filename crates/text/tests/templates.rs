@@ -1,10 +1,12 @@
 //! Real chat templates against Jinja2: `scripts/render-templates` rendered what is expected here.
 
 use std::fs;
+use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use plimsoll_text::{
-    ChatInput, ChatTemplate, ReasoningFormat, Renderer, SpecialTokens, TextError, ToolFormat,
+    ChatInput, ChatTemplate, Function, ReasoningFormat, Renderer, SpecialTokens, TextError, ToolFormat,
 };
 use serde_json::{Value, json};
 
@@ -96,14 +98,15 @@ fn clock() -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(1_770_091_506)
 }
 
+/// What `scripts/render-templates` rendered, and from what.
+fn expected() -> Value {
+    let path = crate::common::cached("test-data/templates-expected.json", "scripts/render-templates");
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
 #[test]
 fn real_templates_render_as_in_jinja2() {
-    let expected = fs::read(crate::common::cached(
-        "test-data/templates-expected.json",
-        "scripts/render-templates",
-    ))
-    .unwrap();
-    let expected: Value = serde_json::from_slice(&expected).unwrap();
+    let expected = expected();
     let special_tokens: SpecialTokens = serde_json::from_value(expected["special_tokens"].clone()).unwrap();
     let results = expected["results"].as_object().unwrap();
     assert_eq!(results.len(), 126, "templates");
@@ -374,32 +377,117 @@ fn the_final_message_is_continued() {
     );
 }
 
+/// A real template by its name in `scripts/render-templates`.
+fn real(name: &str) -> ChatTemplate {
+    let path = crate::common::cached(&format!("test-data/{name}.jinja"), "scripts/fetch-test-data");
+    template(&fs::read_to_string(path).unwrap())
+}
+
 /// Which of the real templates take tools, and the formats of calls and reasoning found in them.
 #[test]
 fn real_templates_tell_their_formats() {
-    let directory = crate::common::cached("test-data/llama.cpp/templates", "scripts/fetch-test-data");
-    let special_tokens = SpecialTokens::from([
-        ("bos_token".to_owned(), "<s>".to_owned()),
-        ("eos_token".to_owned(), "</s>".to_owned()),
-    ]);
     let mut found = String::new();
-    let mut paths: Vec<_> = fs::read_dir(directory)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .collect();
-    paths.sort();
-    for path in paths {
-        let source = fs::read_to_string(&path).unwrap();
-        let template = ChatTemplate::new(&source, &special_tokens, &Renderer::in_process()).unwrap();
+    for name in expected()["results"].as_object().unwrap().keys() {
+        let template = real(name);
         let tools = match template.takes_tools() {
             true => format!("{:?}", ToolFormat::detect(template.tool_source())),
             false => "no tools".to_owned(),
         };
         let reasoning = ReasoningFormat::detect(template.source());
-        let name = path.file_stem().unwrap().to_str().unwrap();
         found += &format!("{name}: {tools}, {reasoning:?}\n");
     }
     assert_eq!(found, include_str!("formats.txt"), "{found}");
+}
+
+/// How the names of templates end in which no format is found, and the one that their models are asked for.
+const BY_FLAG: &[(&str, ToolFormat)] = &[
+    ("gemma3_pythonic", ToolFormat::Pythonic),
+    ("llama3.2_pythonic", ToolFormat::Pythonic),
+    ("llama4_pythonic", ToolFormat::Pythonic),
+];
+
+/// How the names of templates end that ask for calls in one way and show earlier ones in another.
+const SHOWN_OTHERWISE: &[(&str, ToolFormat)] = &[("phi4_mini", ToolFormat::Phi4Mini)];
+
+/// Calls as a template shows them are calls in the format that is found in it.
+#[test]
+fn calls_that_real_templates_show_are_read_back() {
+    let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}}});
+    let functions: Arc<[Function]> = Arc::new([Function {
+        name: "get_weather".to_owned(),
+        parameters: parameters.as_object().unwrap().clone(),
+        strict: false,
+    }]);
+    let tools = [
+        json!({"type": "function", "function": {"name": "get_weather", "description": "", "parameters": parameters}}),
+    ];
+    let call = json!({"name": "get_weather", "arguments": "{\"city\": \"Paris\"}"});
+    let call = json!({"id": "call00001", "type": "function", "function": call});
+    let messages = [
+        json!({"role": "user", "content": "Weather?"}),
+        json!({"role": "assistant", "content": "", "tool_calls": [call]}),
+    ];
+    let mut read_back = 0;
+    for name in expected()["results"].as_object().unwrap().keys() {
+        let template = real(name);
+        if !template.takes_tools() || !template.shows_calls() {
+            continue;
+        }
+        let named = |list: &[(&str, ToolFormat)]| {
+            list.iter()
+                .find(|(end, _)| name.ends_with(end))
+                .map(|(_, format)| *format)
+        };
+        let by_flag = named(BY_FLAG);
+        let found = ToolFormat::detect(template.tool_source());
+        assert!(found.is_none() || by_flag.is_none(), "{name}: {found:?}");
+        let Some(format) = found.or(by_flag) else {
+            continue;
+        };
+        let render = |messages: &[Value], add_generation_prompt| {
+            let input = ChatInput {
+                messages,
+                tools: Some(&tools),
+                add_generation_prompt,
+                ..ChatInput::default()
+            };
+            template
+                .render(&input)
+                .unwrap_or_else(|error| panic!("{name}: {error}"))
+        };
+        // What the prompt ends with may be no part of earlier turns, such as `<think>`.
+        let whole = render(&messages, false);
+        let before = [true, false].map(|add_generation_prompt| render(&messages[..1], add_generation_prompt));
+        let answer = before
+            .iter()
+            .find_map(|before| whole.strip_prefix(before.as_str()));
+        let (_, calls) = crate::common::told(format, &functions, answer.unwrap_or(&whole));
+        match named(SHOWN_OTHERWISE) {
+            Some(other) => assert_eq!((format, calls), (other, vec![]), "{name}: {whole}"),
+            None => {
+                let expected = ("get_weather".to_owned(), "{\"city\": \"Paris\"}".to_owned());
+                assert_eq!(calls, [expected], "{name}, {format:?}: {whole}");
+                read_back += 1;
+            }
+        }
+    }
+    assert_eq!(read_back, 34, "templates");
+}
+
+/// The template in Phi-3's GGUF files shows neither tools nor system messages.
+#[test]
+fn phi_3_takes_no_tools() {
+    let metadata = crate::common::vocabulary("phi-3");
+    let renderer = Renderer::in_process();
+    let template = ChatTemplate::from_gguf(
+        Path::new("phi-3.gguf"),
+        &metadata,
+        &SpecialTokens::new(),
+        &renderer,
+    );
+    let template = template.unwrap().unwrap();
+    assert!(!template.takes_tools() && !template.shows_system());
+    assert_eq!(ReasoningFormat::detect(template.source()), None);
 }
 
 #[test]
