@@ -16,6 +16,7 @@ mod origins;
 mod pages;
 mod refusals;
 pub mod rig;
+mod templates;
 mod tool_grammars;
 mod tools;
 mod unknown;

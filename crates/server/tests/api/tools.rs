@@ -267,7 +267,7 @@ async fn prompt_of_calls(rig: &Rig) -> String {
     prompt(rig, body).await
 }
 
-async fn prompt(rig: &Rig, body: Value) -> String {
+pub(crate) async fn prompt(rig: &Rig, body: Value) -> String {
     let tokens = rig.post("/tokenize", body).await.json()["tokens"].clone();
     let text = rig.post("/detokenize", json!({ "tokens": tokens })).await.json();
     text["prompt"].as_str().unwrap().to_owned()
