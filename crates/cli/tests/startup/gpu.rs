@@ -10,13 +10,21 @@ use plimsoll_profiler::{Origin, Outcome, ProfileError};
 use plimsoll_server::Memory;
 
 use crate::recovery::{PATIENCE, read, submit, until_ready};
-use crate::{CONFIG, Model, answers, start};
+use crate::{CONFIG, Model, WINDOWED, answers, start};
 
 /// What the GPU says it has.
 const LIMIT: u64 = 4 << 30;
 
 fn model() -> Model {
     Model::of(&CONFIG.replace(r#""head_dim": 8"#, r#""head_dim": 64"#))
+}
+
+/// [`model`], and one with windows.
+fn models() -> [Model; 2] {
+    let windowed = WINDOWED
+        .replace(r#""head_dim": 8"#, r#""head_dim": 64"#)
+        .replace(r#""global_head_dim": 16"#, r#""global_head_dim": 128"#);
+    [model(), Model::of(&windowed)]
 }
 
 /// A GPU that says it has [`LIMIT`] bytes and lets no more than `cap` be allocated.
@@ -45,26 +53,27 @@ async fn stop(ready: Started, gpu: &Gpu) {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 async fn the_size_that_is_proved_is_what_the_gpu_holds() {
-    let model = model();
-    let gpu = gpu(None);
-    let ready = model.start_on_gpu("--mem-fraction 1.0", &gpu).unwrap();
-    let (report, meters) = (&ready.report, gpu.meters());
-    assert_eq!(report.attempts.len(), 1, "{:?}", report.attempts);
-    assert_eq!(report.baseline.total, LIMIT);
-    assert!(report.kv_bytes > LIMIT / 2, "{report:?}");
-    // The canary and the buffer are free, as promised.
-    assert!(meters.free >= report.margins.canary_bytes, "{meters:?}");
-    assert!(meters.free <= LIMIT / 4, "{meters:?}");
-    let allocations = meters.allocations;
-    let expected = answers(&ready.engine).await;
-    assert!(expected.iter().all(|tokens| tokens.len() == 24));
-    assert_eq!(answers(&ready.engine).await, expected);
-    assert_eq!(gpu.meters().allocations, allocations, "serving allocates nothing");
-    stop(ready, &gpu).await;
-    // Without graphs the text is the same.
-    let ready = model.start_on_gpu("--enforce-eager", &gpu).unwrap();
-    assert_eq!(answers(&ready.engine).await, expected);
-    stop(ready, &gpu).await;
+    for model in models() {
+        let gpu = gpu(None);
+        let ready = model.start_on_gpu("--mem-fraction 1.0", &gpu).unwrap();
+        let (report, meters) = (&ready.report, gpu.meters());
+        assert_eq!(report.attempts.len(), 1, "{:?}", report.attempts);
+        assert_eq!(report.baseline.total, LIMIT);
+        assert!(report.kv_bytes > LIMIT / 2, "{report:?}");
+        // The canary and the buffer are free, as promised.
+        assert!(meters.free >= report.margins.canary_bytes, "{meters:?}");
+        assert!(meters.free <= LIMIT / 4, "{meters:?}");
+        let allocations = meters.allocations;
+        let expected = answers(&ready.engine).await;
+        assert!(expected.iter().all(|tokens| tokens.len() == 24));
+        assert_eq!(answers(&ready.engine).await, expected);
+        assert_eq!(gpu.meters().allocations, allocations, "serving allocates nothing");
+        stop(ready, &gpu).await;
+        // Without graphs the text is the same.
+        let ready = model.start_on_gpu("--enforce-eager", &gpu).unwrap();
+        assert_eq!(answers(&ready.engine).await, expected);
+        stop(ready, &gpu).await;
+    }
 }
 
 /// With CUDA graphs too, the second start captures them once instead of twice.
@@ -196,24 +205,25 @@ async fn a_gpu_that_gives_far_less_is_diagnosed() {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 async fn every_allocation_of_a_start_on_a_gpu_may_fail() {
-    let model = model();
-    let gpu = gpu(None);
-    let flags = "--max-total-token-num 4096";
-    let ready = model.start_on_gpu(flags, &gpu).unwrap();
-    let before = gpu.budget().meters().allocations;
-    stop(ready, &gpu).await;
-    let ready = model.start_on_gpu(flags, &gpu).unwrap();
-    let allocations = gpu.budget().meters().allocations - before;
-    stop(ready, &gpu).await;
-    for n in 1..=allocations {
-        gpu.budget().fail_allocation(n);
-        match model.start_on_gpu(flags, &gpu) {
-            Ok(ready) => stop(ready, &gpu).await,
-            Err(error) => assert_eq!(error.exit_code(), 4, "allocation {n}: {error:?}"),
+    for model in models() {
+        let gpu = gpu(None);
+        let flags = "--max-total-token-num 4096";
+        let ready = model.start_on_gpu(flags, &gpu).unwrap();
+        let before = gpu.budget().meters().allocations;
+        stop(ready, &gpu).await;
+        let ready = model.start_on_gpu(flags, &gpu).unwrap();
+        let allocations = gpu.budget().meters().allocations - before;
+        stop(ready, &gpu).await;
+        for n in 1..=allocations {
+            gpu.budget().fail_allocation(n);
+            match model.start_on_gpu(flags, &gpu) {
+                Ok(ready) => stop(ready, &gpu).await,
+                Err(error) => assert_eq!(error.exit_code(), 4, "allocation {n}: {error:?}"),
+            }
+            gpu.budget().fail_allocation(0);
+            gpu.trim().unwrap();
+            assert_eq!(held(&gpu.meters()), 0, "allocation {n}");
         }
-        gpu.budget().fail_allocation(0);
-        gpu.trim().unwrap();
-        assert_eq!(held(&gpu.meters()), 0, "allocation {n}");
     }
 }
 
@@ -221,77 +231,80 @@ async fn every_allocation_of_a_start_on_a_gpu_may_fail() {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 async fn a_step_without_memory_costs_its_requests_alone_on_a_gpu() {
-    let model = model();
-    let gpu = gpu(None);
-    let ready = model.start_on_gpu("", &gpu).unwrap();
-    let (engine, full) = (ready.engine.clone(), ready.report.kv_tokens);
-    let expected = answers(&engine).await;
-    until_ready(&engine).await;
-    let before = gpu.budget().meters();
-    for step in [1, 2, 9] {
-        gpu.budget().fail_step(step);
-        let streams: Vec<_> = [0, 50, 100, 150, 0, 50, 100, 150]
-            .map(|first| submit(&engine, first, 24))
-            .into();
-        let mut failed = 0;
-        for (i, stream) in streams.into_iter().enumerate() {
-            match read(stream).await {
-                Ok(tokens) => assert_eq!(tokens, expected[i % 4], "step {step}"),
-                Err(StepError::Oom(_)) => failed += 1,
-                Err(other) => panic!("step {step}: {other}"),
-            }
-        }
-        assert!((1..=4).contains(&failed), "{failed} failed in step {step}");
+    for model in models() {
+        let gpu = gpu(None);
+        let ready = model.start_on_gpu("", &gpu).unwrap();
+        let engine = ready.engine.clone();
+        let full = engine.limits().kv_capacity_tokens;
+        let expected = answers(&engine).await;
         until_ready(&engine).await;
-        let after = gpu.budget().meters();
-        for component in [Component::Weights, Component::Arena, Component::Staging] {
-            let held = [&before, &after].map(|meters| meters.by_component.get(component));
-            assert_eq!(held[0], held[1], "{component} after step {step}");
+        let before = gpu.budget().meters();
+        for step in [1, 2, 9] {
+            gpu.budget().fail_step(step);
+            let streams: Vec<_> = [0, 50, 100, 150, 0, 50, 100, 150]
+                .map(|first| submit(&engine, first, 24))
+                .into();
+            let mut failed = 0;
+            for (i, stream) in streams.into_iter().enumerate() {
+                match read(stream).await {
+                    Ok(tokens) => assert_eq!(tokens, expected[i % 4], "step {step}"),
+                    Err(StepError::Oom(_)) => failed += 1,
+                    Err(other) => panic!("step {step}: {other}"),
+                }
+            }
+            assert!((1..=4).contains(&failed), "{failed} failed in step {step}");
+            until_ready(&engine).await;
+            let after = gpu.budget().meters();
+            for component in [Component::Weights, Component::Arena, Component::Staging] {
+                let held = [&before, &after].map(|meters| meters.by_component.get(component));
+                assert_eq!(held[0], held[1], "{component} after step {step}");
+            }
+            assert_eq!(answers(&engine).await, expected);
         }
-        assert_eq!(answers(&engine).await, expected);
-    }
-    assert_eq!(ready.memory.allocations_after_ready(), 0);
+        assert_eq!(ready.memory.allocations_after_ready(), 0);
 
-    // There is room for the state, and none for the canary beside it.
-    gpu.budget().set_cap(Some(gpu.budget().meters().reserved));
-    gpu.budget().fail_step(1);
-    assert!(matches!(
-        read(submit(&engine, 0, 24)).await,
-        Err(StepError::Oom(_))
-    ));
-    until_ready(&engine).await;
-    let smaller = engine.limits().kv_capacity_tokens;
-    assert!(smaller < full && smaller > full / 5 * 4, "{smaller} of {full}");
-    assert_eq!(answers(&engine).await, expected);
-    assert_eq!(engine.stats().rebuilds_oom, 4);
-    drop(engine);
-    stop(ready, &gpu).await;
+        // There is room for the state, and none for the canary beside it.
+        gpu.budget().set_cap(Some(gpu.budget().meters().reserved));
+        gpu.budget().fail_step(1);
+        assert!(matches!(
+            read(submit(&engine, 0, 24)).await,
+            Err(StepError::Oom(_))
+        ));
+        until_ready(&engine).await;
+        let smaller = engine.limits().kv_capacity_tokens;
+        assert!(smaller < full && smaller > full / 5 * 4, "{smaller} of {full}");
+        assert_eq!(answers(&engine).await, expected);
+        assert_eq!(engine.stats().rebuilds_oom, 4);
+        drop(engine);
+        stop(ready, &gpu).await;
+    }
 }
 
 /// The pool is trimmed too.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 async fn a_gpu_holds_the_weights_alone_while_the_server_sleeps() {
-    let model = model();
-    let gpu = gpu(None);
-    let ready = model.start_on_gpu("", &gpu).unwrap();
-    let engine = ready.engine.clone();
-    let expected = answers(&engine).await;
-    until_ready(&engine).await;
-    let weights = gpu.meters().by_component.get(Component::Weights);
-    for _ in 0..2 {
-        engine.sleep(PATIENCE).await.unwrap();
-        let asleep = gpu.meters();
-        // The pool gives back whole chunks of 2 MiB.
-        let slack = held(&asleep) - weights;
-        assert!(slack < 64 << 20, "{slack} bytes beside the weights: {asleep:?}");
-        assert_eq!(asleep.by_component.get(Component::Kv), 0);
-        engine.wake().await.unwrap();
-        assert_eq!(answers(&engine).await, expected);
+    for model in models() {
+        let gpu = gpu(None);
+        let ready = model.start_on_gpu("", &gpu).unwrap();
+        let engine = ready.engine.clone();
+        let expected = answers(&engine).await;
+        until_ready(&engine).await;
+        let weights = gpu.meters().by_component.get(Component::Weights);
+        for _ in 0..2 {
+            engine.sleep(PATIENCE).await.unwrap();
+            let asleep = gpu.meters();
+            // The pool gives back whole chunks of 2 MiB.
+            let slack = held(&asleep) - weights;
+            assert!(slack < 64 << 20, "{slack} bytes beside the weights: {asleep:?}");
+            assert_eq!(asleep.by_component.get(Component::Kv), 0);
+            engine.wake().await.unwrap();
+            assert_eq!(answers(&engine).await, expected);
+        }
+        assert_eq!(ready.memory.allocations_after_ready(), 0);
+        drop(engine);
+        stop(ready, &gpu).await;
     }
-    assert_eq!(ready.memory.allocations_after_ready(), 0);
-    drop(engine);
-    stop(ready, &gpu).await;
 }
 
 /// The parts sum to what the device reports used, and the prediction is near.

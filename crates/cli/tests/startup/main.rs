@@ -54,6 +54,21 @@ const HYBRID: &str = r#"{
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 64
 }"#;
 
+/// Every second layer has a window, and twice the keys and values of the others: blocks of these are cut into slices.
+const WINDOWED: &str = r#"{
+    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "dtype": "float32",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "global_head_dim": 16,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": true, "sliding_window": 20, "rms_norm_eps": 1e-6,
+    "vocab_size": 260, "max_position_embeddings": 4096, "tie_word_embeddings": true, "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention",
+                    "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25}
+    }
+}"#;
+
 struct Model {
     dir: tempfile::TempDir,
 }
@@ -65,6 +80,10 @@ impl Model {
 
     fn hybrid() -> Self {
         Self::of(HYBRID)
+    }
+
+    fn windowed() -> Self {
+        Self::of(WINDOWED)
     }
 
     fn of(config: &str) -> Self {
@@ -187,7 +206,7 @@ async fn stop(ready: Started, budget: &Budget) {
 #[tokio::test(flavor = "multi_thread")]
 async fn every_allocation_of_a_start_may_fail() {
     // Weights and probe cannot be made smaller, the final state can.
-    for model in [Model::new(), Model::hybrid()] {
+    for model in [Model::new(), Model::hybrid(), Model::windowed()] {
         let Ends { smaller, refused, .. } = fail_each_allocation(&model, "").await;
         assert!(smaller > 0 && refused > 0, "{smaller} smaller, {refused} refused");
     }

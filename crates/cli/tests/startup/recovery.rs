@@ -107,11 +107,12 @@ async fn one_step_without_memory_costs_its_requests_alone() {
         (Model::new(), "--max-total-token-num 1024"),
         (Model::new(), "--no-enable-prefix-caching"),
         (Model::hybrid(), ""),
+        (Model::windowed(), ""),
     ] {
         let budget = Budget::new(BUDGET);
         let ready = model.start(flags, &budget).unwrap();
         let (engine, memory) = (ready.engine.clone(), ready.memory.clone());
-        let expected = answers(&engine).await;
+        let (expected, capacity) = (answers(&engine).await, engine.limits().kv_capacity_tokens);
         let asked = [0, 50, 100, 150];
         until_ready(&engine).await;
         let before = budget.meters();
@@ -140,7 +141,8 @@ async fn one_step_without_memory_costs_its_requests_alone() {
         let stats = engine.stats();
         assert_eq!((stats.rebuilds_oom, stats.high_water_above_proof), (4, 0));
         assert_eq!(memory.allocations_after_ready(), 0, "a rebuild is no step");
-        assert_eq!(engine.limits().kv_capacity_tokens, ready.report.kv_tokens);
+        assert_eq!(engine.limits().kv_capacity_tokens, capacity);
+        assert_eq!(memory.report()["kv_tokens"], ready.report.kv_tokens);
         assert_eq!(answers(&engine).await, expected);
         drop(engine);
         stop(ready, &budget).await;
@@ -209,7 +211,7 @@ async fn a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() {
 /// Asleep, there is nothing but the weights; awake, everything is as it was.
 #[tokio::test(flavor = "multi_thread")]
 async fn sleep_gives_everything_back_but_the_weights() {
-    for model in [Model::new(), Model::hybrid()] {
+    for model in [Model::new(), Model::hybrid(), Model::windowed()] {
         let budget = Budget::new(BUDGET);
         let ready = model.start("", &budget).unwrap();
         let engine = ready.engine.clone();
