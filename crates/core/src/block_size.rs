@@ -19,11 +19,11 @@ impl BlockSize {
     pub fn cuts(self) -> impl Iterator<Item = usize> {
         [1, 2, 4]
             .into_iter()
-            .filter(move |&slices| self.slice(slices).is_some())
+            .filter(move |&slices| self.divided_by(slices).is_some())
     }
 
     /// Tokens of each of `slices` equal slices; `None` unless that is a block size.
-    pub fn slice(self, slices: usize) -> Option<Self> {
+    pub fn divided_by(self, slices: usize) -> Option<Self> {
         Self::new(self.0.checked_div(slices)?).filter(|slice| slice.0 * slices == self.0)
     }
 

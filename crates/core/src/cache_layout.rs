@@ -262,7 +262,7 @@ pub enum CacheLayoutError {
 }
 
 impl CacheLayout {
-    /// Groups layers, whose blocks all take the same bytes, by what they keep: [`Self::of`] without anything special.
+    /// Groups layers, whose blocks all take the same bytes, by what they keep. Blocks of layers of one width are never cut, so their size does not matter.
     ///
     /// # Errors
     /// [`CacheLayoutError`].
@@ -273,8 +273,8 @@ impl CacheLayout {
 
     /// Groups layers by what they keep. A window of `max_tokens` tokens or more, the longest context, keeps everything.
     ///
-    /// Blocks have as few slices as make little padding: at most 2 % of a block of each group, if a page can hold a slice of the widest
-    /// layer. Pages have as many columns as that allows; with one group that is all.
+    /// Blocks are cut into as few slices, and pages have as many columns, as keep padding small: at most 2 % of what each group holds,
+    /// where that can be. With one group, a page is a block.
     ///
     /// # Errors
     /// [`CacheLayoutError`].

@@ -234,7 +234,7 @@ impl Bounds {
 pub(crate) struct StepPages {
     /// Table after table.
     pages: Vec<PageId>,
-    /// For each table, and in it for each run: the first block, and where in `pages` the rest is.
+    /// For each table, and in it for each run: the first slice, and where in `pages` its pages are.
     places: Vec<Vec<(usize, Range<usize>)>>,
 }
 

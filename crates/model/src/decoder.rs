@@ -213,7 +213,7 @@ impl<'a, E: KvElement> Step<'a, '_, E> {
         let layout = KvLayout {
             kv_heads: spec.kv_heads,
             head_dim: spec.head_dim,
-            block_size: page.block_size,
+            block_size: page.slice_size,
         };
         let own = kv_column * config.block_size.tokens();
         let (k, v, stride) = if config.groups.has_wide_layers() {

@@ -294,6 +294,7 @@ impl Runner {
         } = self.forward(plan, rows, exchange.as_deref_mut())?;
         let no_head = || StepError::Failed("a model that is served for embeddings has no logits".to_owned());
         let head = decoder.head().ok_or_else(no_head)?;
+        // What no memory could hold, the arena refuses.
         let elements = logit_elements(spec, normed.len() / width).unwrap_or([usize::MAX; 2]);
         let [logits, part] = elements.map(|elements| arena.alloc::<f32>(elements));
         let (logits, part) = (logits?, part?);

@@ -347,8 +347,8 @@ impl DecoderSpec {
         self.delta_nets().count()
     }
 
-    /// Where the layers keep what they do in a cache of these groups: those of [`Self::cache_groups`], or one in which all
-    /// layers keep everything.
+    /// Where the layers keep what they do in a cache of these groups: those of [`Self::cache_groups`] for this block size, or any
+    /// others, which stand for one in which all layers keep everything.
     pub fn cache_layout(&self, groups: &CacheGroups, block_size: BlockSize) -> CacheLayout {
         match self.own_cache_layout(block_size) {
             Ok(own) if own.groups == *groups => own,

@@ -14,8 +14,7 @@ pub(crate) struct PageTable {
     kind: CacheGroup,
     /// Which of the pages of each slice.
     plane: usize,
-    /// Tokens of a slice.
-    slice: BlockSize,
+    slice_size: BlockSize,
 }
 
 impl PageTable {
@@ -26,35 +25,34 @@ impl PageTable {
                 group,
                 kind,
                 plane,
-                slice: slice(&kind, block_size),
+                slice_size: slice_size(&kind, block_size),
             };
             (0..kind.pages_per_slice()).map(table)
         };
         groups.iter().enumerate().flat_map(of).collect()
     }
 
-    /// Tokens of each page.
-    pub(crate) fn page_tokens(&self) -> usize {
-        self.slice.tokens()
+    /// Tokens of a slice.
+    pub(crate) fn slice_size(&self) -> usize {
+        self.slice_size.tokens()
     }
 
     /// The slices that a run reads or writes.
     pub(crate) fn slices(&self, run: &Run) -> Range<usize> {
-        self.kind.first_block(self.slice, run.start)..self.slice.blocks_for(run.end())
+        self.kind.first_block(self.slice_size, run.start)..self.slice_size.blocks_for(run.end())
     }
 
     /// Most slices of all runs of a step.
     pub(crate) fn most_slices(&self, limits: &StepLimits) -> usize {
-        let block_size = self.slice;
         let tokens = limits.max_num_batched_tokens;
         let runs = limits.max_num_seqs.min(tokens);
-        let all = runs.saturating_mul(block_size.blocks_for(limits.max_model_len));
+        let all = runs.saturating_mul(self.slice_size.blocks_for(limits.max_model_len));
         match self.kind.kind {
             CacheKind::Full => all,
-            // A run of n tokens sees n + window - 1 of them, which lie in at most (n + window + size - 3) / size + 1 blocks,
+            // A run of n tokens sees n + window - 1 of them, which lie in at most (n + window + size - 3) / size + 1 slices,
             // rounded down; all runs together have `tokens` tokens.
             CacheKind::Window(window) => {
-                let size = block_size.tokens();
+                let size = self.slice_size.tokens();
                 let seen = runs.saturating_mul(window.saturating_add(size - 3));
                 all.min((seen.saturating_add(tokens) / size).saturating_add(runs))
             }
@@ -69,9 +67,9 @@ impl PageTable {
     }
 }
 
-fn slice(group: &CacheGroup, block_size: BlockSize) -> BlockSize {
-    let slice = block_size.slice(group.slices);
-    slice.expect("groups are cut for this block size")
+fn slice_size(group: &CacheGroup, block_size: BlockSize) -> BlockSize {
+    let size = block_size.divided_by(group.slices);
+    size.expect("groups are cut for this block size")
 }
 
 /// Where a layer's keys and values are.
@@ -81,8 +79,8 @@ pub(crate) struct LayerPage {
     pub(crate) table: usize,
     /// The first of its columns of a page.
     pub(crate) column: usize,
-    /// Tokens of a page: what a block is for attention.
-    pub(crate) block_size: BlockSize,
+    /// Tokens of a slice, which attention takes for a block.
+    pub(crate) slice_size: BlockSize,
 }
 
 impl LayerPage {
@@ -94,7 +92,7 @@ impl LayerPage {
             Self {
                 table: before + place.plane,
                 column: place.column,
-                block_size: slice(&rest[0], block_size),
+                slice_size: slice_size(&rest[0], block_size),
             }
         };
         layout.places.iter().map(place).collect()
@@ -152,7 +150,7 @@ mod tests {
 
     /// Where steps are as bad as can be, they need all room but a block for each run, and never more.
     #[test]
-    fn no_step_has_more_blocks_than_there_is_room_for() {
+    fn no_step_has_more_slices_than_there_is_room_for() {
         let mut rng = StdRng::seed_from_u64(7);
         let (mut tight, mut cut) = (0, 0);
         for _ in 0..2000 {
@@ -203,7 +201,7 @@ mod tests {
                 let room = table.most_slices(&limits);
                 assert!(
                     needed <= room,
-                    "{needed} blocks and room for {room}: {limits:?}, {groups:?}"
+                    "{needed} slices and room for {room}: {limits:?}, {groups:?}"
                 );
                 let full = runs.len() == limits.max_num_seqs.min(limits.max_num_batched_tokens);
                 tight += usize::from(worst && full && room <= needed + runs.len() + 1);

@@ -1,19 +1,25 @@
 //! Layers that keep different things, in pages of one size.
 
+use std::sync::Arc;
+
 use crate::common::groups::{Tables, grouped, hits_past_the_window, logits_of_chunks, serve_twice};
 use crate::common::*;
 use plimsoll_core::{BlockSize, CacheGroups, Component, KvConfig, StateConfig};
-use plimsoll_model::KvCacheDtype;
+use plimsoll_model::{KvCacheDtype, LoadFormat, LoadOptions, Model};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use serde_json::json;
+
+use crate::common::configs::config_json;
+use crate::experts::bare;
 
 /// With blocks behind the window gone and their pages used again, every logit is that of a cache that keeps everything.
 #[test]
 fn nobody_sees_what_lies_behind_the_window() {
     for seed in (0..6).chain([rand::random()]) {
         let mut rng = StdRng::seed_from_u64(seed);
-        for name in WINDOW_MODELS {
-            let model = load(name, KvCacheDtype::F32);
+        let models = WINDOW_MODELS.map(|name| (name, load(name, KvCacheDtype::F32)));
+        for (name, model) in models.into_iter().chain([("in slices", sliced())]) {
             let block_size = [8, 16, 32][rng.random_range(0..3)];
             let groups = model.spec().cache_groups(BlockSize::new(block_size).unwrap());
             let prompt: Vec<u32> = (0..rng.random_range(40..128))
@@ -45,6 +51,26 @@ fn nobody_sees_what_lies_behind_the_window() {
             assert_eq!(logits(kv), logits(full), "seed {seed}: {name}, {block_size}");
         }
     }
+}
+
+/// Random weights for layers of which three share a page: those with full attention whole blocks, wide ones with a window slices of them.
+fn sliced() -> Arc<Model> {
+    let mut config = config_json("gemma4-moe");
+    config["num_hidden_layers"] = json!(6);
+    config["layer_types"] = json!(["sliding_attention", "full_attention"].repeat(3));
+    let full = json!({ "head_dim": 128, "num_key_value_heads": 1 });
+    config["per_layer_config"] = json!({ "1": full, "3": full, "5": full });
+    let options = LoadOptions {
+        format: LoadFormat::Dummy { seed: 1 },
+        kv_cache_dtype: KvCacheDtype::F32,
+        ..Default::default()
+    };
+    let model = Model::load(bare(&config).path(), options, &budget(), &mut |_| ()).unwrap();
+    let groups = model.spec().cache_groups(BlockSize::default());
+    let cut = groups.iter().map(|group| (group.slices, group.pages_per_block));
+    assert_eq!(groups.columns_per_page(), 3);
+    assert_eq!(cut.collect::<Vec<_>>(), [(1, 1), (2, 2)]);
+    model
 }
 
 /// Of a window, a request that begins with cached tokens needs only what its next token sees.

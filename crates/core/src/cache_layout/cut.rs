@@ -11,8 +11,8 @@ pub(super) struct Cut {
 }
 
 impl Cut {
-    /// The fewest slices, and for these the largest pages, with which padding is small in each group; where there are none, the cut
-    /// with the least padding.
+    /// The fewest slices, and for these the largest pages, with which padding is small in each group; where there are none, those
+    /// whose worst group has the least.
     pub(super) fn of(widths: &[Vec<usize>], block_size: BlockSize) -> Self {
         let mut all: Vec<Vec<usize>> = vec![Vec::new()];
         for widths in widths {
@@ -25,40 +25,40 @@ impl Cut {
             all = all.into_iter().flat_map(longer).collect();
         }
         all.sort_by_key(|slices| slices.iter().sum::<usize>());
-        let cuts = all.into_iter().flat_map(|slices| {
-            let groups = widths.iter().zip(&slices);
-            let widest = groups
-                .clone()
-                .flat_map(|(widths, slices)| widths.iter().map(move |w| w / slices));
-            let least = widest.max().unwrap_or(1);
-            let most = groups.map(|(widths, slices)| widths.iter().sum::<usize>() / slices);
-            let sizes = (least..=most.max().unwrap_or(1).max(least)).rev();
-            sizes.map(move |columns_per_page| Self {
-                columns_per_page,
-                slices: slices.clone(),
-            })
-        });
-        let cuts: Vec<Self> = cuts.collect();
+        let cuts = || all.iter().flat_map(|slices| Self::with(widths, slices));
         let small = |cut: &Self| {
-            let mut groups = cut.padding(widths).zip(widths);
-            groups.all(|(padding, widths)| {
-                padding as f64 <= widths.iter().sum::<usize>() as f64 * CacheGroups::MAX_PADDING
-            })
+            cut.padding(widths)
+                .all(|padding| padding <= CacheGroups::MAX_PADDING)
         };
-        let at = cuts.iter().position(small).or_else(|| {
-            let paddings = cuts.iter().map(|cut| cut.padding(widths).sum::<usize>());
-            let least = paddings.enumerate().min_by_key(|&(_, padding)| padding);
-            least.map(|(at, _)| at)
-        });
-        let at = at.expect("blocks of one slice are a cut");
-        cuts.into_iter().nth(at).expect("it was just found")
+        let largest = |cut: &Self| cut.padding(widths).fold(0.0, f64::max);
+        let sum = |cut: &Self| cut.padding(widths).sum::<f64>();
+        let less = |a: &Self, b: &Self| largest(a).total_cmp(&largest(b)).then(sum(a).total_cmp(&sum(b)));
+        cuts()
+            .find(small)
+            .or_else(|| cuts().min_by(less))
+            .expect("blocks of one slice are a cut")
     }
 
-    /// Unused columns of a block of each group.
-    fn padding(&self, widths: &[Vec<usize>]) -> impl Iterator<Item = usize> {
+    /// Those with so many slices, the largest pages first.
+    fn with(widths: &[Vec<usize>], slices: &[usize]) -> impl Iterator<Item = Self> {
+        let groups = widths.iter().zip(slices);
+        let widest = groups
+            .clone()
+            .map(|(widths, slices)| widths.iter().max().map_or(1, |w| w / slices));
+        let all = groups.map(|(widths, slices)| widths.iter().sum::<usize>() / slices);
+        let (least, most) = (widest.max().unwrap_or(1), all.max().unwrap_or(1));
+        (least..=most.max(least)).rev().map(|columns_per_page| Self {
+            columns_per_page,
+            slices: slices.to_vec(),
+        })
+    }
+
+    /// Of each group the unused columns of a block by those used.
+    fn padding(&self, widths: &[Vec<usize>]) -> impl Iterator<Item = f64> {
         widths.iter().zip(&self.slices).map(|(widths, &slices)| {
             let held = slices * pages(widths, slices, self.columns_per_page) * self.columns_per_page;
-            held - widths.iter().sum::<usize>()
+            let used: usize = widths.iter().sum();
+            (held - used) as f64 / used as f64
         })
     }
 }

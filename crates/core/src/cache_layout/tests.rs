@@ -89,6 +89,7 @@ fn what_cannot_share_a_cache_is_refused() {
     let many = [1, 2, 3, 4].map(CacheKind::Window);
     assert_eq!(new(&many), CacheLayoutError::TooManyKinds);
 }
+
 /// Gemma 4: of each number of layers the last of six (or five) keeps everything, and is `full` columns wide, the others
 /// `window`; the last `sharing` of them read what the last keeping one of their kind keeps.
 fn gemma4(layers: usize, period: usize, sharing: usize, full: usize, window: usize) -> Vec<CacheLayer> {
@@ -160,17 +161,20 @@ fn wider_layers_take_more_columns_and_sharing_ones_none() {
     }
 }
 
-/// Five layers of one column do not fill pages of the two that the others' blocks take, but those of five that slices of them take.
+/// 26B-A4B: five layers of one column leave half a page unused if pages have two; cut in two, blocks of the wide layers fit pages of five.
 #[test]
 fn blocks_of_wide_layers_are_cut_where_that_saves_memory() {
-    // 26B-A4B.
     let layers = gemma4(30, 6, 0, 1, 2);
     for block_size in [16, 32] {
         let want = (5, vec![[5, 5, 0, 1, 1], [25, 50, 0, 10, 2]]);
         assert_eq!(cut(&layers, block_size), want);
     }
     // Four tokens are no block.
-    assert_eq!(cut(&layers, 8), (2, vec![[5, 5, 0, 3, 1], [25, 50, 0, 25, 1]]));
+    assert_eq!(
+        cut(&layers, 8),
+        (2, vec![[5, 5, 0, 3, 1], [25, 50, 0, 25, 1]]),
+        "of the least padding"
+    );
 }
 
 #[test]

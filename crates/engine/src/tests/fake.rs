@@ -37,6 +37,8 @@ pub(super) struct Script {
     pub(super) hold_rebuild: AtomicBool,
     /// Nor does it come any further.
     pub(super) hang_rebuild: AtomicBool,
+    /// It hangs.
+    pub(super) hanging: AtomicBool,
     /// How often it came further.
     pub(super) progress: AtomicUsize,
     /// The state cannot be built again, memory or not.

@@ -127,6 +127,7 @@ impl StateSource<Fake> for Device {
             self.script.progress.fetch_add(1, Ordering::SeqCst);
         }
         while self.script.hang_rebuild.load(Ordering::SeqCst) {
+            self.script.hanging.store(true, Ordering::SeqCst);
             std::thread::sleep(Duration::from_micros(100));
         }
         Ok(self.prove()?)
@@ -364,7 +365,20 @@ async fn a_build_that_hangs_is_seen() {
         assert_eq!(look(), None);
     }
     rig.script.hold_rebuild.store(false, Ordering::SeqCst);
-    let stall = (0..100).find_map(|_| look()).expect("a build that hangs is seen");
+    rig.until("a build that hangs", |rig| {
+        rig.script.hanging.load(Ordering::SeqCst)
+    })
+    .await;
+    let mut looks = 0;
+    let stall = loop {
+        looks += 1;
+        assert!(looks < 5, "a build that hangs is not seen");
+        if let Some(stall) = look() {
+            break stall;
+        }
+    };
+    // The first look may see the last progress.
+    assert!(looks > 2, "{looks} looks");
     assert_eq!(
         (stall.phase, stall.activity, stall.step),
         (Phase::Rebuilding, Activity::Build, None)

@@ -66,7 +66,7 @@ pub(super) struct StepState {
 }
 
 impl StepState {
-    /// K and V of the layer that is in `page`, `[kv_heads][block_size][head_dim]` each, with these scales. Layers that are
+    /// K and V of the layer that is in `page`, `[kv_heads][tokens of a slice][head_dim]` each, with these scales. Layers that are
     /// all of one width are column by column one after the other, keys first. Pages of others are one after the other, first those of all
     /// keys: what a page has is its own, whichever layers it serves.
     fn layer_kv(&self, page: LayerPage, spec: &AttentionSpec, [k_scale, v_scale]: [f32; 2]) -> GpuKv<'_> {
@@ -76,7 +76,7 @@ impl StepState {
             groups,
             ..
         } = &self.kv_config;
-        let (own, column) = (page.block_size.tokens() * spec.kv_size(), page.column);
+        let (own, column) = (page.slice_size.tokens() * spec.kv_size(), page.column);
         let (start, block_stride, to_values) = match groups.has_wide_layers() {
             false => (2 * column * num_pages * own, own, num_pages * own),
             true => {
@@ -367,7 +367,7 @@ impl Decoder {
         }
         let kinds = self.kinds.iter().map(|&first| {
             let layer = &decoder.layers[first];
-            Kind::new(self, layer, input.rows, (state, state.places[first]))
+            Kind::new(self, layer, input.rows, state, state.places[first])
         });
         let mut step = Step {
             decoder: self,

@@ -397,7 +397,7 @@ impl StepInputs {
 
         for (table, &slots) in self.tables.iter().zip(&input.slots) {
             let slots = self.staging.host(slot, slots);
-            let (mut row, tokens) = (0, table.page_tokens());
+            let (mut row, tokens) = (0, table.slice_size());
             for run in &plan.runs {
                 for position in run.start..run.end() {
                     let page = table.page(run, position / tokens);

@@ -70,7 +70,7 @@ pub(super) fn planners<E>(
 ) -> Result<Planners, E> {
     let mut planners = Planners::new();
     for (spec, page) in spec.attention().zip(pages) {
-        let kind = AttentionKind::of(spec, page.block_size, element);
+        let kind = AttentionKind::of(spec, page.slice_size, element);
         if planners.iter().all(|known| known.kind != kind) {
             planners.push(planner(kind)?);
         }

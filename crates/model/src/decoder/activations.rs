@@ -7,8 +7,10 @@ use plimsoll_kernels::Route;
 use crate::DecoderSpec;
 use crate::blocks::Widths;
 
-/// A cache line, so that parts begin where vectors may.
+/// Elements of a cache line: each part begins at one, as the arena's own allocations do.
 const ALIGN: usize = 64 / size_of::<f32>();
+
+const PARTS: usize = 14;
 
 /// What a step computes of all of its rows, `[rows, n]` each, for the widest layer.
 pub(super) struct Activations<'a> {
@@ -17,10 +19,10 @@ pub(super) struct Activations<'a> {
     /// What is to be added to it.
     pub(super) delta: &'a mut [f32],
     pub(super) normed: &'a mut [f32],
-    /// Of every kind of rotary positions.
+    /// Of each kind of rotary embedding.
     pub(super) angles: &'a mut [f32],
     pub(super) qkv: &'a mut [f32],
-    /// Rotated.
+    /// Queries after their rotation.
     pub(super) q: &'a mut [f32],
     /// The mixer's output.
     pub(super) attended: &'a mut [f32],
@@ -38,9 +40,10 @@ pub(super) struct Activations<'a> {
 
 impl<'a> Activations<'a> {
     pub(super) fn new(spec: &DecoderSpec, rows: usize, arena: &'a Arena) -> Result<Self, Oom> {
-        let widths = widths(spec);
-        let most = activation_elements(spec, rows).unwrap_or(usize::MAX);
-        let mut rest = arena.alloc::<f32>(most)?;
+        // What no memory could hold, the arena refuses.
+        let all = activation_elements(spec, rows).unwrap_or(usize::MAX);
+        let mut rest = arena.alloc::<f32>(all)?;
+        let (parts, widths) = (parts(spec, rows).unwrap_or_default(), widths(spec));
         let [
             hidden,
             delta,
@@ -56,11 +59,9 @@ impl<'a> Activations<'a> {
             router_logits,
             layer_inputs,
             routes,
-        ] = widths.map(|width| {
-            let (part, behind) =
-                std::mem::take(&mut rest).split_at_mut((rows * width).next_multiple_of(ALIGN));
-            rest = behind;
-            &mut part[..rows * width]
+        ] = std::array::from_fn(|i| {
+            let part = rest.split_off_mut(..parts[i]).expect("all is their sum");
+            &mut part[..rows * widths[i]]
         });
         Ok(Self {
             hidden,
@@ -83,14 +84,21 @@ impl<'a> Activations<'a> {
 
 /// Elements that the activations of so many rows take from the arena; `None` if no memory could hold them.
 pub(crate) fn activation_elements(spec: &DecoderSpec, rows: usize) -> Option<usize> {
-    let part = |width: usize| rows.checked_mul(width)?.checked_next_multiple_of(ALIGN);
-    widths(spec)
-        .into_iter()
-        .try_fold(0_usize, |sum, width| sum.checked_add(part(width)?))
+    let parts = parts(spec, rows)?;
+    parts.into_iter().try_fold(0, usize::checked_add)
+}
+
+/// Elements of each of the [`Activations`], with what is between it and the next.
+fn parts(spec: &DecoderSpec, rows: usize) -> Option<[usize; PARTS]> {
+    let mut parts = widths(spec);
+    for part in &mut parts {
+        *part = part.checked_mul(rows)?.checked_next_multiple_of(ALIGN)?;
+    }
+    Some(parts)
 }
 
 /// Elements of a row of each of the [`Activations`].
-fn widths(spec: &DecoderSpec) -> [usize; 14] {
+fn widths(spec: &DecoderSpec) -> [usize; PARTS] {
     let Widths {
         hidden,
         qkv,

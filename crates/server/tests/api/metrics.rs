@@ -332,7 +332,7 @@ fn status(page: &Page) -> String {
 
 #[tokio::test]
 async fn the_status_matches_ready() {
-    // A step that hangs is a stall at once, and any time that counts as a stall is one.
+    // So short that whatever counts as a stall is reported as one.
     const READY_PATIENCE: Duration = Duration::from_millis(1);
     let rig = Rig::new(Setup {
         max_num_seqs: 1,

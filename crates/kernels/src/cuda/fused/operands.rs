@@ -69,7 +69,7 @@ pub struct GpuRope<'a> {
     pub positions: GpuSlice<'a, i32>,
     /// With which number of a position each pair turns, where there are three.
     pub axes: Option<PairAxes>,
-    /// `[pairs, 2]`: [`rope_frequencies`] of the frequencies. Elements beyond `2 × pairs` of a head are not rotated; a layer
+    /// `[pairs, 2]`: frequencies, as [`rope_frequencies`] splits them. Elements beyond `2 × pairs` of a head are not rotated; a layer
     /// without rotary embedding has no pairs.
     pub frequencies: GpuSlice<'a, f32>,
     /// Multiplies cosines and sines ([YaRN](https://arxiv.org/abs/2309.00071)'s attention factor); 1 for none.
@@ -171,7 +171,7 @@ mod tests {
     use super::rope_frequencies;
 
     #[test]
-    fn turns_are_frequencies_to_48_bits() {
+    fn frequencies_keep_48_bits() {
         let frequencies = [1.0f32, 0.333, 1.2e-6, 0.0];
         for (parts, &frequency) in rope_frequencies(&frequencies).chunks_exact(2).zip(&frequencies) {
             let sum = f64::from(parts[0]) + f64::from(parts[1]);

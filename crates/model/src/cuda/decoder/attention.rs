@@ -49,7 +49,7 @@ impl<'b> Step<'_, 'b> {
             kv: state.layer_kv(page, spec, self.kv_scales(spec)),
             slots: state.inputs.device(input.slots[page.table]),
             kv_heads: spec.kv_heads,
-            block_size: page.block_size.tokens(),
+            block_size: page.slice_size.tokens(),
             head_dim: spec.head_dim,
             gated: spec.gated,
             values: match spec.values {

@@ -53,7 +53,8 @@ impl Kind {
         decoder: &Decoder,
         layer: &GpuLayer,
         rows: usize,
-        (state, place): (&StepState, LayerPlace),
+        state: &StepState,
+        place: LayerPlace,
     ) -> Self {
         let attention = layer.spec.attention();
         let (linears, projections) = (&decoder.linears, layer.mixer.projections());
@@ -66,7 +67,7 @@ impl Kind {
 
     fn gate_up(decoder: &Decoder, layer: &GpuLayer, rows: usize) -> Fusion {
         let (Some(spec), Some(mlp)) = (layer.spec.mlp_of_all(), layer.mlp.of_all()) else {
-            // Nothing of a layer whose rows go to different experts asks.
+            // Layers with routed experts alone never ask.
             return Fusion {
                 norm: false,
                 output: LinearOutput::Bf16,
@@ -83,7 +84,7 @@ impl Kind {
 
 impl AttentionChoice {
     fn new(decoder: &Decoder, spec: &AttentionSpec, state: &StepState, place: LayerPlace) -> Self {
-        let attention = AttentionKind::of(spec, place.page().block_size, state.kv_element);
+        let attention = AttentionKind::of(spec, place.page().slice_size, state.kv_element);
         let planners = state.inputs.planners();
         let at = planners.iter().position(|planners| planners.kind == attention);
         let rope = spec.rope.as_deref().map(|rope| {
@@ -160,7 +161,7 @@ impl<'a, 'b> Step<'a, 'b> {
         self.state.places[self.layer].page()
     }
 
-    /// What the first product of the MLP that every row goes through puts out.
+    /// The output of the first product of the MLP, or shared expert, that every row goes through.
     pub(super) fn gate_up_output(&self) -> LinearOutput {
         self.kind().gate_up.output
     }

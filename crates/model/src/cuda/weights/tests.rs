@@ -218,7 +218,7 @@ fn integers_of_four_bits_keep_their_values() {
                     _ => inputs,
                 };
                 for (row, mut found) in rows.zip(widen_int4(element, codes, &words, group, places)) {
-                    // Products multiply what is past the end by 0.
+                    // Kernels multiply what is past the end by inputs of 0; their tests on a GPU have any codes there.
                     let padding = found.split_off(inputs);
                     assert!(
                         padding.iter().all(|x| x.is_finite()),
