@@ -229,6 +229,16 @@ fn a_gpu_that_is_not_here_can_be_planned_for() {
     );
 }
 
+/// Of more memory than this machine has, no other process holds a part.
+#[test]
+fn a_larger_machine_can_be_planned_for() {
+    let dir = model(LLAMA_8B);
+    let flags = "--device cpu --max-model-len 4096 --json --device-memory 16TiB";
+    let plan = json(&plimsoll("plan", dir.path(), flags));
+    assert_eq!(number(&plan, "/baseline/total"), (16_u64 << 40) as f64);
+    assert_eq!(number(&plan, "/baseline/peers"), 0.0);
+}
+
 /// States are a component of a GPU too: slots for each request and as many snapshots, in whole pages of memory.
 #[test]
 fn a_model_with_states_is_planned_for_on_a_gpu() {

@@ -64,7 +64,7 @@ impl Place {
         ) {
             (Ok(Chosen { gpus, .. }), _) if gpus.is_empty() => {
                 check_cpu(settings)?;
-                Ok(Self::Cpu(cpu_budgets(settings)?))
+                Ok(Self::Cpu(planned_budgets(settings)?))
             }
             (Ok(Chosen { gpus, .. }), _) => {
                 check_gpu(settings)?;
@@ -335,6 +335,17 @@ fn cpu_budgets(settings: &EngineSettings) -> Result<Vec<Budget>, Error> {
         1 => vec![Budget::shared(bytes, machine)],
         ranks => Budget::divided(bytes, ranks, machine),
     })
+}
+
+/// As [`cpu_budgets`], to plan with. More than this machine has is the memory of another one, of which other processes hold nothing.
+fn planned_budgets(settings: &EngineSettings) -> Result<Vec<Budget>, Error> {
+    let beyond = beyond_machine(settings, Machine::this().size());
+    match settings.device_memory.filter(|_| beyond.is_some()) {
+        None => cpu_budgets(settings),
+        Some(bytes) => Ok((0..settings.tensor_parallel_size)
+            .map(|_| Budget::new(bytes))
+            .collect()),
+    }
 }
 
 fn total(budgets: &[Budget]) -> u64 {
