@@ -56,7 +56,7 @@ impl<'a> Activations<'a> {
             let (high, low, scales) = (Disjoint::new(high), Disjoint::new(low), Disjoint::new(scales));
             let (exact, scaled) = (Disjoint::new(exact), Disjoint::new(scaled));
             let (exact_halves, scaled_halves) = (Disjoint::new(exact_halves), Disjoint::new(scaled_halves));
-            run_ranges(rows, (16384 / inputs).max(1), &|range| {
+            run_ranges(rows, (4096 / inputs).max(1), &|range| {
                 for row in range {
                     // SAFETY: rows are disjoint.
                     let kernel = unsafe {

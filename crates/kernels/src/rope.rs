@@ -134,9 +134,7 @@ pub fn rotate_queries(
         let scale = query_scale.map(|scale| scale.at(run.start + i));
         queries(level, &qkv[row * width..][..own], dim, norm, angles, scale, out);
     };
-    for run in runs {
-        run_ranges(run.len, 16, &|rows| rows.for_each(|i| write(run, i)));
-    }
+    each_row(runs, width, &write);
 }
 
 /// The heads of q of one row.
@@ -262,9 +260,20 @@ pub fn qk_norm_rope_kv_write<E: KvElement>(
             }
         }
     };
-    for run in runs {
-        run_ranges(run.len, 16, &|rows| rows.for_each(|i| write(run, i)));
-    }
+    each_row(runs, width, &write);
+}
+
+/// Calls `task` for all rows of the runs, in parallel, with the run and the row's index in it. Rows are `width` wide.
+fn each_row(runs: &[RunMeta<'_>], width: usize, task: &(dyn Fn(&RunMeta<'_>, usize) + Sync)) {
+    let rows = runs.iter().map(|run| run.len).sum();
+    run_ranges(rows, (8192 / width).max(1), &|range| {
+        let mut before = 0;
+        for run in runs {
+            let own = range.start.max(before)..range.end.min(before + run.len);
+            own.for_each(|row| task(run, row - before));
+            before += run.len;
+        }
+    });
 }
 
 /// Largest head this crate handles; those of known models end at 512.
