@@ -262,7 +262,8 @@ pub enum CacheLayoutError {
 }
 
 impl CacheLayout {
-    /// Groups layers, whose blocks all take the same bytes, by what they keep. Blocks of layers of one width are never cut, so their size does not matter.
+    /// Groups layers, whose blocks all take the same bytes, by what they keep. Blocks of layers of one width are never cut, so their
+    /// size does not matter.
     ///
     /// # Errors
     /// [`CacheLayoutError`].

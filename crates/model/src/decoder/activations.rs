@@ -43,41 +43,31 @@ impl<'a> Activations<'a> {
         // What no memory could hold, the arena refuses.
         let all = activation_elements(spec, rows).unwrap_or(usize::MAX);
         let mut rest = arena.alloc::<f32>(all)?;
-        let (parts, widths) = (parts(spec, rows).unwrap_or_default(), widths(spec));
-        let [
-            hidden,
-            delta,
-            normed,
-            angles,
-            qkv,
-            q,
-            attended,
-            gate_up,
-            activated,
-            gathered,
-            projected,
-            router_logits,
-            layer_inputs,
-            routes,
-        ] = std::array::from_fn(|i| {
-            let part = rest.split_off_mut(..parts[i]).expect("all is their sum");
-            &mut part[..rows * widths[i]]
-        });
+        let mut sizes = parts(spec, rows)
+            .unwrap_or_default()
+            .into_iter()
+            .zip(widths(spec));
+        // In the order of the fields.
+        let mut next = || {
+            let (part, width) = sizes.next().expect("a size for each field");
+            let part = rest.split_off_mut(..part).expect("all is their sum");
+            &mut part[..rows * width]
+        };
         Ok(Self {
-            hidden,
-            delta,
-            normed,
-            angles,
-            qkv,
-            q,
-            attended,
-            gate_up,
-            activated,
-            gathered,
-            projected,
-            router_logits,
-            layer_inputs,
-            routes: cast_slice_mut(routes),
+            hidden: next(),
+            delta: next(),
+            normed: next(),
+            angles: next(),
+            qkv: next(),
+            q: next(),
+            attended: next(),
+            gate_up: next(),
+            activated: next(),
+            gathered: next(),
+            projected: next(),
+            router_logits: next(),
+            layer_inputs: next(),
+            routes: cast_slice_mut(next()),
         })
     }
 }
