@@ -16,54 +16,6 @@
 // of e4m3 values to be as fast as their weights are read, and x keeps its bits.
 #include "linear.cuh"
 
-// Adds the parts of a pair of outputs: `sums` is that pair in the first part of each block.
-__device__ __forceinline__ float2 add_parts(const float* sums, int parts, int stride) {
-    const int count = parts * cluster_size();
-    float2 value[kMostParts];
-#pragma unroll
-    for (int i = 0; i < kMostParts; ++i) {
-        if (i < count) value[i] = load_remote(sums + (i & (parts - 1)) * stride, i / parts);
-    }
-    float2 sum = value[0];
-#pragma unroll
-    for (int i = 1; i < kMostParts; ++i) {
-        if (i < count) sum.x += value[i].x, sum.y += value[i].y;
-    }
-    return sum;
-}
-
-template <Activation kActivation>
-__device__ __forceinline__ float activate(float x) {
-    return x / (1.0f + __expf(-sigmoid_input(kActivation, x)));
-}
-
-// One or two neighbouring outputs of a row.
-__device__ __forceinline__ void store(const Problem& p, int row, int column, float2 v) {
-    if (p.bias != nullptr) {
-        v.x += __bfloat162float(p.bias[column]);
-        if (column + 1 < p.n) v.y += __bfloat162float(p.bias[column + 1]);
-    }
-    const size_t at = size_t(row) * p.pitch + column;
-    const bool pair = ((p.n | p.pitch) & 1) == 0;
-    if (p.mode == kF32) {
-        float* out = static_cast<float*>(p.out) + at;
-        if (pair) {
-            *reinterpret_cast<float2*>(out) = v;
-        } else {
-            out[0] = v.x;
-            if (column + 1 < p.n) out[1] = v.y;
-        }
-    } else {
-        bf16* out = static_cast<bf16*>(p.out) + at;
-        if (pair) {
-            *reinterpret_cast<bf162*>(out) = __floats2bfloat162_rn(v.x, v.y);
-        } else {
-            out[0] = __float2bfloat16(v.x);
-            if (column + 1 < p.n) out[1] = __float2bfloat16(v.y);
-        }
-    }
-}
-
 // Sums of two neighbouring rows of weights, times the rows' factors if each has its own.
 template <Values kValues>
 __device__ __forceinline__ float2 scaled(const Problem& p, int row, float2 sums) {
@@ -73,29 +25,6 @@ __device__ __forceinline__ float2 scaled(const Problem& p, int row, float2 sums)
         sums.y *= p.scales.floats()[min(row + 1, last)];
     }
     return sums;
-}
-
-// Adds and stores the outputs of a block, each thread block of the cluster some of them.
-template <int Tiles, Values kValues, Activation kActivation>
-__device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const float* sums, int block, int rows) {
-    const int pairs = cut.outputs / 2;
-    for (int i = cluster_rank() * kThreads + threadIdx.x; i < p.m * pairs; i += cluster_size() * kThreads) {
-        const int token = i / pairs, column = i % pairs * 2;
-        const int at = block * cut.outputs + column;
-        if (at >= p.n) continue;
-        const float* from = sums + token * rows;
-        float2 v;
-        if (p.gated()) {
-            from += column / kTile * 2 * kTile + column % kTile;
-            const float2 gate = scaled<kValues>(p, at, add_parts(from, cut.parts, Tiles * 8 * rows));
-            v = scaled<kValues>(p, p.n + at, add_parts(from + kTile, cut.parts, Tiles * 8 * rows));
-            v.x *= activate<kActivation>(gate.x);
-            v.y *= activate<kActivation>(gate.y);
-        } else {
-            v = scaled<kValues>(p, at, add_parts(from + column, cut.parts, Tiles * 8 * rows));
-        }
-        store(p, token, at, v);
-    }
 }
 
 // The words of a window's groups, of two rows of a stage.
@@ -326,7 +255,11 @@ __device__ __forceinline__ void run(const Problem& p) {
     const int rows = p.row_warps * kTile + kPad;
     const int buffer_floats = cut.parts * Tiles * 8 * rows;
     if (normalise) {
-        normalise_inputs<kValues>(reinterpret_cast<bf16*>(inputs), p, cut, sums);
+        const int low = cut.begin * kPiecesOfChunk<kValues>, high = cut.end * kPiecesOfChunk<kValues>;
+        normalise_inputs(p, low, high, sums, [&](int row, int piece) {
+            const int swapped = (piece - low) ^ input_swap<kValues>(row);
+            return reinterpret_cast<bf16*>(inputs) + (row * cut.phase * kPiecesOfChunk<kValues> + swapped) * 8;
+        });
     } else {
         request_inputs();
         if (!resident) {
@@ -351,6 +284,10 @@ __device__ __forceinline__ void run(const Problem& p) {
     }
 
     int turn = 0, last_block = first_block;
+    const auto add_sums = [&](int block) {
+        add_up<Tiles * 8, kActivation, kTile>(p, cut.outputs, cut.parts, sums + (turn ^ 1) * buffer_floats, block, rows, threadIdx.x,
+                                              kThreads, [&](int row, float2 sums) { return scaled<kValues>(p, row, sums); });
+    };
     int stage = 0;
     for (int block = first_block; block < cut.blocks; block += stride) {
         float acc[Tiles][4] = {};
@@ -473,7 +410,7 @@ __device__ __forceinline__ void run(const Problem& p) {
         // The sums of the block before are added now, when the other blocks of the cluster have long written them.
         if (block != first_block) {
             cluster_wait();
-            add_up<Tiles, kValues, kActivation>(p, cut, sums + (turn ^ 1) * buffer_floats, block - stride, rows);
+            add_sums(block - stride);
         }
         float* mine = sums + turn * buffer_floats + cut.part * Tiles * 8 * rows + cut.row_warp * kTile + group;
 #pragma unroll
@@ -490,7 +427,7 @@ __device__ __forceinline__ void run(const Problem& p) {
     }
     if (first_block < cut.blocks) {
         cluster_wait();
-        add_up<Tiles, kValues, kActivation>(p, cut, sums + (turn ^ 1) * buffer_floats, last_block, rows);
+        add_sums(last_block);
         // Other blocks may still read this one's.
         cluster_arrive();
         cluster_wait();

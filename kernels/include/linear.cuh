@@ -1,4 +1,5 @@
-// A linear layer for a few rows: what is multiplied, how it is cut, and how x comes into shared memory. See linear.cu.
+// A linear layer for a few rows: what is multiplied, how it is cut, how x comes into shared memory, and how sums
+// are added up. See linear.cu and linear_int4_few.cu.
 #pragma once
 
 #include "activation.cuh"
@@ -265,10 +266,17 @@ struct Cut {
     }
 };
 
+// Among the first `kThreads` threads of a block, which may have more.
+__device__ __forceinline__ void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+
+// Pieces of x, eight inputs each, in a chunk.
+template <Values kValues>
+constexpr int kPiecesOfChunk = kRowPieces * kWidening<kValues>;
+
 // Starts to copy a phase of x: [m][phase chunks], pieces swapped in odd rows.
 template <Values kValues>
 __device__ __forceinline__ void copy_inputs(uint8_t* to, const Problem& p, const Cut& cut, int first) {
-    constexpr int kChunkPieces = kRowPieces * kWidening<kValues>;
+    constexpr int kChunkPieces = kPiecesOfChunk<kValues>;
     const int pieces = (min(first + cut.phase, cut.end) - first) * kChunkPieces;
     for (int i = threadIdx.x; i < p.m * pieces; i += kThreads) {
         const int row = i / pieces, piece = i % pieces;
@@ -280,16 +288,13 @@ __device__ __forceinline__ void copy_inputs(uint8_t* to, const Problem& p, const
     }
 }
 
-// As copy_inputs for all of this block's x, normalised. `partial` is room for kWarps floats a row.
-template <Values kValues>
-__device__ __forceinline__ void normalise_inputs(bf16* to, const Problem& p, const Cut& cut, float* partial) {
-    constexpr int kChunkPieces = kRowPieces * kWidening<kValues>;
+// Writes pieces `low` to `high` of the normalised x, eight inputs each, to where `place` says for a row and a piece. `partial` is room for
+// `kWarps` floats a row. For the first `kThreads` threads of a block.
+template <typename Place>
+__device__ __forceinline__ void normalise_inputs(const Problem& p, int low, int high, float* partial, const Place& place) {
     constexpr int kAtOnce = 2;  // loads before the first store, which might be to the same place for all the compiler knows
-    const int k = p.k, pieces = k / 8, low = cut.begin * kChunkPieces, high = cut.end * kChunkPieces;
+    const int k = p.k, pieces = k / 8;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const auto place = [&](int row, int piece) {
-        return to + (row * cut.phase * kChunkPieces + ((piece - low) ^ input_swap<kValues>(row))) * 8;
-    };
     for (int row = 0; row < p.m; ++row) {
         float squares = 0.0f;
         for (int first = threadIdx.x; first < pieces; first += kAtOnce * kThreads) {
@@ -319,7 +324,7 @@ __device__ __forceinline__ void normalise_inputs(bf16* to, const Problem& p, con
         squares = warp_sum(squares);
         if (lane == 0) partial[row * kWarps + warp] = squares;
     }
-    __syncthreads();
+    sync_threads();
     for (int row = 0; row < p.m; ++row) {
         float squares = 0.0f;
 #pragma unroll
@@ -338,5 +343,79 @@ __device__ __forceinline__ void normalise_inputs(bf16* to, const Problem& p, con
             store8(place(row, piece), x);
         }
     }
-    __syncthreads();
+    sync_threads();
+}
+
+// Adds the parts of a pair of outputs: `sums` is that pair in the first part of each block.
+__device__ __forceinline__ float2 add_parts(const float* sums, int parts, int stride) {
+    const int count = parts * cluster_size();
+    float2 value[kMostParts];
+#pragma unroll
+    for (int i = 0; i < kMostParts; ++i) {
+        if (i < count) value[i] = load_remote(sums + (i & (parts - 1)) * stride, i / parts);
+    }
+    float2 sum = value[0];
+#pragma unroll
+    for (int i = 1; i < kMostParts; ++i) {
+        if (i < count) sum.x += value[i].x, sum.y += value[i].y;
+    }
+    return sum;
+}
+
+template <Activation kActivation>
+__device__ __forceinline__ float activate(float x) {
+    return x / (1.0f + __expf(-sigmoid_input(kActivation, x)));
+}
+
+// One or two neighbouring outputs of a row.
+__device__ __forceinline__ void store(const Problem& p, int row, int column, float2 v) {
+    if (p.bias != nullptr) {
+        v.x += __bfloat162float(p.bias[column]);
+        if (column + 1 < p.n) v.y += __bfloat162float(p.bias[column + 1]);
+    }
+    const size_t at = size_t(row) * p.pitch + column;
+    const bool pair = ((p.n | p.pitch) & 1) == 0;
+    if (p.mode == kF32) {
+        float* out = static_cast<float*>(p.out) + at;
+        if (pair) {
+            *reinterpret_cast<float2*>(out) = v;
+        } else {
+            out[0] = v.x;
+            if (column + 1 < p.n) out[1] = v.y;
+        }
+    } else {
+        bf16* out = static_cast<bf16*>(p.out) + at;
+        if (pair) {
+            *reinterpret_cast<bf162*>(out) = __floats2bfloat162_rn(v.x, v.y);
+        } else {
+            out[0] = __float2bfloat16(v.x);
+            if (column + 1 < p.n) out[1] = __float2bfloat16(v.y);
+        }
+    }
+}
+
+// `threads` threads add and store the outputs of a block, each thread block of the cluster some of them. A part has the sums of `kRows` rows
+// of x, `pitch` floats apart; if gated, in turns of `kTurn` rows of weights of the gate and of the up projection. `factored` is called with a
+// row of weights and the sums of it and of the next.
+template <int kRows, Activation kActivation, int kTurn, typename Factored>
+__device__ __forceinline__ void add_up(const Problem& p, int outputs, int parts, const float* sums, int block, int pitch, int thread,
+                                       int threads, const Factored& factored) {
+    const int pairs = outputs / 2;
+    for (int i = cluster_rank() * threads + thread; i < p.m * pairs; i += cluster_size() * threads) {
+        const int token = i / pairs, column = i % pairs * 2;
+        const int at = block * outputs + column;
+        if (at >= p.n) continue;
+        const float* from = sums + token * pitch;
+        float2 v;
+        if (p.gated()) {
+            from += column / kTurn * 2 * kTurn + column % kTurn;
+            const float2 gate = factored(at, add_parts(from, parts, kRows * pitch));
+            v = factored(p.n + at, add_parts(from + kTurn, parts, kRows * pitch));
+            v.x *= activate<kActivation>(gate.x);
+            v.y *= activate<kActivation>(gate.y);
+        } else {
+            v = factored(at, add_parts(from + column, parts, kRows * pitch));
+        }
+        store(p, token, at, v);
+    }
 }

@@ -14,20 +14,27 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool want
 
 // The same, with a hint to bring the surrounding 256 bytes into L2, for rows whose next 128 bytes are needed soon. A head of 128256 x 4096
 // took 4 % less time with it (linear_hopper.cu, H100).
+__device__ __forceinline__ void copy_async_256(uint32_t to, const void* from, bool wanted) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+
 __device__ __forceinline__ void copy_async_256(void* to, const void* from, bool wanted) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-                 "r"(wanted ? 16 : 0)
-                 : "memory");
+    copy_async_256(shared_address(to), from, wanted);
 }
 
 // Begins to copy 4, 8 or 16 bytes.
 template <int kBytes>
-__device__ __forceinline__ void copy_async_of(void* to, const void* from) {
+__device__ __forceinline__ void copy_async_of(uint32_t to, const void* from) {
     if constexpr (kBytes == 16) {
         copy_async(to, from, true);
     } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
     }
+}
+
+template <int kBytes>
+__device__ __forceinline__ void copy_async_of(void* to, const void* from) {
+    copy_async_of<kBytes>(shared_address(to), from);
 }
 
 // From an address in shared memory, where the compiler could not tell that a pointer leads there.

@@ -224,31 +224,38 @@ pub(crate) fn bench_int4(gpu: &Gpu) {
     for group in [Int4Group::Of128, Int4Group::Of32] {
         let model = Model::new(gpu, GpuValues::Int4(group));
         println!(
-            "{group:?}, us: floor, stream-K, k divided among 1, 2, 4 and 8 blocks, dequantised for cuBLASLt"
+            "{group:?}, us: floor, stream-K, k divided among 1, 2, 4 and 8 blocks, dequantised for cuBLASLt, streamed (best cut)"
         );
         for (shape, &(name, n, k)) in SHAPES[..4].iter().enumerate() {
-            for m in [1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048] {
+            for m in [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048] {
                 let bytes = n * int4_pitch(k) + 4 * n * group.stride(k) + 2 * m * (k + n);
                 let operations = 2.0 * (m * n * k) as f64;
                 let floor = f64::max(bytes as f64 / READ_BANDWIDTH, operations / BF16_RATE) * 1e6;
                 print!("{name:8} {m:4} {floor:7.1} ");
-                for path in WAYS_OF_INT4 {
+                let layers = &model.layers[shape];
+                let mut time = |path: LinearPath| -> Option<f64> {
                     linears.fix(Some(path));
-                    if path == LinearPath::Hopper
-                        && !linears.is_own(m, &model.layers[shape][0], LinearOutput::Bf16)
-                    {
-                        print!(" {:>8}", "-");
-                        continue;
+                    let is_own = linears.is_own(m, &layers[0], LinearOutput::Bf16);
+                    if !is_own && matches!(path, LinearPath::Hopper | LinearPath::Stream(_)) {
+                        return None;
                     }
-                    let layers = &model.layers[shape];
-                    let us = time_us(gpu, 8, |call| {
+                    Some(time_us(gpu, 8, |call| {
                         let x = model.x.slice().range(0..m * k);
                         let out = model.out.slice().range(0..m * n);
                         linears.forward_in(room, x, &layers[call % layers.len()], LinearOutput::Bf16, out)
-                    });
-                    print!(" {us:8.1}");
+                    }))
+                };
+                for path in WAYS_OF_INT4 {
+                    match time(path) {
+                        Some(us) => print!(" {us:8.1}"),
+                        None => print!(" {:>8}", "-"),
+                    }
                 }
-                println!();
+                let streamed = cuts().filter_map(|cut| Some((cut, time(LinearPath::Stream(cut))?)));
+                match streamed.min_by(|(_, a), (_, b)| a.total_cmp(b)) {
+                    Some((cut, us)) => println!(" {us:8.1} ({cut})"),
+                    None => println!(" {:>8}", "-"),
+                }
             }
         }
     }

@@ -311,7 +311,7 @@ impl Linears {
             && linear.order().is_none()
             && self
                 .stream_cut(&key)
-                .is_some_and(|cut| StreamKernels::can_norm(&key.shape, cut))
+                .is_some_and(|cut| self.stream.can_norm(&key.shape, cut))
     }
 
     /// The norm of `input` to `out` `[m, n]`, or `[m, n / 2]` for [`LinearOutput::Glu`], for the rows for which

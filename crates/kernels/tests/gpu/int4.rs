@@ -306,7 +306,7 @@ fn products_match_the_reference() {
     linears.fix(None);
     for group in GROUPS {
         Case::random(&mut rng, group, [5, 20_000, 256], false, false).check(&gpu, &linears, "many outputs");
-        // Rows that are not whole lines, or not whole windows, are cuBLASLt's.
+        // Rows that are not whole lines, or not whole windows.
         for k in [8, 128, 136, 640, 1000] {
             let m = rng.random_range(1..40);
             Case::random(&mut rng, group, [m, 48, k], true, true).check(&gpu, &linears, "not whole lines");

@@ -1,4 +1,5 @@
-//! Our own kernels for few rows (`kernels/linear.cu`), which are bound by reading the weights.
+//! Our own kernels for few rows, which are bound by reading the weights: `kernels/linear.cu`, and `kernels/linear_int4_few.cu` for weights of
+//! four bits where all of x fits in shared memory.
 
 use std::fmt;
 
@@ -6,6 +7,7 @@ use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, Launch};
 
 use super::cublas_lt::{Operands, Shape};
+use super::matrix::{INT4_ROWS, INT4_WINDOW};
 use super::{Fp8Scaling, GpuValues, Int4Group};
 use crate::{Activation, GgufFormat};
 
@@ -27,6 +29,7 @@ pub(super) fn most_rows(values: GpuValues) -> usize {
 
 /// Constants of `kernels/linear.cu`.
 const WARPS: usize = 8;
+const WARP: usize = 32;
 const TILE: usize = 16;
 const CHUNK_BYTES: usize = 128;
 const RING_PIECES: usize = 34;
@@ -35,6 +38,11 @@ const INPUT_BYTES: usize = 32 << 10;
 const BUFFERS: usize = 4;
 const PAD: usize = 4;
 const MOST_PARTS: usize = 8;
+
+/// Constants of `kernels/linear_int4_few.cu`; a warp's ring has as many stages as fit in its bytes.
+const FEW_ROWS: usize = 8;
+const FEW_INPUT_PAD: usize = 16;
+const FEW_RING_BYTES: usize = 8192;
 
 /// Of a multiprocessor's shared memory, what the system takes for each thread block.
 const SYSTEM_SHARED_BYTES: usize = 1 << 10;
@@ -133,11 +141,22 @@ struct Activations {
     gelu_tanh: Vec<Function>,
 }
 
+impl Activations {
+    fn of(&self, output: LinearOutput) -> &[Function] {
+        match output {
+            LinearOutput::Glu(Activation::GeluTanh) => &self.gelu_tanh,
+            LinearOutput::Glu(Activation::Silu) | LinearOutput::Bf16 | LinearOutput::F32 => &self.silu,
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct StreamKernels {
     gpu: Gpu,
     /// By the weights.
     functions: Vec<(GpuValues, Activations)>,
+    /// For up to 8 rows and weights of four bits, if all of x fits: one kernel each.
+    few: Vec<(Int4Group, Activations)>,
     /// Stands for the small kernels between products.
     pause: Function,
     /// Clusters of 1, 2, 4 and 8 blocks that run at once with a multiprocessor for each block; 0 if there are none.
@@ -177,16 +196,30 @@ impl StreamKernels {
             .into_iter()
             .chain(of_gguf.iter().map(|(name, values)| (name.as_str(), *values)));
         let types = types.map(of_type).collect::<Result<Vec<_>, _>>()?;
+        let few = crate::cuda::load(gpu, "linear_int4_few")?;
+        let few = [Int4Group::Of32, Int4Group::Of64, Int4Group::Of128].map(|group| -> Result<_, GpuError> {
+            let function = |activation: &str| -> Result<Vec<Function>, GpuError> {
+                let function = few.function(&format!("linear_int4_few_{}_{activation}", group.inputs()))?;
+                function.allow_shared(gpu.info().max_shared_bytes)?;
+                Ok(vec![function])
+            };
+            let activations = Activations {
+                silu: function("silu")?,
+                gelu_tanh: function("gelu_tanh")?,
+            };
+            Ok((group, activations))
+        });
         let mut clusters = [gpu.info().sm_count, 0, 0, 0];
         if gpu.info().compute_capability >= (9, 0) {
             for (shift, clusters) in clusters.iter_mut().enumerate().skip(1) {
                 let whole = gpu.info().max_shared_bytes;
-                *clusters = types[0].1.silu[0].clusters_at_once(1 << shift, WARPS * 32, whole)?;
+                *clusters = types[0].1.silu[0].clusters_at_once(1 << shift, WARPS * WARP, whole)?;
             }
         }
         Ok(Self {
             gpu: gpu.clone(),
             functions: types,
+            few: few.into_iter().collect::<Result<_, _>>()?,
             pause: module.function("linear_pause")?,
             clusters,
         })
@@ -194,9 +227,6 @@ impl StreamKernels {
 
     /// The cuts that can compute a product, the likeliest first.
     pub(super) fn cuts(&self, shape: &Shape, output: LinearOutput) -> Vec<LinearCut> {
-        if shape.m > most_rows(shape.values) || chunks(shape).is_none() {
-            return Vec::new();
-        }
         let cuts = LinearCut::SIZES.into_iter().flat_map(|(row_warps, cluster)| {
             [1, 2].map(|blocks_per_sm| LinearCut {
                 row_warps,
@@ -209,18 +239,21 @@ impl StreamKernels {
         if cuts.iter().any(|cut| self.fills(shape, output, *cut)) {
             cuts.retain(|cut| self.fills(shape, output, *cut));
         }
-        cuts.sort_by_key(|cut| !fits(shape, *cut));
+        cuts.sort_by_key(|cut| !self.fits(shape, *cut));
         cuts
     }
 
     /// The cut to use where nothing was measured, if these kernels should be.
     pub(super) fn default_cut(&self, shape: &Shape, output: LinearOutput) -> Option<LinearCut> {
         let first = self.cuts(shape, output).first().copied();
-        first.filter(|cut| fits(shape, *cut))
+        first.filter(|cut| self.fits(shape, *cut))
     }
 
     /// Whether a cut can compute a product.
     pub(super) fn can(&self, shape: &Shape, output: LinearOutput, cut: LinearCut) -> bool {
+        if self.takes_few(shape, cut) {
+            return true;
+        }
         let parts = WARPS / cut.row_warps;
         // The tile of a warp has one factor.
         let whole_blocks = shape.scaling() != Some(Fp8Scaling::Blocks)
@@ -233,16 +266,31 @@ impl StreamKernels {
             && self.clusters(cut) > 0
             && parts * cut.cluster <= MOST_PARTS
             && BUFFERS * shape.m * parts * chunk_bytes(shape) <= INPUT_BYTES
-            && cut.blocks_per_sm * (shared_bytes(shape, cut) + SYSTEM_SHARED_BYTES)
-                <= self.gpu.info().max_shared_bytes + SYSTEM_SHARED_BYTES
+            && shared_bytes(shape, cut) <= self.most_shared_bytes(cut)
+    }
+
+    /// Whether a product is one for `kernels/linear_int4_few.cu`.
+    fn takes_few(&self, shape: &Shape, cut: LinearCut) -> bool {
+        few_bytes(shape, cut).is_some_and(|bytes| bytes <= self.most_shared_bytes(cut))
+    }
+
+    /// Shared memory that a block may have.
+    fn most_shared_bytes(&self, cut: LinearCut) -> usize {
+        (self.gpu.info().max_shared_bytes + SYSTEM_SHARED_BYTES) / cut.blocks_per_sm - SYSTEM_SHARED_BYTES
+    }
+
+    /// Whether a block's part of x stays in shared memory.
+    fn fits(&self, shape: &Shape, cut: LinearCut) -> bool {
+        let chunks = chunks(shape).unwrap_or(0).div_ceil(cut.cluster);
+        shape.m * chunks * chunk_bytes(shape) <= INPUT_BYTES || self.takes_few(shape, cut)
     }
 
     /// Whether a cut that can compute a product can compute a norm ahead of it.
-    pub(super) fn can_norm(shape: &Shape, cut: LinearCut) -> bool {
+    pub(super) fn can_norm(&self, shape: &Shape, cut: LinearCut) -> bool {
         shape.m <= MAX_NORM_ROWS
             && shape.m * shape.k <= MAX_NORM_ELEMENTS
             && shape.k.is_multiple_of(chunk_inputs(shape))
-            && fits(shape, cut)
+            && self.fits(shape, cut)
     }
 
     fn clusters(&self, cut: LinearCut) -> usize {
@@ -266,7 +314,10 @@ impl StreamKernels {
     /// and decide how long the product takes (a token of Llama-3.1-8B's shape at batch 1 on an H200: 5.5 ms instead of 4.3;
     /// tests/bench/h200/tiles.json). Grids that leave multiprocessors idle anyway are not padded.
     fn launched_bytes(&self, shape: &Shape, output: LinearOutput, cut: LinearCut) -> usize {
-        let bytes = shared_bytes(shape, cut);
+        let bytes = match self.takes_few(shape, cut) {
+            true => few_bytes(shape, cut).expect("it takes few"),
+            false => shared_bytes(shape, cut),
+        };
         match cut.blocks_per_sm == 1 && self.fills(shape, output, cut) {
             true => bytes.max((self.gpu.info().max_shared_bytes + SYSTEM_SHARED_BYTES) / 2),
             false => bytes,
@@ -317,26 +368,30 @@ impl StreamKernels {
             (shape.pitch as i32).into(),
         ];
         let grid = self.clusters_of(shape.n, output, cut) * cut.cluster;
-        let launch = Launch::new([grid as u32, 1, 1], (WARPS * 32) as u32)
+        let (function, warps) = match shape.values {
+            GpuValues::Int4(group) if self.takes_few(shape, cut) => {
+                let of_group = self.few.iter().find(|(of, _)| *of == group);
+                let (_, of_group) = of_group.expect("there are kernels for all groups");
+                // One warp adds what the others multiply.
+                (&of_group.of(output)[0], WARPS + 1)
+            }
+            values => {
+                let of_type = self.functions.iter().find(|(of, _)| *of == values);
+                let (_, of_type) = of_type.expect("there are kernels for all weights");
+                (
+                    &of_type.of(output)[tiles(shape.m).trailing_zeros() as usize],
+                    WARPS,
+                )
+            }
+        };
+        let launch = Launch::new([grid as u32, 1, 1], (warps * WARP) as u32)
             .shared(self.launched_bytes(shape, output, cut))
             .cluster(cut.cluster as u32)
             .pdl(true);
-        let of_type = self.functions.iter().find(|(values, _)| *values == shape.values);
-        let (_, of_type) = of_type.expect("there are kernels for all weights");
-        let functions = match output {
-            LinearOutput::Glu(Activation::GeluTanh) => &of_type.gelu_tanh,
-            LinearOutput::Glu(Activation::Silu) | LinearOutput::Bf16 | LinearOutput::F32 => &of_type.silu,
-        };
-        let function = &functions[tiles(shape.m).trailing_zeros() as usize];
-        // SAFETY: the caller's promise; the arguments are those of `LINEAR` in kernels/linear.cu.
+        // SAFETY: the caller's promise; the arguments are those of `LINEAR` in kernels/linear.cu and of `LINEAR_INT4_FEW` in
+        // kernels/linear_int4_few.cu.
         unsafe { self.gpu.launch(function, launch, &args) }
     }
-}
-
-/// Whether a block's part of x stays in shared memory.
-fn fits(shape: &Shape, cut: LinearCut) -> bool {
-    let chunks = chunks(shape).unwrap_or(0).div_ceil(cut.cluster);
-    shape.m * chunks * chunk_bytes(shape) <= INPUT_BYTES
 }
 
 /// Of a chunk of a row of x.
@@ -375,4 +430,23 @@ fn shared_bytes(shape: &Shape, cut: LinearCut) -> usize {
     let ring = WARPS * (RING_PIECES * PIECE / row) * TILE * row;
     let parts = WARPS / cut.row_warps;
     ring + INPUT_BYTES + 2 * parts * tiles(shape.m) * 8 * (cut.row_warps * TILE + PAD) * 4
+}
+
+/// The same for `kernels/linear_int4_few.cu`; `None` if it cannot compute a product.
+fn few_bytes(shape: &Shape, cut: LinearCut) -> Option<usize> {
+    let GpuValues::Int4(group) = shape.values else {
+        return None;
+    };
+    let &Shape { m, n, k, .. } = shape;
+    let whole_pieces = n.is_multiple_of(INT4_ROWS) && (k * size_of::<bf16>()).is_multiple_of(PIECE);
+    if m > FEW_ROWS || cut.cluster > 1 || !whole_pieces {
+        return None;
+    }
+    // Of a window: two eights of rows, and for each lane the words of two rows.
+    let stage = INT4_ROWS * INT4_WINDOW + 2 * WARP * group.stride(INT4_WINDOW) * size_of::<u32>();
+    let ring = WARPS * (FEW_RING_BYTES / stage) * stage;
+    let inputs = m * (k.next_multiple_of(INT4_WINDOW) * size_of::<bf16>() + FEW_INPUT_PAD);
+    let parts = WARPS / cut.row_warps;
+    let sums = 2 * parts * FEW_ROWS * (cut.row_warps * TILE + PAD) * size_of::<f32>();
+    Some(ring + inputs + sums)
 }
