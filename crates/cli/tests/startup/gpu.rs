@@ -10,7 +10,7 @@ use plimsoll_profiler::{Origin, Outcome, ProfileError};
 use plimsoll_server::Memory;
 
 use crate::recovery::{PATIENCE, read, submit, until_ready};
-use crate::{CONFIG, Model, WINDOWED, answers, start};
+use crate::{CONFIG, Model, STARTS, WINDOWED, answers, start};
 
 /// What the GPU says it has.
 const LIMIT: u64 = 4 << 30;
@@ -19,11 +19,13 @@ fn model() -> Model {
     Model::of(&CONFIG.replace(r#""head_dim": 8"#, r#""head_dim": 64"#))
 }
 
-/// [`model`], and one with windows.
+/// [`model`], and one with windows. Gemma 4 does not divide scores by the size of heads, so with norms of unit length these would
+/// make a maximum of every softmax, which multiplies what rounding does. The large epsilon shortens queries and keys.
 fn models() -> [Model; 2] {
     let windowed = WINDOWED
         .replace(r#""head_dim": 8"#, r#""head_dim": 64"#)
-        .replace(r#""global_head_dim": 16"#, r#""global_head_dim": 128"#);
+        .replace(r#""global_head_dim": 16"#, r#""global_head_dim": 128"#)
+        .replace(r#""rms_norm_eps": 1e-6"#, r#""rms_norm_eps": 0.9"#);
     [model(), Model::of(&windowed)]
 }
 
@@ -241,9 +243,8 @@ async fn a_step_without_memory_costs_its_requests_alone_on_a_gpu() {
         let before = gpu.budget().meters();
         for step in [1, 2, 9] {
             gpu.budget().fail_step(step);
-            let streams: Vec<_> = [0, 50, 100, 150, 0, 50, 100, 150]
-                .map(|first| submit(&engine, first, 24))
-                .into();
+            let streams = [STARTS, STARTS].concat();
+            let streams: Vec<_> = streams.iter().map(|&first| submit(&engine, first, 24)).collect();
             let mut failed = 0;
             for (i, stream) in streams.into_iter().enumerate() {
                 match read(stream).await {

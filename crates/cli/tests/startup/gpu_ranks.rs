@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use crate::process::Process;
 use crate::ranks::hang;
 use crate::recovery::{read, submit, until_ready};
-use crate::{CONFIG, Model, answers, start};
+use crate::{CONFIG, Model, STARTS, answers, start};
 
 /// What each GPU says it has.
 const LIMIT: u64 = 4 << 30;
@@ -190,7 +190,7 @@ async fn a_gpu_that_runs_out_of_memory_is_built_again_with_the_other() {
     for step in [1, 2, 9] {
         for gpu in &gpus {
             gpu.budget().fail_step(step);
-            let streams: Vec<_> = [0, 50, 100, 150].map(|first| submit(&engine, first, 24)).into();
+            let streams: Vec<_> = STARTS.map(|first| submit(&engine, first, 24)).into();
             let mut failed = 0;
             for (i, stream) in streams.into_iter().enumerate() {
                 match read(stream).await {

@@ -37,6 +37,10 @@ use plimsoll_text::Renderer;
 
 const BUDGET: u64 = 24 << 20;
 
+/// Where the prompts of [`answers`] begin: such that no model of the tests on GPUs, whose texts depend on rounding, has two
+/// tokens that nearly tie.
+const STARTS: [TokenId; 4] = [30, 46, 52, 197];
+
 /// Two layers, random weights.
 const CONFIG: &str = r#"{
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",
@@ -182,7 +186,7 @@ async fn answers(engine: &EngineHandle) -> Vec<Vec<TokenId>> {
         };
         events.into_iter().filter_map(token).collect::<Vec<_>>()
     };
-    futures::future::join_all([0, 50, 100, 150].map(ask)).await
+    futures::future::join_all(STARTS.map(ask)).await
 }
 
 async fn stop(ready: Started, budget: &Budget) {

@@ -12,7 +12,7 @@ use plimsoll_engine::{EngineHandle, Phase, RequestStream, SubmitError, WakeError
 use plimsoll_server::Memory;
 
 use crate::neighbours::Machine;
-use crate::{BUDGET, Model, answers, stop};
+use crate::{BUDGET, Model, STARTS, answers, stop};
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -118,13 +118,12 @@ async fn one_step_without_memory_costs_its_requests_alone() {
             1 => assert_eq!(capacity, ready.report.kv_tokens),
             _ => assert!(capacity > ready.report.kv_tokens, "{capacity}"),
         }
-        let asked = [0, 50, 100, 150];
         until_ready(&engine).await;
         let before = budget.meters();
         for step in [1, 2, 5, 20] {
             budget.fail_step(step);
             // Four run, four wait.
-            let streams = [asked, asked].concat();
+            let streams = [STARTS, STARTS].concat();
             let streams: Vec<_> = streams.iter().map(|&first| submit(&engine, first, 24)).collect();
             let mut failed = 0;
             for (i, stream) in streams.into_iter().enumerate() {
