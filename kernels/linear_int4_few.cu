@@ -1,9 +1,9 @@
 // Linear layers for a few rows with weights of four bits: out[m, n] = x[m, k] . weight[n, k]^T (+ bias), at the speed of reading the weights.
-// All of x lies in shared memory; linear.cu computes products for which there is no room.
+// All of x lies in shared memory. linear.cu computes the others: more rows, k divided among the blocks of a cluster, or no room for x.
 //
 // A warp multiplies 16 rows of weights with all rows of x by mma.m16n8k16, window by window (int4.cuh). A lane copies to shared memory what
 // it multiplies itself, so warps wait for nobody. The first windows are requested before the wait for the kernel ahead, as weights never
-// change, the others behind x, which would arrive late behind them.
+// change, the others after x, which would queue behind them.
 //
 // The warps of a block are `row_warps` tiles of 16 rows times as many parts of k as that leaves. Their sums meet in shared memory, where a
 // warp that does nothing else adds them in a fixed order.
@@ -19,8 +19,8 @@ constexpr int kInputPad = 16;
 // Windows that a warp requests before x.
 constexpr int kFirst = 3;
 
-// Barriers of a block, each for tiles in turns: the sums of a tile are there, and they have been added up. Those of a cluster would wait
-// for all loads.
+// Barriers of a block, each for tiles in turns: the sums of a tile are there, and they have been added up. The fence of `barrier.cluster`
+// would wait for all loads under way.
 constexpr int kFull = 2, kEmpty = 4;
 
 __device__ __forceinline__ void arrive(int barrier) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kAllThreads) : "memory"); }
@@ -87,7 +87,7 @@ struct Linear {
 
         const uint8_t* codes = p.weight + lane * 16;
         const uint8_t* words = static_cast<const uint8_t*>(p.scales.of) + lane / 4 * kWordBytes;
-        // The compiler would add their parts one by one.
+        // Keeps the sums of base and offset in registers; the compiler would add them at each request.
         asm volatile("" : "+l"(codes), "+l"(words));
         // What is requested next, and where the windows of the tile's eights begin: the second are of the up projection if gated. Eights past
         // the end repeat the last one and are not stored.
@@ -126,6 +126,7 @@ struct Linear {
         };
         const int pitch = input_pitch();
         if (p.norm.weight != nullptr) {
+            // A row is whole windows here: `can_norm` in stream.rs.
             normalise_inputs(p, 0, p.k / 8, sums, [&](int row, int piece) { return reinterpret_cast<bf16*>(inputs + row * pitch) + piece * 8; });
             request_others();
         } else {

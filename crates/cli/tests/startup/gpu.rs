@@ -20,12 +20,14 @@ fn model() -> Model {
 }
 
 /// [`model`], and one with windows. Gemma 4 does not divide scores by the size of heads, so with norms of unit length these would
-/// make a maximum of every softmax, which multiplies what rounding does. The large epsilon shortens queries and keys.
+/// make a maximum of every softmax, which multiplies what rounding does. The large epsilon shortens queries and keys, and all else that is
+/// normalised.
 fn models() -> [Model; 2] {
     let windowed = WINDOWED
         .replace(r#""head_dim": 8"#, r#""head_dim": 64"#)
         .replace(r#""global_head_dim": 16"#, r#""global_head_dim": 128"#)
         .replace(r#""rms_norm_eps": 1e-6"#, r#""rms_norm_eps": 0.9"#);
+    assert!(windowed.contains("128") && windowed.contains("0.9"), "{windowed}");
     [model(), Model::of(&windowed)]
 }
 

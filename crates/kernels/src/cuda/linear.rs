@@ -1,5 +1,5 @@
-//! Every linear layer: cuBLASLt, and for few rows kernels of our own that stream the weights: `kernels/linear.cu`, and on Hopper
-//! `kernels/linear_hopper.cu` and, for weights of four bits, `kernels/linear_hopper_int4.cu`, for up to 32 rows.
+//! Every linear layer: cuBLASLt, and for few rows kernels of our own that stream the weights: `kernels/linear.cu`, for weights of four
+//! bits `kernels/linear_int4_few.cu` too, and on Hopper `kernels/linear_hopper.cu` and `kernels/linear_hopper_int4.cu` for up to 32 rows.
 //!
 //! With e4m3 weights, cuBLASLt and `linear_hopper.cu` take inputs quantised to e4m3, and `linear.cu` takes bf16 inputs. On GPUs whose
 //! tensor cores do not know e4m3, `linear.cu` computes any number of rows, in parts. Weights of four bits and in GGUF's types meet bf16

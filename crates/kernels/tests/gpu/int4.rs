@@ -6,8 +6,8 @@ use half::bf16;
 use plimsoll_device::cuda::Gpu;
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, Int4Group, Int4Kernels, LinearOutput, LinearPath,
-    LinearRoom, LinearScratch, LinearUse, Linears, has_hopper_kernels, int4_pitch,
+    GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, Int4Group, Int4Kernels, LinearCut, LinearOutput,
+    LinearPath, LinearRoom, LinearScratch, LinearUse, Linears, has_hopper_kernels, int4_pitch,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -387,6 +387,54 @@ fn few_rows_are_divided_equally_among_blocks() {
             let out = case.forward(&gpu, &linears, LinearOutput::Bf16);
             assert!(out[..n].iter().all(|x| x.is_nan()), "{}", case.what("NaN"));
             assert!(out[n..].iter().all(|x| x.is_finite()), "{}", case.what("NaN"));
+        }
+    }
+}
+
+/// One to three tiles for each block, the last of them not whole; inputs that are not whole windows, or fewer windows than warps; all
+/// kinds of outputs.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn few_rows_go_from_tile_to_tile() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("int4, tiles of few rows");
+    let mut linears = linears(&gpu);
+    for group in GROUPS {
+        for (row_warps, blocks_per_sm, tiles, m, k, wider) in [
+            (1, 1, 1, 1, 8, 2),
+            (1, 1, 2, 2, 136, 0),
+            (1, 1, 3, 5, 1000, 6),
+            (1, 2, 3, 8, 136, 0),
+            (2, 1, 2, 1, 256, 4),
+            (2, 2, 3, 4, 640, 2),
+            (4, 1, 2, 2, 256, 0),
+            (8, 1, 1, 8, 136, 0),
+            (8, 2, 2, 3, 72, 2),
+        ] {
+            linears.fix(Some(LinearPath::Stream(LinearCut {
+                row_warps,
+                cluster: 1,
+                blocks_per_sm,
+            })));
+            let n = gpu.info().sm_count * blocks_per_sm * row_warps * 16 * tiles;
+            let what = format!("{row_warps} rows of warps, {blocks_per_sm} blocks, {tiles} tiles");
+            let case = Case::random(&mut rng, group, [m, n - 8, k], m % 2 == 0, false);
+            // Those of `linear.cu` want multiples of 256 inputs.
+            assert!(
+                linears.is_own(m, &case.layer(&gpu), LinearOutput::Bf16),
+                "{}",
+                case.what(&what)
+            );
+            case.check_wider(&gpu, &linears, wider, &what);
+            // Half as many outputs, if gated, are whole eights.
+            let case = Case::random(&mut rng, group, [m, n - 16, k], false, false);
+            assert!(
+                linears.fuses_glu(m, &case.layer(&gpu), Activation::Silu),
+                "{}",
+                case.what(&what)
+            );
+            case.check(&gpu, &linears, &what);
+            case.check_f32(&gpu, &linears, &what);
         }
     }
 }

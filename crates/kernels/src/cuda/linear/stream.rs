@@ -239,7 +239,7 @@ impl StreamKernels {
         if cuts.iter().any(|cut| self.fills(shape, output, *cut)) {
             cuts.retain(|cut| self.fills(shape, output, *cut));
         }
-        cuts.sort_by_key(|cut| !self.fits(shape, *cut));
+        cuts.sort_by_key(|cut| (self.few_bytes(shape, *cut).is_none(), !self.fits(shape, *cut)));
         cuts
     }
 
@@ -251,7 +251,7 @@ impl StreamKernels {
 
     /// Whether a cut can compute a product.
     pub(super) fn can(&self, shape: &Shape, output: LinearOutput, cut: LinearCut) -> bool {
-        if self.takes_few(shape, cut) {
+        if self.few_bytes(shape, cut).is_some() {
             return true;
         }
         let parts = WARPS / cut.row_warps;
@@ -269,9 +269,24 @@ impl StreamKernels {
             && shared_bytes(shape, cut) <= self.most_shared_bytes(cut)
     }
 
-    /// Whether a product is one for `kernels/linear_int4_few.cu`.
-    fn takes_few(&self, shape: &Shape, cut: LinearCut) -> bool {
-        few_bytes(shape, cut).is_some_and(|bytes| bytes <= self.most_shared_bytes(cut))
+    /// Shared memory of a block of `kernels/linear_int4_few.cu`, where that computes a product.
+    fn few_bytes(&self, shape: &Shape, cut: LinearCut) -> Option<usize> {
+        let GpuValues::Int4(group) = shape.values else {
+            return None;
+        };
+        let &Shape { m, n, k, .. } = shape;
+        let whole_pieces = n.is_multiple_of(INT4_ROWS) && (k * size_of::<bf16>()).is_multiple_of(PIECE);
+        if m > FEW_ROWS || cut.cluster > 1 || !whole_pieces {
+            return None;
+        }
+        // Of a window: two eights of rows, and for each lane the words of two rows.
+        let stage = INT4_ROWS * INT4_WINDOW + 2 * WARP * group.stride(INT4_WINDOW) * size_of::<u32>();
+        let ring = WARPS * (FEW_RING_BYTES / stage) * stage;
+        let inputs = m * (k.next_multiple_of(INT4_WINDOW) * size_of::<bf16>() + FEW_INPUT_PAD);
+        let parts = WARPS / cut.row_warps;
+        let sums = 2 * parts * FEW_ROWS * (cut.row_warps * TILE + PAD) * size_of::<f32>();
+        let bytes = ring + inputs + sums;
+        (bytes <= self.most_shared_bytes(cut)).then_some(bytes)
     }
 
     /// Shared memory that a block may have.
@@ -281,8 +296,8 @@ impl StreamKernels {
 
     /// Whether a block's part of x stays in shared memory.
     fn fits(&self, shape: &Shape, cut: LinearCut) -> bool {
-        let chunks = chunks(shape).unwrap_or(0).div_ceil(cut.cluster);
-        shape.m * chunks * chunk_bytes(shape) <= INPUT_BYTES || self.takes_few(shape, cut)
+        let fit = |chunks: usize| shape.m * chunks.div_ceil(cut.cluster) * chunk_bytes(shape) <= INPUT_BYTES;
+        chunks(shape).is_some_and(fit) || self.few_bytes(shape, cut).is_some()
     }
 
     /// Whether a cut that can compute a product can compute a norm ahead of it.
@@ -314,10 +329,9 @@ impl StreamKernels {
     /// and decide how long the product takes (a token of Llama-3.1-8B's shape at batch 1 on an H200: 5.5 ms instead of 4.3;
     /// tests/bench/h200/tiles.json). Grids that leave multiprocessors idle anyway are not padded.
     fn launched_bytes(&self, shape: &Shape, output: LinearOutput, cut: LinearCut) -> usize {
-        let bytes = match self.takes_few(shape, cut) {
-            true => few_bytes(shape, cut).expect("it takes few"),
-            false => shared_bytes(shape, cut),
-        };
+        let bytes = self
+            .few_bytes(shape, cut)
+            .unwrap_or_else(|| shared_bytes(shape, cut));
         match cut.blocks_per_sm == 1 && self.fills(shape, output, cut) {
             true => bytes.max((self.gpu.info().max_shared_bytes + SYSTEM_SHARED_BYTES) / 2),
             false => bytes,
@@ -369,7 +383,7 @@ impl StreamKernels {
         ];
         let grid = self.clusters_of(shape.n, output, cut) * cut.cluster;
         let (function, warps) = match shape.values {
-            GpuValues::Int4(group) if self.takes_few(shape, cut) => {
+            GpuValues::Int4(group) if self.few_bytes(shape, cut).is_some() => {
                 let of_group = self.few.iter().find(|(of, _)| *of == group);
                 let (_, of_group) = of_group.expect("there are kernels for all groups");
                 // One warp adds what the others multiply.
@@ -430,23 +444,4 @@ fn shared_bytes(shape: &Shape, cut: LinearCut) -> usize {
     let ring = WARPS * (RING_PIECES * PIECE / row) * TILE * row;
     let parts = WARPS / cut.row_warps;
     ring + INPUT_BYTES + 2 * parts * tiles(shape.m) * 8 * (cut.row_warps * TILE + PAD) * 4
-}
-
-/// The same for `kernels/linear_int4_few.cu`; `None` if it cannot compute a product.
-fn few_bytes(shape: &Shape, cut: LinearCut) -> Option<usize> {
-    let GpuValues::Int4(group) = shape.values else {
-        return None;
-    };
-    let &Shape { m, n, k, .. } = shape;
-    let whole_pieces = n.is_multiple_of(INT4_ROWS) && (k * size_of::<bf16>()).is_multiple_of(PIECE);
-    if m > FEW_ROWS || cut.cluster > 1 || !whole_pieces {
-        return None;
-    }
-    // Of a window: two eights of rows, and for each lane the words of two rows.
-    let stage = INT4_ROWS * INT4_WINDOW + 2 * WARP * group.stride(INT4_WINDOW) * size_of::<u32>();
-    let ring = WARPS * (FEW_RING_BYTES / stage) * stage;
-    let inputs = m * (k.next_multiple_of(INT4_WINDOW) * size_of::<bf16>() + FEW_INPUT_PAD);
-    let parts = WARPS / cut.row_warps;
-    let sums = 2 * parts * FEW_ROWS * (cut.row_warps * TILE + PAD) * size_of::<f32>();
-    Some(ring + inputs + sums)
 }
