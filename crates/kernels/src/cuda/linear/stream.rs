@@ -269,7 +269,7 @@ impl StreamKernels {
             && shared_bytes(shape, cut) <= self.most_shared_bytes(cut)
     }
 
-    /// Shared memory of a block of `kernels/linear_int4_few.cu`, where that computes a product.
+    /// Shared memory of a block, if `kernels/linear_int4_few.cu` computes the product.
     fn few_bytes(&self, shape: &Shape, cut: LinearCut) -> Option<usize> {
         let GpuValues::Int4(group) = shape.values else {
             return None;
