@@ -184,10 +184,10 @@ struct Copies {
 
 __device__ __forceinline__ void arrive(int id) {
     __threadfence_block();
-    asm volatile("bar.arrive %0, 64;" ::"r"(id) : "memory");
+    named_arrive<64>(id);
 }
 
-__device__ __forceinline__ void wait_for(int id) { asm volatile("bar.sync %0, 64;" ::"r"(id) : "memory"); }
+__device__ __forceinline__ void wait_for(int id) { named_sync<64>(id); }
 
 // One lane's part in the work of the second and of the third group.
 template <int kKey>

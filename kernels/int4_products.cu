@@ -137,7 +137,7 @@ struct Products {
             float acc[kTokens / 8][4];
             multiply(acc, count, group);
             // All copies have arrived, and both groups have read them.
-            asm volatile("bar.sync 1, %0;" ::"n"(2 * kWarpGroup) : "memory");
+            named_sync<2 * kWarpGroup>(1);
             leave(sums, acc, group);
         } else {
             give_registers<kProducerRegisters<kTokens>>();

@@ -23,9 +23,6 @@ constexpr int kFirst = 3;
 // would wait for all loads under way.
 constexpr int kFull = 2, kEmpty = 4;
 
-__device__ __forceinline__ void arrive(int barrier) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kAllThreads) : "memory"); }
-__device__ __forceinline__ void sync(int barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kAllThreads) : "memory"); }
-
 template <int kGroup, Activation kActivation>
 struct Linear {
     static constexpr int kGroups = kWindow / kGroup;  // of a window
@@ -72,10 +69,10 @@ struct Linear {
         pdl_wait();
         int index = 0;
         for (int block = blockIdx.x; block < blocks; block += gridDim.x, ++index) {
-            sync(kFull + index % 2);
+            named_sync<kAllThreads>(kFull + index % 2);
             add_up<kMostRows, kActivation, kTile / 2>(p, outputs, parts, sums + index % 2 * sum_floats(), block, sum_pitch(),
                                                       threadIdx.x % kWarp, kWarp, [](int, float2 sums) { return sums; });
-            if (block + 2 * gridDim.x < blocks) arrive(kEmpty + index % 2);
+            if (block + 2 * gridDim.x < blocks) named_arrive<kAllThreads>(kEmpty + index % 2);
         }
     }
 
@@ -149,10 +146,10 @@ struct Linear {
                 request(stage);
                 stage = stage + 1 == kAhead ? 0 : stage + 1;
             }
-            if (index >= 2) sync(kEmpty + index % 2);
+            if (index >= 2) named_sync<kAllThreads>(kEmpty + index % 2);
             float* const to = sums + index % 2 * sum_floats() + (part * kMostRows + lane % 4 * 2) * sum_pitch() + row_warp * kTile + lane / 4;
             to[0] = acc[0], to[sum_pitch()] = acc[1], to[8] = acc[2], to[sum_pitch() + 8] = acc[3];
-            arrive(kFull + index % 2);
+            named_arrive<kAllThreads>(kFull + index % 2);
         }
     }
 

@@ -34,6 +34,17 @@ __device__ __forceinline__ void pdl_launch() {
 #endif
 }
 
+// Named barriers of a block, 1 to 15: done when `kThreads` threads, whole warps, have come. Those that arrive do not wait.
+template <int kThreads>
+__device__ __forceinline__ void named_sync(int barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
+template <int kThreads>
+__device__ __forceinline__ void named_arrive(int barrier) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kAllLanes, x, offset);

@@ -267,7 +267,7 @@ struct Cut {
 };
 
 // Among the first `kThreads` threads of a block, which may have more.
-__device__ __forceinline__ void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+__device__ __forceinline__ void sync_threads() { named_sync<kThreads>(1); }
 
 // Pieces of x, eight inputs each, in a chunk.
 template <Values kValues>

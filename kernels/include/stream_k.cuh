@@ -40,7 +40,7 @@ __device__ __forceinline__ void add(float (&acc)[4], float4 v) { acc[0] += v.x, 
 // thread's first float4 in shared memory, the others follow `kThreads` apart.
 template <int kThreads, int kEights>
 __device__ __forceinline__ void add_second(float (&acc)[kEights][4], float4* second, int group) {
-    const auto sync = [] { asm volatile("bar.sync 1, %0;" ::"n"(2 * kThreads) : "memory"); };
+    const auto sync = [] { named_sync<2 * kThreads>(1); };
     if (group == 1) {
 #pragma unroll
         for (int j = 0; j < kEights; ++j) second[j * kThreads] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);

@@ -154,7 +154,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
 }
 
 // A barrier of one warp group.
-__device__ __forceinline__ void group_sync(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kWarpGroup) : "memory"); }
+__device__ __forceinline__ void group_sync(int id) { named_sync<kWarpGroup>(id); }
 
 template <int Registers>
 __device__ __forceinline__ void take_registers() {
