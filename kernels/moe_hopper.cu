@@ -1,49 +1,52 @@
-// Mixtures of experts: the products of tiles of many rows by products of warp groups (sm_90a), in place of those of moe.cu.
+// Mixtures of experts: the products of tiles of many rows by products of warp groups (sm_90a), in place of those of moe.cu. Weights in
+// bf16, or in e4m3 with rows of x in e4m3 too; those of four bits are moe_hopper_4bit.cu's.
 //
-// A block of threads stays and takes one piece of work after the other: a tile of 64 or 128 rows of x times 256 rows of weights, of a
-// gated product 128 of the gate and the same of the up projection, in groups of eight, so that both sums of an output are in one
-// thread. One warp group copies, ahead of the two that multiply 128 rows of weights each.
+// A block of threads stays and takes one piece of work after the other: a tile of 64 or 128 rows of x times some rows of weights, of a
+// gated product half of them gates and half the same rows of the up projection. Of two warp groups that multiply each takes 64 rows of x
+// and up to 256 rows of weights: half of the rows of x, or half of the weights. A third one fills the stages: the copy engine (TMA) brings
+// weights, as a tensor map describes them, its threads the rows of x, which lie anywhere, 16 bytes at a time. (Four warps cannot copy both:
+// a warp gets on by one such copy in some 100 cycles.)
 //
-// Weights of eight or four bits become bf16 in registers, which are then the left operand: while the products of 64 rows of weights
-// run, those of the other 64 are widened.
+// Sums of products of e4m3 have fewer bits than f32, so those of each 128 inputs are added to others in f32, multiplied by the scales of
+// blocks if there are such.
 #include "experts.cuh"
+#include "tensor_map.cuh"
 #include "wgmma.cuh"
 
 namespace {
 
 constexpr int kThreads = 3 * 128;
 
+// Rows of x in eight bits: `scales` is [rows], or [k / 128, stride] for blocks of 128.
+struct InputScales {
+    const float* scales;
+    int stride;
+};
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-constexpr int kFeatures = 256;  // rows of weights of a piece of work
 constexpr int kConsumers = 2;
-constexpr int kGroupFeatures = kFeatures / kConsumers;
-constexpr int kProducts = kGroupFeatures / 64;  // side by side, of a warp group
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+constexpr int kRowBytes = 128;  // of a stage
+constexpr int kPiece = 16;      // bytes that a thread copies at once
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == 3 * 168, "registers of the warp groups");
-
-// Stages that fit, as `launch_of` in crates/kernels/src/cuda/moe/products.rs has them too.
-template <int kTokens, Format kFormat>
-constexpr int kStagesOf = kFormat == Format::kBf16 ? (kTokens == 128 ? 4 : 5)
-                          : kHasFourBits<kFormat>  ? (kTokens == 128 ? 4 : 6)
-                                                   : (kTokens == 128 ? 3 : 4);
 
 template <int kTokens, Format kFormat>
 struct Experts {
-    static constexpr int kStages = kStagesOf<kTokens, kFormat>;
-    static constexpr bool kWidens = kFormat != Format::kBf16;
-    // Of a stage: chunks, and bytes of a row of weights. Of e4m3 weights it is a block of inputs with one scale.
-    static constexpr int kStageChunks = kWidens ? 2 : 1;
-    static constexpr int kRowBytes = kStageChunks * kStoredBytes<kFormat>;
-    static constexpr int kRowPieces = kRowBytes / 16;
-    // Words that a row of a stage has beside codes: one of four exponents, or up to four of groups.
-    static constexpr int kBeside = kFormat == Format::kMxfp4 ? 1 : kFormat == Format::kInt4 ? kWindow / 32 : 0;
+    static constexpr bool kFp8 = kFormat != Format::kBf16, kBlocks = kFormat == Format::kFp8Blocks;
+    // Of a warp group: rows of weights, and whether the other one has other rows of x or other rows of weights.
+    static constexpr bool kSplitsTokens = kTokens == 128;
+    static constexpr int kWidth = !kFp8 && kSplitsTokens ? 256 : 128;
+    static constexpr int kFeatures = kSplitsTokens ? kWidth : kConsumers * kWidth;
+    static constexpr int kStageInputs = kFp8 ? kRowBytes : kRowBytes / 2;
+    // As `launch_of` in crates/kernels/src/cuda/moe/products.rs has them too.
+    static constexpr int kStages = kFp8 && kSplitsTokens ? 6 : kSplitsTokens ? 4 : 5;
 
     struct __align__(1024) Shared {
         uint8_t weights[kStages][kFeatures * kRowBytes];
-        bf16 inputs[kStages][kStageChunks][kTokens * kChunk];
+        uint8_t inputs[kStages][kTokens * kRowBytes];
+        float scales[kStages][kBlocks ? kTokens : 1];
         uint64_t full[kStages], empty[kStages];
-        uint32_t beside[kStages][kFeatures * kBeside + 1];
     };
 
     // A piece of work.
@@ -53,29 +56,29 @@ struct Experts {
     };
 
     const Problem& p;
+    const TensorMap& map;
+    const InputScales& x;
     Shared& shared;
 
     __device__ __forceinline__ bool gated() const { return p.kind != kPlain; }
+    // Of a piece of work, and of a warp group.
     __device__ __forceinline__ int outputs() const { return gated() ? kFeatures / 2 : kFeatures; }
+    __device__ __forceinline__ int group_outputs() const { return gated() ? kWidth / 2 : kWidth; }
     __device__ __forceinline__ int columns() const { return (p.n + outputs() - 1) / outputs(); }
-    __device__ __forceinline__ int chunks() const { return (p.k + kChunk - 1) / kChunk; }
-    __device__ __forceinline__ int stages() const { return (chunks() + kStageChunks - 1) / kStageChunks; }
+    __device__ __forceinline__ int stages() const { return (p.k + kStageInputs - 1) / kStageInputs; }
+    // Of a row of x.
+    __device__ __forceinline__ int pieces() const { return p.k * kRowBytes / kStageInputs / kPiece; }
 
     __device__ __forceinline__ Work work(int index) const {
         const int columns = this->columns();
         return {p.tiles[1 + index / columns], index % columns * outputs()};
     }
 
-    // The row of the expert's weights that is row `row` of a piece of work. Those past the end repeat the last one.
-    __device__ __forceinline__ int weight_row(const Work& w, int row) const {
-        if (!gated()) return min(w.first + row, p.n - 1);
-        return min(w.first + row / 16 * 8 + row % 8, p.n - 1) + (row % 16 < 8 ? 0 : p.n);
-    }
-
     __device__ __forceinline__ void operator()() const {
         if (threadIdx.x == 0) {
             for (int i = 0; i < kStages; ++i) {
-                barrier_init(shared.full + i, kWarpGroup);
+                // All threads that copy, and the first one once more, for the copy engine.
+                barrier_init(shared.full + i, kWarpGroup + 1);
                 barrier_init(shared.empty + i, kConsumers * kWarpGroup / kWarp);
             }
         }
@@ -94,345 +97,233 @@ struct Experts {
         }
     }
 
-    // Where a piece of 16 bytes of a row of weights lies in a stage: what the lanes of a warp read at once is in different banks. Eights of
-    // weights of four bits lie there as in the matrix.
-    __device__ __forceinline__ static int weight_place(int row, int piece) {
-        if (kHasFourBits<kFormat>) return row * kRowBytes + piece * 16;
-        return row * kRowBytes + (piece ^ row % 8) * 16;
-    }
-
-    // Copies all chunks of all work.
+    // Copies all stages of all work.
     __device__ __forceinline__ void produce(int count) const {
-        // This thread copies the same piece of some rows, of weights of four bits of some eights. A row is the same in each eight.
-        constexpr int kPieces = kChunk / 8, kRows = kWarpGroup / kPieces;
-        const int piece = threadIdx.x % kPieces, first_row = threadIdx.x / kPieces, pieces = p.k / 8;
-        constexpr int kTogether = kHasFourBits<kFormat> ? kRowsTogether : 1, kPiecesTogether = kTogether * kRowPieces;
-        constexpr int kWeightRows = kWarpGroup / kPiecesTogether * kTogether;
-        const int weight_piece = threadIdx.x % kPiecesTogether, first_weight = threadIdx.x / kPiecesTogether * kTogether;
-        const int weight_pieces = kTogether * row_pieces<kFormat>(p), stage_groups = kFormat == Format::kInt4 ? kBeside >> group_shift(p) : 0;
+        // This thread copies the same piece of some rows.
+        constexpr int kPieces = kRowBytes / kPiece, kRows = kWarpGroup / kPieces;
+        static_assert(kRows % 8 == 0, "a row is the same in each eight");
+        const int piece = threadIdx.x % kPieces, first_row = threadIdx.x / kPieces, pieces = this->pieces();
         int step = 0;
         for (int index = blockIdx.x; index < count; index += gridDim.x) {
             const Work w = work(index);
-            // Where they begin, in pieces of 16 bytes.
-            uint32_t inputs[kTokens / kRows], weights[kFeatures / kWeightRows];
+            // Where they begin, in pieces. Rows past the end of the tile repeat its last one.
+            uint32_t inputs[kTokens / kRows];
 #pragma unroll
-            for (int i = 0; i < kTokens / kRows; ++i) {
-                inputs[i] = p.input_row(w.tile.first + min(first_row + i * kRows, w.tile.count - 1)) * pieces + piece;
-            }
-#pragma unroll
-            for (int i = 0; i < kFeatures / kWeightRows; ++i) {
-                const int together = weight_row(w, first_weight + i * kWeightRows) / kTogether;
-                weights[i] = together * uint32_t(kTogether * p.pitch / 16) + weight_piece;
-            }
-            const uint8_t* const weight = of_expert(p.weight, p.stride, w.tile.expert);
-            const uint4* from_weights = reinterpret_cast<const uint4*>(weight);
-            const uint4* from_inputs = reinterpret_cast<const uint4*>(p.x);
+            for (int i = 0; i < kTokens / kRows; ++i) inputs[i] = input_row(w, first_row + i * kRows) * uint32_t(pieces) + piece;
+            const uint4* from = reinterpret_cast<const uint4*>(p.x);
+            const float* scale = kBlocks ? x.scales + input_row(w, threadIdx.x) : nullptr;
             for (int s = 0, all = stages(); s < all; ++s, ++step) {
                 const int stage = step % kStages;
-                wait_empty(step);
+                if (step >= kStages) barrier_wait(shared.empty + stage, (step / kStages - 1) & 1);
+                __syncwarp();
+                if (threadIdx.x == 0) copy_weights(w, s, stage);
+                uint8_t* const to = shared.inputs[stage] + first_row * kRowBytes + (piece ^ first_row % 8) * kPiece;
                 // Zeros past the end of k.
-                uint8_t* const to_weights = shared.weights[stage] + weight_place(first_weight, weight_piece);
-                if (s * kPiecesTogether + weight_piece < weight_pieces) {
+                if (s * kPieces + piece < pieces) {
 #pragma unroll
-                    for (int i = 0; i < kFeatures / kWeightRows; ++i) {
-                        copy_async(to_weights + i * kWeightRows * kRowBytes, from_weights + weights[i], true);
-                    }
+                    for (int i = 0; i < kTokens / kRows; ++i) copy_async(to + i * kRows * kRowBytes, from + inputs[i], true);
                 } else {
 #pragma unroll
-                    for (int i = 0; i < kFeatures / kWeightRows; ++i) copy_async(to_weights + i * kWeightRows * kRowBytes, p.x, false);
+                    for (int i = 0; i < kTokens / kRows; ++i) copy_async(to + i * kRows * kRowBytes, p.x, false);
                 }
-                from_weights += kPiecesTogether;
-#pragma unroll
-                for (int chunk = 0; chunk < kStageChunks; ++chunk) {
-                    bf16* const to_inputs = swizzled(shared.inputs[stage][chunk], first_row, piece);
-                    if ((s * kStageChunks + chunk) * kPieces + piece < pieces) {
-#pragma unroll
-                        for (int i = 0; i < kTokens / kRows; ++i) copy_async(to_inputs + i * kRows * kChunk, from_inputs + inputs[i], true);
-                    } else {
-#pragma unroll
-                        for (int i = 0; i < kTokens / kRows; ++i) copy_async(to_inputs + i * kRows * kChunk, p.x, false);
-                    }
-                    from_inputs += kPieces;
-                }
-                if constexpr (kFormat == Format::kMxfp4) {
-#pragma unroll
-                    for (int row = threadIdx.x; row < kFeatures; row += kWarpGroup) {
-                        copy_async_of<4>(shared.beside[stage] + row, exponents_of(p, weight, weight_row(w, row)) + s * 4);
-                    }
-                } else if constexpr (kFormat == Format::kInt4) {
-                    const uint32_t* const groups = groups_of(p, w.tile.expert) + s * stage_groups;
-#pragma unroll
-                    for (int row = threadIdx.x; row < kFeatures; row += kWarpGroup) {
-                        const uint32_t* const from = groups + size_t(weight_row(w, row)) * p.scale_stride;
-                        for (int i = 0; i < stage_groups; ++i) copy_async_of<4>(shared.beside[stage] + row * kBeside + i, from + i);
-                    }
+                from += kPieces;
+                if constexpr (kBlocks) {
+                    if (threadIdx.x < kTokens) copy_async_of<4>(shared.scales[stage] + threadIdx.x, scale);
+                    scale += x.stride;
                 }
                 barrier_arrive_after_copies(shared.full + stage);
             }
         }
     }
 
-    __device__ __forceinline__ void wait_empty(int step) const {
-        if (step >= kStages) barrier_wait(shared.empty + step % kStages, (step / kStages - 1) & 1);
-        __syncwarp();
+    // The row of x that is row `row` of a tile.
+    __device__ __forceinline__ int input_row(const Work& w, int row) const {
+        return p.input_row(w.tile.first + min(row, w.tile.count - 1));
     }
 
-    // What a thread that multiplies looks up once.
-    struct Lane {
-        uint32_t shared;  // the address of all stages
-        int group;
-        int row;          // the first of its rows of weights
-        int quad;
-        int shift;        // of int4 weights: see `group_shift`
-
-        __device__ __forceinline__ Lane(const Shared& all, int group, int shift)
-            : shared(shared_address(&all)), group(group), shift(shift) {
-            row = group * kGroupFeatures + threadIdx.x % kWarpGroup / kWarp * 16 + threadIdx.x % kWarp / 4;
-            quad = threadIdx.x % 4;
-            // The compiler would look them up in the loop.
-            asm volatile("" : "+r"(shared), "+r"(row), "+r"(quad));
-        }
-
-        __device__ __forceinline__ uint32_t weights(int stage) const { return shared + stage * uint32_t(kFeatures * kRowBytes); }
-        // Of four bits: eight `eight` of the warp's rows, the lane's words of a chunk.
-        __device__ __forceinline__ uint32_t codes(int stage, int eight, int chunk) const {
-            const uint32_t first = row / kRowsTogether * (kStageChunks * kWindowOfEight) + threadIdx.x % kWarp * 8;
-            return weights(stage) + first + eight * (kStageChunks * kWindowOfEight) + chunk * kWindowOfEight;
-        }
-        __device__ __forceinline__ uint32_t inputs(int stage, int chunk) const {
-            constexpr uint32_t kPanel = kTokens * kChunk * sizeof(bf16);
-            return shared + uint32_t(offsetof(Shared, inputs)) + (stage * kStageChunks + chunk) * kPanel;
-        }
-        __device__ __forceinline__ uint32_t beside(int stage, int row, int word) const {
-            return shared + uint32_t(offsetof(Shared, beside)) + (stage * (kFeatures * kBeside + 1) + row * kBeside + word) * 4;
-        }
-    };
-
-    // What sums are multiplied by, for each of this thread's rows of weights.
-    struct Factors {
-        float of[kProducts][2];
-        // With scales of blocks sums are always in the scale of the last block: what they are multiplied by to get into that of the next.
-        float change[kProducts][2];
-        const float* blocks[kProducts][2];
-
-        __device__ __forceinline__ Factors(const Experts& experts, const Work& w, int row) {
-            const Problem& p = experts.p;
-            const float* const scales = of_expert(p.scales, p.stride, w.tile.expert);
+    // The rows of weights of a piece of work, by the copy engine: for each warp group gates, then the same rows of the up projection. Rows past
+    // the last gate are the first ones of the up projection, and those past the end zeros; their outputs are not stored.
+    __device__ __forceinline__ void copy_weights(const Work& w, int s, int stage) const {
+        barrier_expect_bytes(shared.full + stage, kFeatures * kRowBytes);
 #pragma unroll
-            for (int i = 0; i < kProducts; ++i) {
-#pragma unroll
-                for (int second = 0; second < 2; ++second) {
-                    const int at = experts.weight_row(w, row + i * 64 + second * 8);
-                    of[i][second] = kFormat == Format::kFp8 ? scales[at] : kSumScale<kFormat>;
-                    if (kFormat == Format::kFp8Blocks) blocks[i][second] = scales + at / kFp8Block * p.scale_stride;
-                }
-            }
+        for (int row = 0; row < kFeatures; row += kMapRows) {
+            const int group = row / kWidth, of_group = row % kWidth;
+            const bool up = gated() && of_group >= kWidth / 2;
+            const int output = group * group_outputs() + of_group - (up ? kWidth / 2 : 0);
+            const int3 from = make_int3(s * kRowBytes, w.first + output + (up ? p.n : 0), w.tile.expert);
+            copy_tensor(shared.weights[stage] + row * kRowBytes, map, from, shared.full + stage);
         }
+    }
 
-        // Goes on to the blocks of stage `s`.
-        __device__ __forceinline__ void enter(int s) {
-            if constexpr (kFormat == Format::kFp8Blocks) {
-#pragma unroll
-                for (int i = 0; i < kProducts; ++i) {
-#pragma unroll
-                    for (int second = 0; second < 2; ++second) {
-                        // Never so small that sums could not be divided by it.
-                        const float scale = __ldg(blocks[i][second] + s), now = scale < 1e-30f ? 1e-30f : scale;
-                        change[i][second] = of[i][second] / now;
-                        of[i][second] = now;
-                    }
-                }
-            }
-        }
-
-        __device__ __forceinline__ void rescale(float (&acc)[kTokens / 8][4], int i) const {
-#pragma unroll
-            for (int j = 0; j < kTokens / 8; ++j) {
-#pragma unroll
-                for (int at = 0; at < 4; ++at) acc[j][at] *= change[i][at / 2];
-            }
-        }
-    };
-
-    // Multiplies rows `kGroupFeatures * group` on of all work.
+    // Multiplies a warp group's part of all work.
     __device__ __forceinline__ void consume(int count, int group) const {
-        const Lane lane(shared, group, kFormat == Format::kInt4 ? group_shift(p) : 0);
+        const int first_token = kSplitsTokens ? group * 64 : 0, first_feature = kSplitsTokens ? 0 : group * kWidth;
+        const int row = first_token + threadIdx.x % kWarpGroup / kWarp * 16 + threadIdx.x % kWarp / 4;
+        const uint32_t inputs = shared_address(shared.inputs) + first_token * kRowBytes;
+        const uint32_t weights = shared_address(shared.weights) + first_feature * kRowBytes;
         int step = 0;
         for (int index = blockIdx.x; index < count; index += gridDim.x) {
             const Work w = work(index);
-            float acc[kProducts][kTokens / 8][4];
-            Factors factors(*this, w, lane.row);
+            const int first = w.first + (kSplitsTokens ? 0 : group * group_outputs());
+            float acc[kWidth / 8][4];
+            if constexpr (kFp8) {
+#pragma unroll
+                for (int j = 0; j < kWidth / 8; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f;
+            }
             for (int s = 0, all = stages(); s < all; ++s, ++step) {
                 const int stage = step % kStages;
                 barrier_wait(shared.full + stage, step / kStages & 1);
                 fence_for_products();
-                if constexpr (kWidens) {
-                    multiply_widened(acc, factors, s, step, lane);
+                const uint32_t a = inputs + stage * uint32_t(kTokens * kRowBytes), b = weights + stage * uint32_t(kFeatures * kRowBytes);
+                if constexpr (kFp8) {
+                    float part[kWidth / 8][4];
+                    multiply(part, a, b, false);
+                    const Factors factors(*this, w.tile.expert, first, s, stage, row);
+                    wgmma_wait<0>();
+                    touch(part);
+                    release(step);
+                    factors.add(acc, part);
                 } else {
-                    multiply_stored(acc, s, step, lane);
+                    multiply(acc, a, b, s > 0);
+                    // While the products of this stage begin those of the one before end.
+                    wgmma_wait<1>();
+                    if (s > 0) release(step - 1);
                 }
             }
-            wgmma_wait<0>();
-#pragma unroll
-            for (int i = 0; i < kProducts; ++i) touch(acc[i]);
-            release(step - 1);
-#pragma unroll
-            for (int i = 0; i < kProducts; ++i) store(w, group * kGroupFeatures + i * 64, acc[i], factors.of[i]);
+            if constexpr (!kFp8) {
+                wgmma_wait<0>();
+                touch(acc);
+                release(step - 1);
+            }
+            store(w, first, row, acc);
         }
     }
 
-    // Products of a stage of bf16 weights.
-    __device__ __forceinline__ void multiply_stored(float (&acc)[kProducts][kTokens / 8][4], int s, int step, const Lane& lane) const {
-        const int stage = step % kStages;
-        const uint32_t weights = lane.weights(stage) + lane.group * uint32_t(kGroupFeatures * kRowBytes), inputs = lane.inputs(stage, 0);
+    // Products of a stage.
+    __device__ __forceinline__ void multiply(float (&acc)[kWidth / 8][4], uint32_t inputs, uint32_t weights, bool add) const {
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kChunk; k += 16) {
-            const uint64_t b = rows_operand(inputs + k * uint32_t(sizeof(bf16)));
-#pragma unroll
-            for (int i = 0; i < kProducts; ++i) {
-                const uint64_t a = rows_operand(weights + i * uint32_t(64 * kRowBytes) + k * uint32_t(sizeof(bf16)));
-                Wgmma<kTokens>::rows(acc[i], a, b, s > 0 || k > 0);
+        for (int at = 0; at < kRowBytes; at += 32) {
+            const uint64_t a = rows_operand(inputs + at), b = rows_operand(weights + at);
+            if constexpr (kFp8) {
+                Wgmma<kWidth>::rows_fp8(acc, a, b, add || at > 0);
+            } else {
+                Wgmma<kWidth>::rows(acc, a, b, add || at > 0);
             }
         }
         wgmma_commit();
-        // While the products of this stage begin those of the one before end.
-        wgmma_wait<1>();
-        if (s > 0) release(step - 1);
     }
 
-    // Products of a stage of weights of fewer bits.
-    __device__ __forceinline__ void multiply_widened(float (&acc)[kProducts][kTokens / 8][4], Factors& factors, int s, int step,
-                                                     const Lane& lane) const {
-        const int stage = step % kStages;
-        const int chunks = min(this->chunks() - s * kStageChunks, kStageChunks);
-        if constexpr (kFormat == Format::kFp8Blocks) {
-            // Sums can be changed when no product is under way.
-            wgmma_wait<0>();
-            if (s > 0) release(step - 1);
-            factors.enter(s);
+    // What the sums of a stage in eight bits are multiplied by, for this thread's two rows of x.
+    struct Factors {
+        float gate[2], up[2];
+
+        __device__ __forceinline__ Factors(const Experts& experts, int expert, int first, int s, int stage, int row) {
+            if constexpr (kBlocks) {
+                const Problem& p = experts.p;
+                const float* const scales = of_expert(p.scales, p.stride, expert) + s;
+                // A second warp group may have no outputs.
+                const auto of_block = [&](int feature) { return __ldg(scales + feature / kFp8Block * p.scale_stride); };
+                const float of_gate = of_block(min(first, p.n - 1)), of_up = experts.gated() ? of_block(min(first, p.n - 1) + p.n) : of_gate;
 #pragma unroll
-            for (int i = 0; i < kProducts; ++i) {
-                touch(acc[i]);
-                factors.rescale(acc[i], i);
-            }
-        }
-#pragma unroll 1
-        for (int chunk = 0; chunk < chunks; ++chunk) {
-#pragma unroll
-            for (int i = 0; i < kProducts; ++i) {
-                // Those of these rows with the chunk before have ended, and the registers of their weights are free.
-                wgmma_wait<1>();
-                if (kFormat != Format::kFp8Blocks && chunk == 0 && i == 1 && s > 0) release(step - 1);
-                uint32_t a[kChunk / 16][4];
-                widen(a, lane, stage, i, chunk);
-                wgmma_fence();
-                const uint32_t inputs = lane.inputs(stage, chunk);
-#pragma unroll
-                for (int k = 0; k < kChunk / 16; ++k) {
-                    const uint64_t b = rows_operand(inputs + k * uint32_t(16 * sizeof(bf16)));
-                    Wgmma<kTokens>::rows(acc[i], a[k], b, s > 0 || chunk > 0 || k > 0);
+                for (int i = 0; i < 2; ++i) {
+                    const float of_row = experts.shared.scales[stage][row + i * 8];
+                    gate[i] = of_row * of_gate, up[i] = of_row * of_up;
                 }
-                wgmma_commit();
             }
         }
-    }
 
-    // A chunk of two rows of a stage, of half `i`, as left operands: of a product's 16 inputs a lane has 2 x quad and 8 + 2 x quad on.
-    __device__ __forceinline__ void widen(uint32_t (&a)[kChunk / 16][4], const Lane& lane, int stage, int i, int chunk) const {
-        const int row = lane.row + i * 64;
-        if constexpr (kHasFourBits<kFormat>) {
+        __device__ __forceinline__ void add(float (&acc)[kWidth / 8][4], const float (&part)[kWidth / 8][4]) const {
 #pragma unroll
-            for (int second = 0; second < 2; ++second) {
-                // All inputs of each half of the chunk that this lane has.
-                const uint2 codes = load_shared8(lane.codes(stage, i * (64 / kRowsTogether) + second, chunk));
-                uint32_t exponents = 0;
-                if constexpr (kFormat == Format::kMxfp4) exponents = load_shared4(lane.beside(stage, row + second * kRowsTogether, 0));
+            for (int j = 0; j < kWidth / 8; ++j) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    uint4 wide;
-                    if constexpr (kFormat == Format::kMxfp4) {
-                        wide = widen_e2m1(half ? codes.y : codes.x, __byte_perm(exponents, 0, 0x4440 + chunk * 2 + half));
+                for (int i = 0; i < 4; ++i) {
+                    if constexpr (kBlocks) {
+                        acc[j][i] = fmaf(part[j][i], j < kWidth / 16 ? gate[i / 2] : up[i / 2], acc[j][i]);
                     } else {
-                        const int word = chunk * 2 + half >> lane.shift;
-                        wide = widen_int4_scaled(half ? codes.y : codes.x, load_shared4(lane.beside(stage, row + second * kRowsTogether, word)));
+                        acc[j][i] += part[j][i];
                     }
-                    a[half * 2][second] = wide.x, a[half * 2][second + 2] = wide.y;
-                    a[half * 2 + 1][second] = wide.z, a[half * 2 + 1][second + 2] = wide.w;
-                }
-            }
-        } else {
-#pragma unroll
-            for (int k = 0; k < kChunk / 16; ++k) {
-#pragma unroll
-                for (int second = 0; second < 2; ++second) {
-                    const uint4 codes = load_shared16(lane.weights(stage) + weight_place(row, chunk * 4 + k) + second * 8 * kRowBytes);
-                    a[k][second] = e4m3_pair(codes.x, codes.y, lane.quad);
-                    a[k][second + 2] = e4m3_pair(codes.z, codes.w, lane.quad);
                 }
             }
         }
-    }
+    };
 
     __device__ __forceinline__ void release(int step) const {
         if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty + step % kStages);
     }
 
-    // Sums of rows `row` on of a piece of work, 64 of them.
-    __device__ __forceinline__ void store(const Work& w, int row, const float (&acc)[kTokens / 8][4], const float (&factors)[2]) const {
-        const int warp = threadIdx.x % kWarpGroup / kWarp, lane = threadIdx.x % kWarp, group = lane / 4, quad = lane % 4;
-        row += warp * 16;
-        const int low = weight_row(w, row + group), high = weight_row(w, row + group + 8);
+    // A warp group's sums, of outputs `first` on; this thread has rows `row` and `row + 8` of the tile.
+    __device__ __forceinline__ void store(const Work& w, int first, int row, const float (&acc)[kWidth / 8][4]) const {
+        const int quad = threadIdx.x % 4;
         const bf16* const bias = of_expert(p.bias, p.stride, w.tile.expert);
-        const auto more = [&](int at) { return bias != nullptr ? __bfloat162float(bias[at]) : 0.0f; };
-        const float low_bias = more(low), high_bias = more(high);
-        // After the transposition a lane has two neighbouring outputs of a row of x.
-        const int output = w.first + (gated() ? row / 2 : row) + quad * 2;
+        const float* const scales = kFp8 && !kBlocks ? of_expert(p.scales, p.stride, w.tile.expert) : nullptr;
+        float of_row[2] = {1.0f, 1.0f};
+        if constexpr (kFp8 && !kBlocks) {
 #pragma unroll
-        for (int j = 0; j < kTokens / 8; ++j) {
-            const int token = j * 8 + group;
-            if (j * 8 >= w.tile.count) break;
-            float a[2], b[2];
+            for (int i = 0; i < 2; ++i) of_row[i] = x.scales[input_row(w, row + i * 8)];
+        }
+        // Two neighbouring outputs' sums, in their scale and with their bias.
+        const auto complete = [&](const float* sums, int feature, int i) {
+            float2 pair = make_float2(sums[i * 2], sums[i * 2 + 1]);
+            if constexpr (kFp8 && !kBlocks) {
+                const float2 scale = *reinterpret_cast<const float2*>(scales + feature);
+                pair.x *= scale.x * of_row[i], pair.y *= scale.y * of_row[i];
+            }
+            if (bias != nullptr) {
+                const float2 more = __bfloat1622float2(*reinterpret_cast<const bf162*>(bias + feature));
+                pair.x += more.x, pair.y += more.y;
+            }
+            return pair;
+        };
+#pragma unroll
+        for (int j = 0; j < kWidth / 8; ++j) {
+            const int output = first + j * 8 + quad * 2;
+            if (j * 8 >= group_outputs() || output >= p.n) break;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                a[i] = fmaf(acc[j][i], factors[0], low_bias), b[i] = fmaf(acc[j][i + 2], factors[1], high_bias);
-                if (gated()) a[i] = activate(p.kind, a[i], b[i]);
-            }
-            const uint32_t first = transpose(pack(a[0], a[1]));
-            bf16* const out = p.out + size_t(w.tile.first + token) * p.n + output;
-            const bool wanted = token < w.tile.count;
-            if (wanted && output < p.n) *reinterpret_cast<uint32_t*>(out) = first;
-            if (!gated()) {
-                const uint32_t second = transpose(pack(b[0], b[1]));
-                if (wanted && output + 8 < p.n) *reinterpret_cast<uint32_t*>(out + 8) = second;
+                float2 pair = complete(acc[j], output, i);
+                if (gated()) {
+                    const float2 up = complete(acc[(j + kWidth / 16) % (kWidth / 8)], p.n + output, i);
+                    pair.x = activate(p.kind, pair.x, up.x), pair.y = activate(p.kind, pair.y, up.y);
+                }
+                const int token = row + i * 8;
+                if (token < w.tile.count) {
+                    *reinterpret_cast<uint32_t*>(p.out + size_t(w.tile.first + token) * p.n + output) = pack(pair.x, pair.y);
+                }
             }
         }
     }
 };
 
 template <int kTokens, Format kFormat>
-__device__ __forceinline__ void product(const Problem& p) {
+__device__ __forceinline__ void product(const Problem& p, const TensorMap& map, const InputScales& x) {
     using E = Experts<kTokens, kFormat>;
     extern __shared__ uint8_t memory[];
     auto& shared = *reinterpret_cast<typename E::Shared*>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
-    E{p, shared}();
+    E{p, map, x, shared}();
 }
 
 #else
 
 template <int kTokens, Format kFormat>
-__device__ __forceinline__ void product(const Problem&) {}
+__device__ __forceinline__ void product(const Problem&, const TensorMap&, const InputScales&) {}
 
 #endif
 
 }  // namespace
 
-#define PRODUCTS(NAME, FORMAT)                                       \
-    EXPERT_PRODUCT(NAME##_64, kThreads, 1, (product<64, FORMAT>))    \
-    EXPERT_PRODUCT(NAME##_128, kThreads, 1, (product<128, FORMAT>))
+#define PRODUCT(NAME, TOKENS, FORMAT)                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                                          \
+        NAME(const __grid_constant__ TensorMap map, const bf16* x, const uint8_t* weight, const bf16* bias, const float* scales,       \
+             bf16* out, const int* sources, const Tile* tiles, uint64_t stride, int n, int k, int pitch, int top_k, int kind,          \
+             int scale_stride, const float* x_scales, int x_stride) {                                                                  \
+        const Problem p{x, weight, bias, scales, out, sources, tiles, stride, n, k, pitch, top_k, kind, scale_stride};                 \
+        product<TOKENS, FORMAT>(p, map, {x_scales, x_stride});                                                                         \
+    }
+#define PRODUCTS(NAME, FORMAT)     \
+    PRODUCT(NAME##_64, 64, FORMAT) \
+    PRODUCT(NAME##_128, 128, FORMAT)
 
 PRODUCTS(moe_hopper_bf16, Format::kBf16)
 PRODUCTS(moe_hopper_fp8, Format::kFp8)
 PRODUCTS(moe_hopper_fp8_blocks, Format::kFp8Blocks)
-PRODUCTS(moe_hopper_mxfp4, Format::kMxfp4)
-PRODUCTS(moe_hopper_int4, Format::kInt4)

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use bytemuck::Pod;
 use cudarc::driver::sys;
 
-use super::{Gpu, GpuError, GpuSlice, check};
+use super::{Gpu, GpuError, GpuSlice, TensorMap, check};
 
 /// Loaded device code, which its functions keep loaded.
 #[derive(Debug)]
@@ -55,7 +55,26 @@ impl Gpu {
     pub unsafe fn launch(&self, function: &Function, launch: Launch, args: &[Arg]) -> Result<(), GpuError> {
         self.bind()?;
         // SAFETY: the caller's promise.
-        unsafe { launch.run(function, self.stream(), args) }
+        unsafe { launch.run(function, self.stream(), None, args) }
+    }
+
+    /// As [`Self::launch`], of a kernel whose first argument is a tensor map.
+    ///
+    /// # Errors
+    /// As [`Self::launch`].
+    ///
+    /// # Safety
+    /// As [`Self::launch`]; the map's memory may be read until the kernel ends.
+    pub unsafe fn launch_with_map(
+        &self,
+        function: &Function,
+        launch: Launch,
+        map: &TensorMap,
+        args: &[Arg],
+    ) -> Result<(), GpuError> {
+        self.bind()?;
+        // SAFETY: the caller's promise.
+        unsafe { launch.run(function, self.stream(), Some(map), args) }
     }
 }
 
@@ -243,7 +262,13 @@ impl Launch {
 
     /// # Safety
     /// As [`Gpu::launch`].
-    unsafe fn run(self, function: &Function, stream: sys::CUstream, args: &[Arg]) -> Result<(), GpuError> {
+    unsafe fn run(
+        self,
+        function: &Function,
+        stream: sys::CUstream,
+        map: Option<&TensorMap>,
+        args: &[Arg],
+    ) -> Result<(), GpuError> {
         let mut attributes = [const { std::mem::MaybeUninit::<sys::CUlaunchAttribute>::zeroed() }; 2];
         let mut count = 0;
         if self.pdl {
@@ -275,10 +300,12 @@ impl Launch {
             numAttrs: count as u32,
         };
         const MAX_ARGS: usize = 32;
-        assert!(args.len() <= MAX_ARGS, "{} kernel arguments", args.len());
+        let map = map.map(|map| map.as_ptr().cast_mut().cast());
+        assert!(args.len() < MAX_ARGS, "{} kernel arguments", args.len());
+        let args = args.iter().map(|arg| (&raw const arg.0).cast_mut().cast());
         let mut params = [std::ptr::null_mut::<c_void>(); MAX_ARGS];
-        for (param, arg) in params.iter_mut().zip(args) {
-            *param = (&raw const arg.0).cast_mut().cast();
+        for (param, arg) in params.iter_mut().zip(map.into_iter().chain(args)) {
+            *param = arg;
         }
         // SAFETY: the caller's promise; the driver copies the arguments before it returns.
         check("cuLaunchKernelEx", unsafe {

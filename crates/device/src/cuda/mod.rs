@@ -20,6 +20,7 @@ mod pinned;
 mod runtime;
 mod side;
 mod slab;
+mod tensor_map;
 mod upload;
 
 pub use cudarc::driver::sys;
@@ -38,4 +39,5 @@ pub use pinned::PinnedSlab;
 pub use runtime::MemoryInfo;
 pub use side::SideStream;
 pub use slab::{GpuSlab, GpuSlice, POOL_CHUNK, POOL_UNIT};
+pub use tensor_map::{Matrices, TensorMap};
 pub use upload::Uploader;

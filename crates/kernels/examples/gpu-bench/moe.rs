@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use half::bf16;
 use plimsoll_core::Component;
-use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
-    EXPERT_TILES, Fp8Scaling, FusedKernels, GpuExpertOutputs, GpuExperts, GpuLinear, GpuMatrix, GpuRouter,
-    GpuRoutes, GpuWeight, Int4Group, MoeKernels, expert_int4_pitch, mxfp4_pitch,
+    EXPERT_TILES, Fp8Scaling, FusedKernels, GpuExpertOutputs, GpuExperts, GpuFp8Rows, GpuLinear, GpuMatrix,
+    GpuRouter, GpuRoutes, GpuRows, GpuWeight, Int4Group, MoeKernels, expert_int4_pitch, mxfp4_pitch,
 };
 use plimsoll_kernels::{Activation, ExpertActivation, Route, Router, RouterSoftmax, route};
 use rand::rngs::StdRng;
@@ -16,7 +16,7 @@ use rand::{Rng, SeedableRng};
 
 use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
 
-const ROWS: [usize; 7] = [1, 4, 32, 128, 512, 2048, 8192];
+const ROWS: [usize; 9] = [1, 4, 32, 128, 256, 512, 1024, 2048, 8192];
 const MANY_ROWS: [usize; 3] = [512, 2048, 8192];
 /// Steps whose rows go elsewhere, so that experts are not in the cache.
 const STEPS: usize = 6;
@@ -157,7 +157,7 @@ fn experts(
         GpuLinear::new(matrix, None, n, k)
     };
     let linears: Vec<GpuLinear> = (0..model.experts).map(linear).collect();
-    GpuExperts::new(&linears)
+    GpuExperts::new(gpu, &linears).expect("a tensor map")
 }
 
 fn alloc(gpu: &Gpu, bytes: usize) -> GpuSlab {
@@ -218,6 +218,52 @@ impl Step {
     }
 }
 
+/// Room for the rows that a product takes, in eight bits where it takes them so.
+struct Taken<'a> {
+    fused: &'a FusedKernels,
+    plain: GpuSlice<'a, bf16>,
+    width: usize,
+    values: GpuSlab,
+    scales: GpuSlab,
+}
+
+impl<'a> Taken<'a> {
+    fn new(gpu: &Gpu, fused: &'a FusedKernels, plain: GpuSlice<'a, bf16>, width: usize) -> Self {
+        let rows = plain.len() / width;
+        Self {
+            fused,
+            plain,
+            width,
+            values: alloc(gpu, plain.len()),
+            scales: alloc(
+                gpu,
+                size_of::<f32>() * Fp8Scaling::Blocks.input_scales(rows, width),
+            ),
+        }
+    }
+
+    /// Without the work of quantising.
+    fn rows(&self, scaling: Option<Fp8Scaling>) -> GpuRows<'_> {
+        let Some(scaling) = scaling else {
+            return self.plain.into();
+        };
+        let scales = scaling.input_scales(self.plain.len() / self.width, self.width);
+        GpuRows::Fp8(GpuFp8Rows {
+            values: self.values.slice().range(0..self.plain.len()),
+            scales: self.scales.slice().range(0..scales),
+            scaling,
+        })
+    }
+
+    fn quantised(&self, scaling: Option<Fp8Scaling>) -> Result<GpuRows<'_>, GpuError> {
+        let rows = self.rows(scaling);
+        if let GpuRows::Fp8(out) = rows {
+            self.fused.quantise(self.plain, self.width, out)?;
+        }
+        Ok(rows)
+    }
+}
+
 impl Layer<'_> {
     fn line(&self, what: &str, rows: usize, us: f64, bytes: f64, flops: f64) {
         let floor = (bytes / READ_BANDWIDTH).max(flops / BF16_RATE) * 1e6;
@@ -243,6 +289,9 @@ impl Layer<'_> {
         fused.fill_random(x.slice(), 1, 1.0).expect("random rows");
         let inputs = x.slice::<bf16>().range(0..rows * hidden);
         let inner_rows = activated.slice::<bf16>().range(0..places * inner);
+        fused.fill_random(inner_rows, 2, 1.0).expect("random rows");
+        let x_taken = Taken::new(gpu, fused, inputs, hidden);
+        let inner_taken = Taken::new(gpu, fused, inner_rows, inner);
         let outputs = projected.slice::<bf16>().range(0..places * hidden);
         let sums = out.slice::<bf16>().range(0..rows * hidden);
         let expert_outputs = |routes| GpuExpertOutputs {
@@ -269,15 +318,25 @@ impl Layer<'_> {
             };
             steps.iter().try_for_each(route).expect("routes");
             let routes = |call: usize| steps[call % STEPS].routes(&model, rows);
+            let scaling = kernels.input_scaling(&self.gate_up, &routes(0));
+            for taken in [&x_taken, &inner_taken] {
+                taken.quantised(scaling).expect("rows in eight bits");
+            }
             let name = tile.map_or("chosen".to_owned(), |tile| format!("tile {tile}"));
             if tile.is_some() {
                 let us = time_us(gpu, 24, |call| {
-                    kernels.gate_up(inputs, &self.gate_up, activation, &routes(call), inner_rows)
+                    kernels.gate_up(
+                        x_taken.rows(scaling),
+                        &self.gate_up,
+                        activation,
+                        &routes(call),
+                        inner_rows,
+                    )
                 });
                 let what = format!("up {name}");
                 self.line(&what, rows, us, gate_up_bytes, 2.0 * flops);
                 let us = time_us(gpu, 24, |call| {
-                    kernels.down(inner_rows, &self.down, &routes(call), outputs)
+                    kernels.down(inner_taken.rows(scaling), &self.down, &routes(call), outputs)
                 });
                 self.line(&format!("down {name}"), rows, us, down_bytes, flops);
                 continue;
@@ -293,14 +352,14 @@ impl Layer<'_> {
                 let logits = steps[call % STEPS].logits.slice().range(0..rows * model.experts);
                 let router = GpuRouter::plain(None, RouterSoftmax::Chosen);
                 kernels.route_gate_up(
-                    inputs,
+                    x_taken.quantised(scaling)?,
                     (logits, router),
                     &self.gate_up,
                     activation,
                     &routes,
                     inner_rows,
                 )?;
-                kernels.down(inner_rows, &self.down, &routes, outputs)?;
+                kernels.down(inner_taken.quantised(scaling)?, &self.down, &routes, outputs)?;
                 kernels.combine(&expert_outputs(routes), sums)
             });
             self.line("all", rows, us, gate_up_bytes + down_bytes, 3.0 * flops);

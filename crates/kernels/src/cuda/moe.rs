@@ -1,5 +1,5 @@
 //! Mixtures of experts on the GPU: `kernels/moe_route.cu`, and the products of `kernels/moe_few.cu`, `moe_few_4bit.cu`,
-//! `moe_hopper.cu` and `moe.cu`, and the sums of `kernels/moe_combine.cu`.
+//! `moe_hopper.cu`, `moe_hopper_4bit.cu` and `moe.cu`, and the sums of `kernels/moe_combine.cu`.
 //!
 //! Where rows go is known in device memory only. What is launched, and the memory that it takes, depends on the numbers of rows
 //! and experts. A row's result depends on that row and the size of tiles alone, to the bit, whatever rows are beside it.
@@ -11,7 +11,7 @@ use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
 
 use super::fused::{address as address_of, fp8_args, int};
-use super::linear::{GpuRows, mxfp4_pitch};
+use super::linear::{Fp8Scaling, GpuRows, mxfp4_pitch};
 use super::{FusedKernels, GpuNorm, has_hopper_kernels};
 use crate::{Activation, ExpertActivation, RouterSoftmax};
 
@@ -178,6 +178,12 @@ impl MoeKernels {
         self.launch(&self.group, launch, &args)
     }
 
+    /// How the inputs of a product of so many routes must be quantised; `None` for as they are.
+    pub fn input_scaling(&self, experts: &GpuExperts, routes: &GpuRoutes<'_>) -> Option<Fp8Scaling> {
+        let format = Format::of(experts.matrix());
+        self.products.of(format, self.tile(routes)).input_scaling()
+    }
+
     /// Gate and up of each expert for its rows of `x` `[rows, k]`, and the activation of both, into `out` `[rows * top_k, n / 2]`, in
     /// the order of places. `experts` are `[n, k]` each: gate, then up.
     ///
@@ -185,15 +191,16 @@ impl MoeKernels {
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
-    /// If a length does not fit.
-    pub fn gate_up(
+    /// If a length does not fit, or `x` is not as [`Self::input_scaling`] says.
+    pub fn gate_up<'a>(
         &self,
-        x: GpuSlice<'_, bf16>,
+        x: impl Into<GpuRows<'a>>,
         experts: &GpuExperts,
         activation: ExpertActivation,
         routes: &GpuRoutes<'_>,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
+        let x = x.into();
         assert_eq!(x.len(), routes.rows * experts.inputs(), "x of [rows, k]");
         self.product(x, experts, Some(activation), routes, None, out)
     }
@@ -205,15 +212,16 @@ impl MoeKernels {
     ///
     /// # Panics
     /// As they do.
-    pub fn route_gate_up(
+    pub fn route_gate_up<'a>(
         &self,
-        x: GpuSlice<'_, bf16>,
+        x: impl Into<GpuRows<'a>>,
         (logits, router): (GpuSlice<'_, f32>, GpuRouter<'_>),
         experts: &GpuExperts,
         activation: ExpertActivation,
         routes: &GpuRoutes<'_>,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
+        let x = x.into();
         if routes.rows != 1 || self.tile(routes) != EXPERT_TILES[0] {
             self.route(logits, router, routes)?;
             return self.gate_up(x, experts, activation, routes, out);
@@ -228,14 +236,15 @@ impl MoeKernels {
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
-    /// If a length does not fit.
-    pub fn down(
+    /// As [`Self::gate_up`].
+    pub fn down<'a>(
         &self,
-        x: GpuSlice<'_, bf16>,
+        x: impl Into<GpuRows<'a>>,
         experts: &GpuExperts,
         routes: &GpuRoutes<'_>,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
+        let x = x.into();
         assert_eq!(x.len(), routes.len() * experts.inputs(), "x of [places, k]");
         self.product(x, experts, None, routes, None, out)
     }
@@ -243,7 +252,7 @@ impl MoeKernels {
     /// Of all rows with an activation, of places without. With `logits` there is one row, which the kernel sends to its experts by them.
     fn product(
         &self,
-        x: GpuSlice<'_, bf16>,
+        x: GpuRows<'_>,
         experts: &GpuExperts,
         activation: Option<ExpertActivation>,
         routes: &GpuRoutes<'_>,
@@ -280,6 +289,12 @@ impl MoeKernels {
             shared <= most,
             "{shared} bytes of shared memory, of which there are {most}"
         );
+        let (scaling, rows) = match &x {
+            GpuRows::Bf16(_) => (None, 0),
+            GpuRows::Fp8(x) => (Some(x.scaling), x.values.len() / k),
+        };
+        assert_eq!(scaling, product.input_scaling(), "ask `input_scaling`");
+        let (x, x_scales) = x.addresses();
         let operands = [
             x.into(),
             address.weight.into(),
@@ -316,11 +331,17 @@ impl MoeKernels {
             (Some(_), None) => unreachable!("only the kernels of few rows send a row to its experts"),
             (None, _) => {
                 let places = [routes.sources.into(), routes.tiles.into()];
-                self.launch(
-                    &product.function,
-                    launch,
-                    &[&operands[..], &places, &sizes].concat(),
-                )
+                let args = [&operands[..], &places, &sizes].concat();
+                let Some(map) = experts.map().filter(|_| product.takes_map()) else {
+                    return self.launch(&product.function, launch, &args);
+                };
+                let stride = scaling.map_or(0, |scaling| scaling.input_stride(rows));
+                let args = [&args[..], &[x_scales.into(), int(stride)]].concat();
+                // SAFETY: as in `launch`; the map is of the experts, which live.
+                unsafe {
+                    self.gpu
+                        .launch_with_map(&product.function, launch.pdl(true), map, &args)
+                }
             }
         }
     }

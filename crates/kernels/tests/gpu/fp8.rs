@@ -54,7 +54,7 @@ fn weight_scale(scaling: Fp8Scaling, k: usize, row: usize, col: usize) -> usize 
 }
 
 /// Rows that something quantised.
-struct Quantised {
+pub(crate) struct Quantised {
     scaling: Fp8Scaling,
     n: usize,
     values: Vec<u8>,
@@ -63,7 +63,7 @@ struct Quantised {
 
 impl Quantised {
     /// Runs `run` on poisoned memory for `rows` rows.
-    fn by(
+    pub(crate) fn by(
         gpu: &Gpu,
         scaling: Fp8Scaling,
         rows: usize,
@@ -95,6 +95,17 @@ impl Quantised {
             values,
             scales,
         }
+    }
+
+    /// What the rows stand for.
+    pub(crate) fn wide(&self) -> Vec<f64> {
+        let (rows, values) = (self.values.len() / self.n, self.values.iter().enumerate());
+        values
+            .map(|(at, &value)| {
+                let scale = self.scales[input_scale(self.scaling, rows, at / self.n, at % self.n)];
+                decode(value) * f64::from(scale)
+            })
+            .collect()
     }
 
     /// Each value is that of `reference` to the nearest, if `slack` is what the reference itself may be off, relatively.
@@ -343,11 +354,7 @@ impl Case {
             out = run(rows.into());
             Ok(())
         });
-        let at = |at: usize| {
-            let scale = quantised.scales[input_scale(scaling, m, at / k, at % k)];
-            decode(quantised.values[at]) * f64::from(scale)
-        };
-        ((0..m * k).map(at).collect(), out)
+        (quantised.wide(), out)
     }
 
     fn check(&self, ways: &Ways<'_>, way: &str) {

@@ -2,7 +2,10 @@
 
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice};
-use plimsoll_kernels::cuda::{GpuExperts, GpuLinear, GpuRoutes, MOST_EXPERTS, MOST_ROUTES, MoeKernels};
+use plimsoll_kernels::cuda::{
+    FP8_BLOCK, Fp8Scaling, GpuExperts, GpuFp8Rows, GpuLinear, GpuRoutes, MOST_EXPERTS, MOST_ROUTES,
+    MoeKernels,
+};
 
 use super::staging::{Layout, Section};
 use super::weights::GpuLayer;
@@ -29,8 +32,11 @@ pub(super) struct LayerExperts {
 impl Experts {
     /// `None` for a model without experts.
     pub(super) fn load(gpu: &Gpu, layers: &[GpuLayer]) -> Result<Option<Self>, GpuError> {
-        let of_layer = |layer: &GpuLayer| layer.mlp.experts().map(LayerExperts::new);
-        let layers: Vec<_> = layers.iter().map(of_layer).collect();
+        let of_layer = |layer: &GpuLayer| layer.mlp.experts().map(|moe| LayerExperts::new(gpu, moe));
+        let layers: Vec<_> = layers
+            .iter()
+            .map(|layer| of_layer(layer).transpose())
+            .collect::<Result<_, GpuError>>()?;
         match layers.iter().any(Option::is_some) {
             false => Ok(None),
             true => Ok(Some(Self {
@@ -53,12 +59,12 @@ impl Experts {
 }
 
 impl LayerExperts {
-    fn new(moe: &Moe<GpuLinear>) -> Self {
-        Self {
+    fn new(gpu: &Gpu, moe: &Moe<GpuLinear>) -> Result<Self, GpuError> {
+        Ok(Self {
             router: moe.router.without_bias(),
-            gate_up: GpuExperts::new(&moe.gate_up),
-            down: GpuExperts::new(&moe.down),
-        }
+            gate_up: GpuExperts::new(gpu, &moe.gate_up)?,
+            down: GpuExperts::new(gpu, &moe.down)?,
+        })
     }
 }
 
@@ -73,6 +79,9 @@ pub(super) struct ExpertLayout {
     sources: Section<i32>,
     tiles: Section<i32>,
     activated: Section<bf16>,
+    /// The same in eight bits, and its scales.
+    quantised: Section<u8>,
+    scales: Section<f32>,
     out: Section<bf16>,
 }
 
@@ -84,6 +93,10 @@ impl ExpertLayout {
             0 => 0,
             _ => GpuRoutes::tile_list(routes, widths.experts),
         };
+        let [quantised, scales] = match widths.quantised {
+            0 => [0, 0],
+            _ => [widths.expert_inner, widths.expert_inner.div_ceil(FP8_BLOCK)],
+        };
         Some(Self {
             logits: layout.rows(rows, widths.experts)?,
             chosen: layout.rows(routes, 1)?,
@@ -92,6 +105,9 @@ impl ExpertLayout {
             sources: layout.rows(routes, 1)?,
             tiles: layout.rows(tiles, 1)?,
             activated: layout.rows(routes, widths.expert_inner)?,
+            quantised: layout.rows(routes, quantised)?,
+            // Of blocks there are more than the rows have.
+            scales: layout.rows(Fp8Scaling::Blocks.input_stride(routes), scales)?,
             out: layout.rows(routes, if routes > 0 { widths.hidden } else { 0 })?,
         })
     }
@@ -106,6 +122,8 @@ impl ExpertLayout {
             sources: self.sources.within(memory),
             tiles: self.tiles.within(memory),
             activated: self.activated.within(memory),
+            quantised: self.quantised.within(memory),
+            scales: self.scales.within(memory),
             out: self.out.within(memory),
         }
     }
@@ -122,6 +140,8 @@ pub(super) struct ExpertSlices<'a> {
     tiles: GpuSlice<'a, i32>,
     /// `[rows * top_k, inner]`, in the order of places.
     pub(super) activated: GpuSlice<'a, bf16>,
+    quantised: GpuSlice<'a, u8>,
+    scales: GpuSlice<'a, f32>,
     /// `[rows * top_k, hidden]`, in the order of places.
     pub(super) out: GpuSlice<'a, bf16>,
 }
@@ -139,6 +159,15 @@ impl<'a> ExpertSlices<'a> {
             rows,
             top_k: spec.top_k,
             experts: spec.experts,
+        }
+    }
+
+    /// Where so many activated rows go that are quantised.
+    pub(super) fn quantised(&self, places: usize, inner: usize, scaling: Fp8Scaling) -> GpuFp8Rows<'a> {
+        GpuFp8Rows {
+            values: self.quantised.range(0..places * inner),
+            scales: self.scales.range(0..scaling.input_scales(places, inner)),
+            scaling,
         }
     }
 }

@@ -12,7 +12,7 @@ use plimsoll_kernels::cuda::{
 };
 
 use super::planners::{AttentionPlanners, Planners};
-use super::shape::{BatchShape, ImageInputs, Sampling};
+use super::shape::{BatchShape, ImageInputs, Sampling, padded_rows};
 use super::staging::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section, Staging};
 use super::states::{StateCounts, StateInput, StateLists};
@@ -274,7 +274,7 @@ impl StepInputs {
         };
         let tables = PageTable::all(groups, block_size);
         let most = |table: &PageTable| table.most_slices(limits);
-        let rows = limits.max_num_batched_tokens.max(limits.max_num_seqs);
+        let rows = padded_rows(limits.max_num_batched_tokens.max(limits.max_num_seqs));
         let counts = Counts {
             tables: tables.len(),
             rows,
@@ -339,7 +339,7 @@ impl StepInputs {
         let tokens = plan.num_tokens();
         let (rows, samples, gather) = match (shape, shape.picked()) {
             (BatchShape::Decode(size), _) => (*size, *size, false),
-            (_, Some(at)) => (tokens, at.len(), true),
+            (_, Some(at)) => (padded_rows(tokens), at.len(), true),
             (_, None) => (tokens, tokens, false),
         };
         Counts {
@@ -435,7 +435,11 @@ impl StepInputs {
             }
             let ends: Option<Vec<i32>> = (prefill.ends.len() > 0).then(|| {
                 let ends = plan.runs.iter().flat_map(ends_of);
-                ends.map(|end| end as i32).collect()
+                let padding = std::iter::repeat(0);
+                ends.chain(padding)
+                    .map(|end| end as i32)
+                    .take(prefill.ends.len())
+                    .collect()
             });
             if let Some(ends) = &ends {
                 staging.host(slot, prefill.ends).copy_from_slice(ends);

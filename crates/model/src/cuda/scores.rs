@@ -7,6 +7,7 @@ use plimsoll_kernels::SampleError;
 use plimsoll_kernels::cuda::{RowLogprobs, SampleRow, TokenRank};
 
 use super::input::StepInput;
+use super::shape::padded_rows;
 use super::staging::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section};
 
@@ -35,7 +36,9 @@ fn front<'a, T: Pod>(len: usize, section: Section<T>, memory: GpuSlice<'a, u8>) 
 }
 
 impl ScoreLayout {
-    pub(super) fn new(rows: usize) -> Self {
+    /// Of a step of so many tokens or, which is the same, of as many rows as these are padded to.
+    pub(super) fn new(tokens: usize) -> Self {
+        let rows = padded_rows(tokens);
         let mut layout = Layout::default();
         let (at, targets) = (layout.section(rows), layout.section(rows));
         let sample_rows = layout.section(rows.min(SCORE_ROWS));

@@ -10,11 +10,20 @@ use crate::ModelConfig;
 pub(super) enum BatchShape {
     /// A graph's: one row per run, each sampled from, padded to so many.
     Decode(usize),
-    /// As many rows as there are tokens, and those sampled from.
+    /// As many rows as there are tokens, see [`padded_rows`], and those sampled from.
     Exact(Vec<i32>),
-    /// As many rows as there are tokens, those given out (all where there is no list), and which of these each vector is
-    /// pooled of: first row and number of rows.
+    /// As many rows as there are tokens, padded too if there is a list of those given out (all where there is none), and which of these each
+    /// vector is pooled of: first row and number of rows.
     Pool(Option<Vec<i32>>, Vec<[i32; 2]>),
+}
+
+/// Rows of a step of so many tokens that is no graph. Those behind the tokens are computed and given to nobody, as a graph's are: of other
+/// numbers of rows than multiples of 4 cuBLASLt has no product in FP8 with scales of blocks. Up to 32 rows have kernels of our own.
+pub(super) fn padded_rows(tokens: usize) -> usize {
+    match tokens {
+        0..=32 => tokens,
+        _ => tokens.next_multiple_of(4),
+    }
 }
 
 impl BatchShape {

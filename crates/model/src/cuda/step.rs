@@ -7,6 +7,7 @@ use super::experts::{ExpertLayout, ExpertSlices};
 use super::input::StepInput;
 use super::planners::{AttentionPlanners, attention_scratch};
 use super::scores::{SCORE_ROWS, ScoreLayout};
+use super::shape::padded_rows;
 use super::staging::{Layout, Section};
 use crate::blocks::Widths;
 use crate::footprint::StepSize;
@@ -56,9 +57,10 @@ pub(super) struct StepLayout {
 }
 
 impl StepLayout {
-    /// Of a step of this size, padding included; `None` if no memory could hold it.
+    /// Of a step of this size; `None` if no memory could hold it.
     pub(super) fn new(spec: &DecoderSpec, step: StepSize, planners: &[AttentionPlanners]) -> Option<Self> {
-        let (widths, rows) = (Widths::beside_experts(spec), step.tokens);
+        let (widths, rows) = (Widths::beside_experts(spec), padded_rows(step.tokens));
+        let step = StepSize { tokens: rows, ..step };
         let mut layout = Layout::aligned(ALIGN);
         let hidden = layout.rows(rows, widths.hidden)?;
         let normed = layout.rows(rows, widths.hidden)?;

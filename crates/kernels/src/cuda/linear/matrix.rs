@@ -479,7 +479,7 @@ impl GpuRows<'_> {
     }
 
     /// Device addresses of the values and of their factors, 0 for none.
-    pub(super) fn addresses(&self) -> (u64, u64) {
+    pub(in crate::cuda) fn addresses(&self) -> (u64, u64) {
         match self {
             Self::Bf16(rows) => (rows.ptr(), 0),
             Self::Fp8(rows) => (rows.values.ptr(), rows.scales.ptr()),

@@ -1,10 +1,12 @@
 //! What the kernels of experts take.
 
 use half::bf16;
-use plimsoll_device::cuda::GpuSlice;
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice, Matrices, TensorMap};
 
+use super::products::Format;
 use super::{EXPERT_TILES, MOST_EXPERTS, MOST_ROUTES, VEC};
 use crate::RouterSoftmax;
+use crate::cuda::has_hopper_kernels;
 use crate::cuda::linear::{GpuLinear, GpuMatrix};
 
 /// How logits of experts become weights: [`Router`](crate::Router), with a bias.
@@ -49,6 +51,8 @@ pub struct GpuExperts {
     count: usize,
     /// Bytes from anything of one expert to that of the next.
     stride: usize,
+    /// Of the matrices, for the kernels of Hopper's generation that take one.
+    map: Option<TensorMap>,
 }
 
 /// Of the first expert, in device memory.
@@ -109,9 +113,12 @@ impl Addresses {
 impl GpuExperts {
     /// Of each expert, in order.
     ///
+    /// # Errors
+    /// [`GpuError`] of a tensor map.
+    ///
     /// # Panics
     /// If there are none, or they differ, or do not lie at equal distances.
-    pub fn new(experts: &[GpuLinear]) -> Self {
+    pub fn new(gpu: &Gpu, experts: &[GpuLinear]) -> Result<Self, GpuError> {
         let first = &experts[0];
         let start = Addresses::of(first);
         let stride = match experts.get(1) {
@@ -130,11 +137,25 @@ impl GpuExperts {
             stride.is_multiple_of(16) && start.weight.is_multiple_of(16),
             "experts at multiples of 16 bytes"
         );
-        Self {
+        let (count, stride) = (experts.len(), stride as usize);
+        let format = Format::of(first.matrix());
+        let map = match has_hopper_kernels(gpu) && !format.has_four_bits() {
+            false => None,
+            true => Some(gpu.tensor_map(&Matrices {
+                first: start.weight,
+                rows: first.outputs(),
+                row_bytes: format.pitch(first.inputs()),
+                pitch: format.pitch(first.inputs()),
+                count,
+                stride,
+            })?),
+        };
+        Ok(Self {
             first: first.clone(),
-            count: experts.len(),
-            stride: stride as usize,
-        }
+            count,
+            stride,
+            map,
+        })
     }
 
     /// Experts.
@@ -154,6 +175,10 @@ impl GpuExperts {
 
     pub(super) fn stride(&self) -> usize {
         self.stride
+    }
+
+    pub(super) fn map(&self) -> Option<&TensorMap> {
+        self.map.as_ref()
     }
 
     pub(super) fn matrix(&self) -> &GpuMatrix {

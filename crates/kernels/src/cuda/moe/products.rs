@@ -104,7 +104,7 @@ impl Format {
         }
     }
 
-    fn has_four_bits(self) -> bool {
+    pub(super) fn has_four_bits(self) -> bool {
         matches!(self, Self::Mxfp4 | Self::Int4(_))
     }
 
@@ -124,7 +124,7 @@ enum Source {
     Few,
     /// `kernels/moe.cu`: by blocks of 128 rows of weights.
     Portable,
-    /// `kernels/moe_hopper.cu`: by one block for each multiprocessor, 256 rows of weights at a time.
+    /// `kernels/moe_hopper.cu` and, for weights of four bits, `moe_hopper_4bit.cu`: by one block for each multiprocessor.
     Hopper,
 }
 
@@ -163,13 +163,15 @@ impl Products {
         let few = super::super::load(gpu, "moe_few")?;
         let few_4bit = super::super::load(gpu, "moe_few_4bit")?;
         let portable = super::super::load(gpu, "moe")?;
-        let hopper = hopper
-            .then(|| super::super::load(gpu, "moe_hopper"))
-            .transpose()?;
+        let of_hopper = |name| hopper.then(|| super::super::load(gpu, name)).transpose();
+        let (hopper, hopper_4bit) = (of_hopper("moe_hopper")?, of_hopper("moe_hopper_4bit")?);
         let product = |format: Format, tile: usize| {
-            let (kernels, source) = match &hopper {
-                _ if tile == EXPERT_TILES[0] && format.has_four_bits() => (&few_4bit, Source::Few),
-                _ if tile == EXPERT_TILES[0] => (&few, Source::Few),
+            let (few, hopper) = match format.has_four_bits() {
+                true => (&few_4bit, &hopper_4bit),
+                false => (&few, &hopper),
+            };
+            let (kernels, source) = match hopper {
+                _ if tile == EXPERT_TILES[0] => (few, Source::Few),
                 Some(hopper) => (hopper, Source::Hopper),
                 None => (&portable, Source::Portable),
             };
@@ -208,6 +210,20 @@ impl Products {
 }
 
 impl Product {
+    /// How rows of x must be quantised; `None` for as they are.
+    pub(super) fn input_scaling(&self) -> Option<Fp8Scaling> {
+        match (self.source, self.format) {
+            (Source::Hopper, Format::Fp8) => Some(Fp8Scaling::Rows),
+            (Source::Hopper, Format::Fp8Blocks) => Some(Fp8Scaling::Blocks),
+            _ => None,
+        }
+    }
+
+    /// Whether the first argument is the experts' tensor map.
+    pub(super) fn takes_map(&self) -> bool {
+        matches!(self.source, Source::Hopper) && !self.format.has_four_bits()
+    }
+
     /// Of `rows` rows of `k` weights, each with so many words of groups if there are groups, with as many tiles as there can be.
     pub(super) fn launch_of(&self, rows: usize, k: usize, groups: usize, most_tiles: usize) -> Launch {
         let (tile, format) = (self.tile, self.format);
@@ -230,17 +246,28 @@ impl Product {
                 let sums = tile * (features + 4) * size_of::<f32>();
                 Launch::new(grid(features), 128).shared((stages * stage + exponents).max(sums))
             }
-            // Stages of one chunk or two, with exponents or groups, barriers, and alignment.
+            // Stages, barriers, and alignment.
             Source::Hopper => {
-                let features = 256;
-                let (chunks, [some, many], beside) = match format {
-                    Format::Bf16 => (1, [5, 4], 0),
-                    Format::Fp8 | Format::Fp8Blocks => (2, [4, 3], 0),
-                    Format::Mxfp4 => (2, [6, 4], 2 * CHUNK / EXPONENT_INPUTS),
-                    Format::Int4(_) => (2, [6, 4], Int4Group::Of32.stride(2 * CHUNK) * size_of::<u32>()),
+                // Rows of x and of weights in bytes, and what is beside each.
+                let (stages, features, [input, weight]) = match (format, tile) {
+                    (Format::Bf16, 128) => (4, 256, [128, 128]),
+                    (Format::Bf16, _) => (5, 256, [128, 128]),
+                    (Format::Fp8 | Format::Fp8Blocks, 128) => (6, 128, [128 + size_of::<f32>(), 128]),
+                    (Format::Fp8 | Format::Fp8Blocks, _) => (5, 256, [128 + size_of::<f32>(), 128]),
+                    (Format::Mxfp4 | Format::Int4(_), _) => {
+                        let inputs = 2 * CHUNK;
+                        let beside = match format {
+                            Format::Mxfp4 => inputs / EXPONENT_INPUTS,
+                            _ => Int4Group::Of32.stride(inputs) * size_of::<u32>(),
+                        };
+                        (
+                            if tile == 128 { 4 } else { 6 },
+                            256,
+                            [2 * inputs, inputs / 2 + beside],
+                        )
+                    }
                 };
-                let stages = if tile == 64 { some } else { many };
-                let stage = chunks * (features * format.chunk_bytes() + tile * 2 * CHUNK) + features * beside;
+                let stage = tile * input + features * weight;
                 let blocks = (rows.div_ceil(features) * most_tiles).min(self.multiprocessors);
                 Launch::new([blocks as u32, 1, 1], 384).shared(stages * stage + 2 * 1024)
             }

@@ -121,7 +121,7 @@ impl Experts {
             .collect();
         Self {
             format,
-            device: GpuExperts::new(&linears),
+            device: GpuExperts::new(gpu, &linears).expect("a tensor map"),
             wide,
             biases: bias.then_some(biases),
             k,

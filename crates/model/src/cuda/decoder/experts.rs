@@ -2,7 +2,7 @@
 
 use half::bf16;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
-use plimsoll_kernels::cuda::{GpuExpertOutputs, GpuLinear, GpuRouter, GpuRoutes, LinearOutput};
+use plimsoll_kernels::cuda::{GpuExpertOutputs, GpuLinear, GpuRouter, GpuRoutes, GpuRows, LinearOutput};
 
 use super::layers::Step;
 use super::sum::DeltaSum;
@@ -59,10 +59,17 @@ impl<'a> Step<'a, '_> {
     ) -> Result<GpuRoutes<'a>, GpuError> {
         let (experts, act) = (self.of_experts(), self.act.experts);
         let routes = act.routes(spec, self.rows);
+        let gate_up = &experts.layer(self.layer).gate_up;
+        let mut x = GpuRows::from(normed);
+        if let Some(scaling) = experts.kernels.input_scaling(gate_up, &routes) {
+            let quantised = self.quantised(gate_up.inputs(), scaling);
+            self.decoder.fused.quantise(normed, gate_up.inputs(), quantised)?;
+            x = quantised.into();
+        }
         experts.kernels.route_gate_up(
-            normed,
+            x,
             (self.logits(spec), router),
-            &experts.layer(self.layer).gate_up,
+            gate_up,
             spec.activation,
             &routes,
             self.activated(spec),
@@ -88,7 +95,16 @@ impl<'a> Step<'a, '_> {
         let (experts, act) = (self.of_experts(), self.act.experts);
         let down = &experts.layer(self.layer).down;
         let x = act.out.range(0..self.rows * spec.top_k * down.outputs());
-        experts.kernels.down(self.activated(spec), down, &routes, x)?;
+        let mut activated = GpuRows::from(self.activated(spec));
+        if let Some(scaling) = experts.kernels.input_scaling(down, &routes) {
+            let (places, inner) = (self.rows * spec.top_k, down.inputs());
+            let quantised = act.quantised(places, inner, scaling);
+            self.decoder
+                .fused
+                .quantise(self.activated(spec), inner, quantised)?;
+            activated = quantised.into();
+        }
+        experts.kernels.down(activated, down, &routes, x)?;
         Ok(GpuExpertOutputs { x, routes, gates })
     }
 

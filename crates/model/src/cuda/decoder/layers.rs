@@ -233,7 +233,7 @@ impl<'a, 'b> Step<'a, 'b> {
     }
 
     /// Where rows of `width` inputs go that are quantised.
-    fn quantised(&self, width: usize, scaling: Fp8Scaling) -> GpuFp8Rows<'a> {
+    pub(super) fn quantised(&self, width: usize, scaling: Fp8Scaling) -> GpuFp8Rows<'a> {
         GpuFp8Rows {
             values: self.act.quantised.range(0..self.rows * width),
             scales: self.act.scales.range(0..scaling.input_scales(self.rows, width)),

@@ -1,0 +1,30 @@
+// Copies of parts of matrices by the copy engine (TMA, sm_90 and later), as a tensor map says that the host has encoded
+// (crates/device/src/cuda/tensor_map.rs).
+#pragma once
+
+#include "common.cuh"
+
+// Matrices of bytes, one behind the other; a copy takes `kMapRows` rows of 128 bytes each, swizzled as products of warp groups want them.
+struct __align__(64) TensorMap {
+    uint8_t bytes[128];
+};
+
+constexpr int kMapRows = 64;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// What arrives by copies counts for the barrier's phase too; arrives itself.
+__device__ __forceinline__ void barrier_expect_bytes(uint64_t* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+// Begins to copy from (byte, row, matrix) on, with zeros past the end. `to` is a multiple of 1024 bytes.
+__device__ __forceinline__ void copy_tensor(void* to, const TensorMap& map, int3 from, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            shared_address(to)),
+        "l"(&map), "r"(from.x), "r"(from.y), "r"(from.z), "r"(shared_address(barrier))
+        : "memory");
+}
+
+#endif
