@@ -64,6 +64,9 @@ struct Experts {
     // Of a piece of work, and of a warp group.
     __device__ __forceinline__ int outputs() const { return gated() ? kFeatures / 2 : kFeatures; }
     __device__ __forceinline__ int group_outputs() const { return gated() ? kWidth / 2 : kWidth; }
+    // In a stage.
+    __device__ __forceinline__ static int first_token(int group) { return kSplitsTokens ? group * 64 : 0; }
+    __device__ __forceinline__ static int first_feature(int group) { return kSplitsTokens ? 0 : group * kWidth; }
     __device__ __forceinline__ int columns() const { return (p.n + outputs() - 1) / outputs(); }
     __device__ __forceinline__ int stages() const { return (p.k + kStageInputs - 1) / kStageInputs; }
     // Of a row of x.
@@ -157,40 +160,52 @@ struct Experts {
 
     // Multiplies a warp group's part of all work.
     __device__ __forceinline__ void consume(int count, int group) const {
-        const int first_token = kSplitsTokens ? group * 64 : 0, first_feature = kSplitsTokens ? 0 : group * kWidth;
-        const int row = first_token + threadIdx.x % kWarpGroup / kWarp * 16 + threadIdx.x % kWarp / 4;
-        const uint32_t inputs = shared_address(shared.inputs) + first_token * kRowBytes;
-        const uint32_t weights = shared_address(shared.weights) + first_feature * kRowBytes;
+        const int row = first_token(group) + threadIdx.x % kWarpGroup / kWarp * 16 + threadIdx.x % kWarp / 4;
         int step = 0;
         for (int index = blockIdx.x; index < count; index += gridDim.x) {
             const Work w = work(index);
             const int first = w.first + (kSplitsTokens ? 0 : group * group_outputs());
             float acc[kWidth / 8][4];
+            const int all = stages();
             if constexpr (kFp8) {
 #pragma unroll
                 for (int j = 0; j < kWidth / 8; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f;
-            }
-            for (int s = 0, all = stages(); s < all; ++s, ++step) {
-                const int stage = step % kStages;
-                barrier_wait(shared.full + stage, step / kStages & 1);
-                fence_for_products();
-                const uint32_t a = inputs + stage * uint32_t(kTokens * kRowBytes), b = weights + stage * uint32_t(kFeatures * kRowBytes);
-                if constexpr (kFp8) {
-                    float part[kWidth / 8][4];
-                    multiply(part, a, b, false);
-                    const Factors factors(*this, w.tile.expert, first, s, stage, row);
-                    wgmma_wait<0>();
+                // While sums of one stage are added, products of the next are under way.
+                float parts[2][kWidth / 8][4];
+                int s = 0;
+                const auto add = [&](float (&part)[kWidth / 8][4]) {
                     touch(part);
+                    const Factors factors(*this, w.tile.expert, first, s, step % kStages, row);
                     release(step);
                     factors.add(acc, part);
+                    ++s, ++step;
+                };
+                multiply(parts[0], group, step, false);
+                while (s + 2 < all) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        multiply(parts[1 - i], group, step + 1, false);
+                        wgmma_wait<1>();
+                        add(parts[i]);
+                    }
+                }
+                if (s + 1 < all) {
+                    multiply(parts[1], group, step + 1, false);
+                    wgmma_wait<1>();
+                    add(parts[0]);
+                    wgmma_wait<0>();
+                    add(parts[1]);
                 } else {
-                    multiply(acc, a, b, s > 0);
+                    wgmma_wait<0>();
+                    add(parts[0]);
+                }
+            } else {
+                for (int s = 0; s < all; ++s, ++step) {
+                    multiply(acc, group, step, s > 0);
                     // While the products of this stage begin those of the one before end.
                     wgmma_wait<1>();
                     if (s > 0) release(step - 1);
                 }
-            }
-            if constexpr (!kFp8) {
                 wgmma_wait<0>();
                 touch(acc);
                 release(step - 1);
@@ -199,8 +214,13 @@ struct Experts {
         }
     }
 
-    // Products of a stage.
-    __device__ __forceinline__ void multiply(float (&acc)[kWidth / 8][4], uint32_t inputs, uint32_t weights, bool add) const {
+    // Begins this warp group's products of a stage, once it is there.
+    __device__ __forceinline__ void multiply(float (&acc)[kWidth / 8][4], int group, int step, bool add) const {
+        const int stage = step % kStages;
+        barrier_wait(shared.full + stage, step / kStages & 1);
+        fence_for_products();
+        const uint32_t inputs = shared_address(shared.inputs[stage]) + first_token(group) * kRowBytes;
+        const uint32_t weights = shared_address(shared.weights[stage]) + first_feature(group) * kRowBytes;
         wgmma_fence();
 #pragma unroll
         for (int at = 0; at < kRowBytes; at += 32) {
@@ -252,6 +272,23 @@ struct Experts {
         if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty + step % kStages);
     }
 
+    // Of four lanes' words each lane gets those of its own number.
+    __device__ __forceinline__ static uint4 transpose_quads(uint32_t (&words)[4]) {
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) {
+            const bool high = threadIdx.x & step;
+#pragma unroll
+            for (int at = 0; at < 4; ++at) {
+                if (at & step) continue;
+                // The pair of lanes exchanges what each has of the other.
+                const uint32_t given = high ? words[at] : words[at + step];
+                const uint32_t got = __shfl_xor_sync(kAllLanes, given, step);
+                (high ? words[at] : words[at + step]) = got;
+            }
+        }
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+
     // A warp group's sums, of outputs `first` on; this thread has rows `row` and `row + 8` of the tile.
     __device__ __forceinline__ void store(const Work& w, int first, int row, const float (&acc)[kWidth / 8][4]) const {
         const int quad = threadIdx.x % 4;
@@ -275,20 +312,27 @@ struct Experts {
             }
             return pair;
         };
+        // Four lanes have a row's outputs in twos; each stores eight of them.
 #pragma unroll
-        for (int j = 0; j < kWidth / 8; ++j) {
-            const int output = first + j * 8 + quad * 2;
-            if (j * 8 >= group_outputs() || output >= p.n) break;
+        for (int j = 0; j < kWidth / 8; j += 4) {
+            if (j * 8 >= group_outputs() || first + j * 8 >= p.n) break;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float2 pair = complete(acc[j], output, i);
-                if (gated()) {
-                    const float2 up = complete(acc[(j + kWidth / 16) % (kWidth / 8)], p.n + output, i);
-                    pair.x = activate(p.kind, pair.x, up.x), pair.y = activate(p.kind, pair.y, up.y);
+                uint32_t pairs[4];
+#pragma unroll
+                for (int at = 0; at < 4; ++at) {
+                    const int output = min(first + (j + at) * 8, p.n - 8) + quad * 2;
+                    float2 pair = complete(acc[j + at], output, i);
+                    if (gated()) {
+                        const float2 up = complete(acc[(j + at + kWidth / 16) % (kWidth / 8)], p.n + output, i);
+                        pair.x = activate(p.kind, pair.x, up.x), pair.y = activate(p.kind, pair.y, up.y);
+                    }
+                    pairs[at] = pack(pair.x, pair.y);
                 }
-                const int token = row + i * 8;
-                if (token < w.tile.count) {
-                    *reinterpret_cast<uint32_t*>(p.out + size_t(w.tile.first + token) * p.n + output) = pack(pair.x, pair.y);
+                const uint4 outputs = transpose_quads(pairs);
+                const int token = row + i * 8, output = first + (j + quad) * 8;
+                if (token < w.tile.count && output < p.n) {
+                    *reinterpret_cast<uint4*>(p.out + size_t(w.tile.first + token) * p.n + output) = outputs;
                 }
             }
         }

@@ -204,16 +204,17 @@ __device__ __forceinline__ uint4 widen_int4_scaled(uint32_t codes, uint32_t grou
 template <Format kFormat>
 constexpr float kSumScale = kFormat == Format::kMxfp4 ? 0x1p64f : 1.0f;
 
-// What a gate and its up projection become.
+// What a gate and its up projection become. Divisions are good to 2 of the last bits of f32: with correctly rounded ones, products of
+// many rows took a quarter longer.
 __device__ __forceinline__ float activate(int kind, float gate, float up) {
     if (kind == kClampedSwiglu) {
         // Comparisons that NaN passes unchanged.
         gate = gate > 7.0f ? 7.0f : gate;
         up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
-        return gate / (1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
+        return __fdividef(gate, 1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
     }
     const float inner = sigmoid_input(kind == kGeluTanh ? Activation::kGeluTanh : Activation::kSilu, gate);
-    return gate / (1.0f + __expf(-inner)) * up;
+    return __fdividef(gate, 1.0f + __expf(-inner)) * up;
 }
 
 // Defines the kernels of a product, NAME and its format: RUN(Format) takes a Problem.

@@ -201,7 +201,7 @@ impl Step {
         }
     }
 
-    fn routes(&self, model: &Model, rows: usize) -> GpuRoutes<'_> {
+    fn routes(&self, model: &Model, rows: usize, tile: usize) -> GpuRoutes<'_> {
         let routes = rows * model.top_k;
         let (all, each) = (self.room.slice::<u8>(), 4 * routes.next_multiple_of(64));
         let at = |part: usize, bytes: usize| all.range(part * each..part * each + bytes);
@@ -214,6 +214,7 @@ impl Step {
             rows,
             top_k: model.top_k,
             experts: model.experts,
+            tile,
         }
     }
 }
@@ -305,25 +306,24 @@ impl Layer<'_> {
         let down_bytes = hit * (hidden * model.row_bytes(inner)) as f64;
         let flops = 2.0 * (places * hidden * inner) as f64;
         let activation = ExpertActivation::Glu(Activation::Silu);
-        for tile in EXPERT_TILES.map(Some).into_iter().chain([None]) {
-            self.kernels.fix_tile(tile);
-            let kernels = &self.kernels;
+        let kernels = &self.kernels;
+        for fixed in EXPERT_TILES.map(Some).into_iter().chain([None]) {
+            let tile = fixed.unwrap_or_else(|| kernels.tile(&self.gate_up, places));
             let route = |step: &Step| {
                 let logits = step.logits.slice().range(0..rows * model.experts);
                 kernels.route(
                     logits,
                     GpuRouter::plain(None, RouterSoftmax::Chosen),
-                    &step.routes(&model, rows),
+                    &step.routes(&model, rows, tile),
                 )
             };
             steps.iter().try_for_each(route).expect("routes");
-            let routes = |call: usize| steps[call % STEPS].routes(&model, rows);
+            let routes = |call: usize| steps[call % STEPS].routes(&model, rows, tile);
             let scaling = kernels.input_scaling(&self.gate_up, &routes(0));
             for taken in [&x_taken, &inner_taken] {
                 taken.quantised(scaling).expect("rows in eight bits");
             }
-            let name = tile.map_or("chosen".to_owned(), |tile| format!("tile {tile}"));
-            if tile.is_some() {
+            if fixed.is_some() {
                 let us = time_us(gpu, 24, |call| {
                     kernels.gate_up(
                         x_taken.rows(scaling),
@@ -333,12 +333,12 @@ impl Layer<'_> {
                         inner_rows,
                     )
                 });
-                let what = format!("up {name}");
+                let what = format!("up tile {tile}");
                 self.line(&what, rows, us, gate_up_bytes, 2.0 * flops);
                 let us = time_us(gpu, 24, |call| {
                     kernels.down(inner_taken.rows(scaling), &self.down, &routes(call), outputs)
                 });
-                self.line(&format!("down {name}"), rows, us, down_bytes, flops);
+                self.line(&format!("down tile {tile}"), rows, us, down_bytes, flops);
                 continue;
             }
             let us = time_us(gpu, 24, |call| route(&steps[call % STEPS]));

@@ -47,8 +47,6 @@ pub struct MoeKernels {
     /// Of rows of which a thread keeps one vector or two; then the same with quantised outputs.
     add_rms_norm: [[Function; 2]; 2],
     fill_mxfp4: Function,
-    /// Of each list of tiles, where it is not chosen by the numbers of rows and experts.
-    tile: Option<usize>,
 }
 
 /// What becomes of sums: `Kind` of `kernels/include/experts.cuh`.
@@ -97,27 +95,19 @@ impl MoeKernels {
                 ],
             ],
             fill_mxfp4: sums.function("moe_fill_mxfp4")?,
-            tile: None,
         })
     }
 
-    /// Cuts all lists into tiles of that many rows from now on, one of [`EXPERT_TILES`], for tests and benchmarks.
-    pub fn fix_tile(&mut self, tile: Option<usize>) {
-        assert!(
-            tile.is_none_or(|tile| EXPERT_TILES.contains(&tile)),
-            "no kernel for such tiles"
-        );
-        self.tile = tile;
-    }
-
-    /// Rows of a tile: no wider than an expert's rows are likely to fill, as long as reading the weights is what takes time.
-    fn tile(&self, routes: &GpuRoutes<'_>) -> usize {
-        let each = routes.len() / routes.experts;
-        self.tile.unwrap_or(match each {
+    /// Rows of a tile for so many routes, one of [`EXPERT_TILES`]: no wider than an expert's rows are likely to fill, as long as reading the
+    /// weights is what takes time, and not wider than is fastest.
+    pub fn tile(&self, experts: &GpuExperts, routes: usize) -> usize {
+        let format = Format::of(experts.matrix());
+        match routes / experts.count() {
             0..=8 => 16,
             9..=48 => 64,
+            _ if self.products.of(format, 64).input_scaling().is_some() => 64,
             _ => 128,
-        })
+        }
     }
 
     /// Chooses the experts of each row and groups the rows by them: `logits` is `[rows, experts]`. Twin of [`route`](crate::route()).
@@ -141,7 +131,6 @@ impl MoeKernels {
         if rows == 0 {
             return Ok(());
         }
-        let tile = self.tile(routes);
         let args = [
             logits.into(),
             router.bias.map_or(0, |bias| bias.ptr()).into(),
@@ -153,7 +142,7 @@ impl MoeKernels {
             int(rows),
             int(experts),
             int(top_k),
-            int(tile),
+            int(routes.tile),
             i32::from(router.softmax == RouterSoftmax::All).into(),
             router.scale.into(),
             address_of(router.expert_scale),
@@ -172,7 +161,7 @@ impl MoeKernels {
             int(rows),
             int(experts),
             int(top_k),
-            int(tile),
+            int(routes.tile),
         ];
         let launch = Launch::new([experts as u32, 1, 1], GROUP_THREADS);
         self.launch(&self.group, launch, &args)
@@ -181,7 +170,7 @@ impl MoeKernels {
     /// How the inputs of a product of so many routes must be quantised; `None` for as they are.
     pub fn input_scaling(&self, experts: &GpuExperts, routes: &GpuRoutes<'_>) -> Option<Fp8Scaling> {
         let format = Format::of(experts.matrix());
-        self.products.of(format, self.tile(routes)).input_scaling()
+        self.products.of(format, routes.tile).input_scaling()
     }
 
     /// Gate and up of each expert for its rows of `x` `[rows, k]`, and the activation of both, into `out` `[rows * top_k, n / 2]`, in
@@ -222,7 +211,7 @@ impl MoeKernels {
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
         let x = x.into();
-        if routes.rows != 1 || self.tile(routes) != EXPERT_TILES[0] {
+        if routes.rows != 1 || routes.tile != EXPERT_TILES[0] {
             self.route(logits, router, routes)?;
             return self.gate_up(x, experts, activation, routes, out);
         }
@@ -278,11 +267,10 @@ impl MoeKernels {
         if routes.rows == 0 {
             return Ok(());
         }
-        let tile = self.tile(routes);
-        let product = self.products.of(format, tile);
+        let product = self.products.of(format, routes.tile);
         let address = experts.addresses();
         // One row has a tile for each of its experts.
-        let most_tiles = logits.map_or_else(|| routes.most_tiles(tile), |_| routes.top_k);
+        let most_tiles = logits.map_or_else(|| routes.most_tiles(), |_| routes.top_k);
         let launch = product.launch_of(n * stacked, k, address.scale_stride, most_tiles);
         let (shared, most) = (launch.shared as usize, self.gpu.info().max_shared_bytes);
         assert!(

@@ -106,7 +106,7 @@ impl Case {
     }
 
     /// Rows after the experts, from what is in `shared` before; and what was within.
-    fn run(&self, gpu: &Gpu, kernels: &MoeKernels, shared: &[bf16]) -> Outputs {
+    fn run(&self, gpu: &Gpu, kernels: &MoeKernels, tile: usize, shared: &[bf16]) -> Outputs {
         let Self {
             rows,
             top_k,
@@ -114,7 +114,7 @@ impl Case {
             inner,
             ..
         } = *self;
-        let room = Room::new(gpu, rows, top_k, self.gate_up.wide.len());
+        let room = Room::new(gpu, rows, top_k, self.gate_up.wide.len(), tile);
         let routes = room.routes();
         let (x, logits) = (common::upload(gpu, &self.x), common::upload(gpu, &self.logits));
         let gates = common::upload(gpu, self.gates.as_deref().unwrap_or_default());
@@ -244,9 +244,8 @@ impl Case {
         expected.iter().map(|route| route.expert as usize).collect()
     }
 
-    fn check_tiles(&self, gpu: &Gpu, kernels: &mut MoeKernels, rng: &mut StdRng) {
+    fn check_tiles(&self, gpu: &Gpu, kernels: &MoeKernels, rng: &mut StdRng) {
         for tile in EXPERT_TILES {
-            kernels.fix_tile(Some(tile));
             self.check(gpu, kernels, rng, tile);
         }
     }
@@ -254,7 +253,7 @@ impl Case {
     fn check(&self, gpu: &Gpu, kernels: &MoeKernels, rng: &mut StdRng, tile: usize) {
         let what = format!("{}, tiles of {tile}", self.what());
         let shared = common::random(rng, self.rows * self.hidden);
-        let found = self.run(gpu, kernels, &shared);
+        let found = self.run(gpu, kernels, tile, &shared);
         let tolerance = match self.gate_up.format {
             Format::Fp8Blocks | Format::Int4(_) => ROUNDED_TOLERANCE,
             // Tensor cores add products of e4m3 values up with some 14 bits.
@@ -316,11 +315,11 @@ impl Case {
     }
 
     /// Rows have the same bits again and among others.
-    fn check_rows(&self, gpu: &Gpu, kernels: &MoeKernels, rng: &mut StdRng) {
+    fn check_rows(&self, gpu: &Gpu, kernels: &MoeKernels, tile: usize, rng: &mut StdRng) {
         let shared = common::random(rng, self.rows * self.hidden);
         let bits = |values: &[bf16]| values.iter().map(|x| x.to_bits()).collect::<Vec<u16>>();
-        let all = self.run(gpu, kernels, &shared).sums;
-        let again = self.run(gpu, kernels, &shared).sums;
+        let all = self.run(gpu, kernels, tile, &shared).sums;
+        let again = self.run(gpu, kernels, tile, &shared).sums;
         assert_eq!(bits(&again), bits(&all), "{}, again", self.what());
         for others in [0, rng.random_range(1..40)] {
             // The watched row, then some others, half of which hold what is no number.
@@ -344,7 +343,7 @@ impl Case {
                 down: self.down.clone(),
                 ..*self
             };
-            let found = some.run(gpu, kernels, &shared).sums;
+            let found = some.run(gpu, kernels, tile, &shared).sums;
             let own = &all[watched * self.hidden..][..self.hidden];
             assert_eq!(
                 bits(&found[..self.hidden]),
@@ -427,7 +426,7 @@ fn all_kernels(gpu: &Gpu) -> [MoeKernels; 2] {
 fn experts_are_what_they_say() {
     let gpu = common::gpu();
     let mut rng = common::rng("experts_are_what_they_say");
-    let mut all_kernels = all_kernels(&gpu);
+    let all_kernels = all_kernels(&gpu);
     for format in Format::ALL {
         for (rows, experts, top_k) in [
             (1, 8, 2),
@@ -438,7 +437,7 @@ fn experts_are_what_they_say() {
             (400, 4, 2),
         ] {
             let case = Case::random(&gpu, &mut rng, format, rows, experts, top_k);
-            for kernels in &mut all_kernels {
+            for kernels in &all_kernels {
                 case.check_tiles(&gpu, kernels, &mut rng);
             }
         }
@@ -451,7 +450,7 @@ fn experts_are_what_they_say() {
 fn rows_of_many_stages() {
     let gpu = common::gpu();
     let mut rng = common::rng("rows_of_many_stages");
-    let mut kernels = MoeKernels::load(&gpu).unwrap();
+    let kernels = MoeKernels::load(&gpu).unwrap();
     for format in Format::ALL {
         let sizes = match format {
             Format::Bf16 => (1000, 840),
@@ -464,9 +463,8 @@ fn rows_of_many_stages() {
         for rows in [1, 8, 9, 16] {
             let case = Case::of_sizes(&gpu, &mut rng, format, sizes, [rows, 2, 2]);
             if rows == 16 {
-                case.check_tiles(&gpu, &mut kernels, &mut rng);
+                case.check_tiles(&gpu, &kernels, &mut rng);
             } else {
-                kernels.fix_tile(Some(EXPERT_TILES[0]));
                 case.check(&gpu, &kernels, &mut rng, EXPERT_TILES[0]);
             }
         }
@@ -483,7 +481,7 @@ fn sums_of_long_rows_and_many() {
     for (hidden, rows) in [(72, 700), (128, 640), (8256, 2), (8320, 3)] {
         let sizes = (hidden, 16);
         let case = Case::of_sizes(&gpu, &mut rng, Format::Bf16, sizes, [rows, 12, 9]);
-        case.check(&gpu, &kernels, &mut rng, 0);
+        case.check(&gpu, &kernels, &mut rng, EXPERT_TILES[1]);
     }
 }
 
@@ -493,14 +491,14 @@ fn sums_of_long_rows_and_many() {
 fn full_and_empty_experts() {
     let gpu = common::gpu();
     let mut rng = common::rng("full_and_empty_experts");
-    let mut all_kernels = all_kernels(&gpu);
+    let all_kernels = all_kernels(&gpu);
     for format in Format::ALL {
         for rows in [1, 16, 17, 64, 129, 256] {
             let mut case = Case::random(&gpu, &mut rng, format, rows, 7, 2);
             for row in case.logits.chunks_exact_mut(7) {
                 row.copy_from_slice(&[0.0, 1.0, 0.5, 9.0, -1.0, 8.0, 0.0]);
             }
-            for kernels in &mut all_kernels {
+            for kernels in &all_kernels {
                 case.check_tiles(&gpu, kernels, &mut rng);
             }
         }
@@ -513,14 +511,13 @@ fn full_and_empty_experts() {
 fn a_row_depends_on_itself_alone() {
     let gpu = common::gpu();
     let mut rng = common::rng("a_row_depends_on_itself_alone");
-    let mut all_kernels = all_kernels(&gpu);
+    let all_kernels = all_kernels(&gpu);
     for format in Format::ALL {
         for rows in [3, 70, 300] {
             let case = Case::random(&gpu, &mut rng, format, rows, 6, 3);
-            for kernels in &mut all_kernels {
+            for kernels in &all_kernels {
                 for tile in EXPERT_TILES {
-                    kernels.fix_tile(Some(tile));
-                    case.check_rows(&gpu, kernels, &mut rng);
+                    case.check_rows(&gpu, kernels, tile, &mut rng);
                 }
             }
         }
@@ -540,7 +537,7 @@ fn what_is_no_number_stays_none() {
         case.x[case.hidden] = bf16::NAN;
         case.logits[2 * 5 + 1] = f32::NAN;
         let shared = common::random(&mut rng, 3 * case.hidden);
-        let sums = case.run(&gpu, &kernels, &shared).sums;
+        let sums = case.run(&gpu, &kernels, EXPERT_TILES[0], &shared).sums;
         let rows: Vec<bool> = sums
             .chunks_exact(case.hidden)
             .map(|row| row.iter().all(|x| x.is_nan()))
@@ -561,5 +558,5 @@ fn no_rows_are_no_work() {
     let mut rng = common::rng("no_rows_are_no_work");
     let kernels = MoeKernels::load(&gpu).unwrap();
     let case = Case::random(&gpu, &mut rng, Format::Bf16, 0, 5, 2);
-    assert!(case.run(&gpu, &kernels, &[]).sums.is_empty());
+    assert!(case.run(&gpu, &kernels, EXPERT_TILES[0], &[]).sums.is_empty());
 }

@@ -147,8 +147,8 @@ pub(super) struct ExpertSlices<'a> {
 }
 
 impl<'a> ExpertSlices<'a> {
-    /// Room for the routes of so many rows.
-    pub(super) fn routes(&self, spec: &MoeSpec, rows: usize) -> GpuRoutes<'a> {
+    /// Room for the routes of so many rows, in tiles of that size.
+    pub(super) fn routes(&self, spec: &MoeSpec, rows: usize, tile: usize) -> GpuRoutes<'a> {
         let routes = rows * spec.top_k;
         GpuRoutes {
             chosen: self.chosen.range(0..routes),
@@ -159,6 +159,7 @@ impl<'a> ExpertSlices<'a> {
             rows,
             top_k: spec.top_k,
             experts: spec.experts,
+            tile,
         }
     }
 

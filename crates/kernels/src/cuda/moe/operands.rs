@@ -211,6 +211,8 @@ pub struct GpuRoutes<'a> {
     pub top_k: usize,
     /// Experts of the layer.
     pub experts: usize,
+    /// Rows of a tile, as [`MoeKernels::tile`](super::MoeKernels::tile) says, or another one of [`EXPERT_TILES`].
+    pub tile: usize,
 }
 
 impl GpuRoutes<'_> {
@@ -220,8 +222,8 @@ impl GpuRoutes<'_> {
     }
 
     /// Tiles that there may be.
-    pub(super) fn most_tiles(&self, tile: usize) -> usize {
-        most_tiles(self.len(), self.experts, tile)
+    pub(super) fn most_tiles(&self) -> usize {
+        most_tiles(self.len(), self.experts, self.tile)
     }
 
     /// Routes of all rows.
@@ -230,7 +232,13 @@ impl GpuRoutes<'_> {
     }
 
     pub(super) fn check(&self) {
-        let Self { top_k, experts, .. } = *self;
+        let Self {
+            top_k, experts, tile, ..
+        } = *self;
+        assert!(
+            EXPERT_TILES.contains(&tile),
+            "there is no kernel for tiles of {tile}"
+        );
         assert!(
             (1..=experts.min(MOST_ROUTES)).contains(&top_k) && experts <= MOST_EXPERTS,
             "{top_k} of {experts} experts"

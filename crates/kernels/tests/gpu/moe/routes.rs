@@ -19,16 +19,18 @@ pub(super) struct Room {
     rows: usize,
     top_k: usize,
     experts: usize,
+    tile: usize,
 }
 
 impl Room {
     /// Poisoned: nothing may rely on what was there.
-    pub(super) fn new(gpu: &Gpu, rows: usize, top_k: usize, experts: usize) -> Self {
+    pub(super) fn new(gpu: &Gpu, rows: usize, top_k: usize, experts: usize, tile: usize) -> Self {
         let this = Self {
             slab: common::poisoned::<u8>(gpu, 0),
             rows,
             top_k,
             experts,
+            tile,
         };
         let bytes = this.ends()[4];
         Self {
@@ -64,6 +66,7 @@ impl Room {
             rows: self.rows,
             top_k: self.top_k,
             experts: self.experts,
+            tile: self.tile,
         }
     }
 }
@@ -107,7 +110,7 @@ fn found_routes(gpu: &Gpu, room: &Room, routes: &GpuRoutes<'_>) -> (Vec<(u32, f3
 fn rows_go_where_a_cpu_sends_them() {
     let gpu = common::gpu();
     let mut rng = common::rng("rows_go_where_a_cpu_sends_them");
-    let mut kernels = MoeKernels::load(&gpu).unwrap();
+    let kernels = MoeKernels::load(&gpu).unwrap();
     let sizes = [
         (1, 1),
         (3, 8),
@@ -123,7 +126,6 @@ fn rows_go_where_a_cpu_sends_them() {
             let top_k = rng.random_range(1..=experts.min(9));
             let softmax = *SOFTMAXES.choose(&mut rng).unwrap();
             let tile = *EXPERT_TILES.choose(&mut rng).unwrap();
-            kernels.fix_tile(Some(tile));
             let mut logits = random_logits(&mut rng, rows, experts);
             let bias = rng.random_bool(0.3).then(|| common::random(&mut rng, experts));
             let scales = rng.random_bool(0.3).then(|| {
@@ -143,7 +145,7 @@ fn rows_go_where_a_cpu_sends_them() {
 
             let device = common::upload(&gpu, &logits);
             let device_bias = common::upload(&gpu, bias.as_deref().unwrap_or_default());
-            let room = Room::new(&gpu, rows, top_k, experts);
+            let room = Room::new(&gpu, rows, top_k, experts, tile);
             let routes = room.routes();
             let bias_slice = bias.as_ref().map(|bias| device_bias.slice().range(0..bias.len()));
             let logits_slice = device.slice().range(0..logits.len());
@@ -206,8 +208,7 @@ fn rows_go_where_a_cpu_sends_them() {
 fn one_row_goes_where_it_goes_among_others() {
     let gpu = common::gpu();
     let mut rng = common::rng("one_row_goes_where_it_goes_among_others");
-    let mut kernels = MoeKernels::load(&gpu).unwrap();
-    kernels.fix_tile(Some(EXPERT_TILES[0]));
+    let kernels = MoeKernels::load(&gpu).unwrap();
     let (hidden, inner) = (64, 24);
     let activation = ExpertActivation::Glu(Activation::Silu);
     for experts in [1, 8, 128, 200, 1024] {
@@ -230,7 +231,7 @@ fn one_row_goes_where_it_goes_among_others() {
                 let x = common::upload(&gpu, &common::random(&mut rng, hidden));
                 let x = x.slice().range(0..hidden);
                 let [apart, together] = [false, true].map(|together| {
-                    let room = Room::new(&gpu, 1, top_k, experts);
+                    let room = Room::new(&gpu, 1, top_k, experts, EXPERT_TILES[0]);
                     let routes = room.routes();
                     let slab = common::poisoned::<bf16>(&gpu, top_k * inner);
                     let out = slab.slice().range(0..top_k * inner);

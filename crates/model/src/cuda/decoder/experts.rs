@@ -58,8 +58,9 @@ impl<'a> Step<'a, '_> {
         normed: GpuSlice<'a, bf16>,
     ) -> Result<GpuRoutes<'a>, GpuError> {
         let (experts, act) = (self.of_experts(), self.act.experts);
-        let routes = act.routes(spec, self.rows);
         let gate_up = &experts.layer(self.layer).gate_up;
+        let tile = experts.kernels.tile(gate_up, self.rows * spec.top_k);
+        let routes = act.routes(spec, self.rows, tile);
         let mut x = GpuRows::from(normed);
         if let Some(scaling) = experts.kernels.input_scaling(gate_up, &routes) {
             let quantised = self.quantised(gate_up.inputs(), scaling);
