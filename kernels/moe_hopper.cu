@@ -23,6 +23,13 @@ struct InputScales {
     int stride;
 };
 
+// Where gated outputs go that become the next product's x in eight bits: `scales` is [n / 128, stride].
+struct QuantisedOutputs {
+    uint8_t* values;
+    float* scales;
+    int stride;
+};
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kConsumers = 2;
@@ -38,6 +45,8 @@ struct Experts {
     static constexpr bool kSplitsTokens = kTokens == 128;
     static constexpr int kWidth = !kFp8 && kSplitsTokens ? 256 : 128;
     static constexpr int kFeatures = kSplitsTokens ? kWidth : kConsumers * kWidth;
+    // A piece of work has the outputs that share a scale.
+    static constexpr bool kQuantises = kBlocks && kFeatures / 2 == kFp8Block;
     static constexpr int kStageInputs = kFp8 ? kRowBytes : kRowBytes / 2;
     // As `launch_of` in crates/kernels/src/cuda/moe/products.rs has them too.
     static constexpr int kStages = kFp8 && kSplitsTokens ? 6 : kSplitsTokens ? 4 : 5;
@@ -46,6 +55,8 @@ struct Experts {
         uint8_t weights[kStages][kFeatures * kRowBytes];
         uint8_t inputs[kStages][kTokens * kRowBytes];
         float scales[kStages][kBlocks ? kTokens : 1];
+        // Of two pieces of work, one behind the other: of each warp group's outputs of a row.
+        float largest[2][kConsumers][kQuantises ? kTokens : 1];
         uint64_t full[kStages], empty[kStages];
     };
 
@@ -58,6 +69,7 @@ struct Experts {
     const Problem& p;
     const TensorMap& map;
     const InputScales& x;
+    const QuantisedOutputs& quantised;
     Shared& shared;
 
     __device__ __forceinline__ bool gated() const { return p.kind != kPlain; }
@@ -210,6 +222,12 @@ struct Experts {
                 touch(acc);
                 release(step - 1);
             }
+            if constexpr (kQuantises) {
+                if (quantised.values != nullptr) {
+                    store_quantised(w, group, row, index / gridDim.x % 2, acc);
+                    continue;
+                }
+            }
             store(w, first, row, acc);
         }
     }
@@ -270,6 +288,60 @@ struct Experts {
 
     __device__ __forceinline__ void release(int step) const {
         if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty + step % kStages);
+    }
+
+    __device__ __forceinline__ static float2 wide(uint32_t pair) { return __bfloat1622float2(reinterpret_cast<const bf162&>(pair)); }
+
+    // Gated outputs in eight bits, 128 of a row with one scale, as `quantise_fp8` (fused.cu) makes of them in bf16.
+    __device__ __forceinline__ void store_quantised(const Work& w, int group, int row, int buffer, const float (&acc)[kWidth / 8][4]) const {
+        constexpr int kOutputs = kWidth / 2;
+        const int quad = threadIdx.x % 4, first = w.first + group * kOutputs;
+        const bf16* const bias = of_expert(p.bias, p.stride, w.tile.expert);
+        uint32_t pairs[2][kOutputs / 8];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float most = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kOutputs / 8; ++j) {
+                float2 gate = make_float2(acc[j][i * 2], acc[j][i * 2 + 1]);
+                float2 up = make_float2(acc[j + kOutputs / 8][i * 2], acc[j + kOutputs / 8][i * 2 + 1]);
+                if (bias != nullptr) {
+                    const bf16* const own = bias + first + j * 8 + quad * 2;
+                    const float2 of_gate = __bfloat1622float2(*reinterpret_cast<const bf162*>(own));
+                    const float2 of_up = __bfloat1622float2(*reinterpret_cast<const bf162*>(own + p.n));
+                    gate.x += of_gate.x, gate.y += of_gate.y, up.x += of_up.x, up.y += of_up.y;
+                }
+                pairs[i][j] = pack(activate(p.kind, gate.x, up.x), activate(p.kind, gate.y, up.y));
+                const float2 rounded = wide(pairs[i][j]);
+                most = fmaxf(most, fmaxf(fabsf(rounded.x), fabsf(rounded.y)));
+            }
+            most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
+            if (quad == 0) shared.largest[buffer][group][row + i * 8] = most;
+        }
+        named_sync<kConsumers * kWarpGroup>(1);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int token = row + i * 8, place = w.tile.first + token;
+            const float most = fmaxf(shared.largest[buffer][0][token], shared.largest[buffer][1][token]);
+            const float factor = most > 0.0f ? kFp8Max / most : 0.0f;
+            // Two of eight outputs each, of two neighbouring eights.
+            uint32_t words[4];
+#pragma unroll
+            for (int at = 0; at < 4; ++at) {
+                const auto narrow = [&](uint32_t pair) {
+                    const float2 values = wide(pair);
+                    return uint32_t(__nv_cvt_float2_to_fp8x2(make_float2(values.x * factor, values.y * factor), __NV_SATFINITE, __NV_E4M3));
+                };
+                words[at] = narrow(pairs[i][at * 2]) | narrow(pairs[i][at * 2 + 1]) << 16;
+            }
+            const uint4 of_lanes = transpose_quads(words);
+            if (token >= w.tile.count) continue;
+            *reinterpret_cast<uint4*>(quantised.values + size_t(place) * p.n + first + quad * 16) =
+                make_uint4(__byte_perm(of_lanes.x, of_lanes.y, 0x5410), __byte_perm(of_lanes.z, of_lanes.w, 0x5410),
+                           __byte_perm(of_lanes.x, of_lanes.y, 0x7632), __byte_perm(of_lanes.z, of_lanes.w, 0x7632));
+            if (group == 0 && quad == 0) quantised.scales[size_t(w.first / kFp8Block) * quantised.stride + place] = most / kFp8Max;
+        }
     }
 
     // Of four lanes' words each lane gets those of its own number.
@@ -340,17 +412,17 @@ struct Experts {
 };
 
 template <int kTokens, Format kFormat>
-__device__ __forceinline__ void product(const Problem& p, const TensorMap& map, const InputScales& x) {
+__device__ __forceinline__ void product(const Problem& p, const TensorMap& map, const InputScales& x, const QuantisedOutputs& quantised) {
     using E = Experts<kTokens, kFormat>;
     extern __shared__ uint8_t memory[];
     auto& shared = *reinterpret_cast<typename E::Shared*>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
-    E{p, map, x, shared}();
+    E{p, map, x, quantised, shared}();
 }
 
 #else
 
 template <int kTokens, Format kFormat>
-__device__ __forceinline__ void product(const Problem&, const TensorMap&, const InputScales&) {}
+__device__ __forceinline__ void product(const Problem&, const TensorMap&, const InputScales&, const QuantisedOutputs&) {}
 
 #endif
 
@@ -360,9 +432,10 @@ __device__ __forceinline__ void product(const Problem&, const TensorMap&, const 
     extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                                          \
         NAME(const __grid_constant__ TensorMap map, const bf16* x, const uint8_t* weight, const bf16* bias, const float* scales,       \
              bf16* out, const int* sources, const Tile* tiles, uint64_t stride, int n, int k, int pitch, int top_k, int kind,          \
-             int scale_stride, const float* x_scales, int x_stride) {                                                                  \
+             int scale_stride, const float* x_scales, int x_stride, uint8_t* quantised, float* quantised_scales,                       \
+             int quantised_stride) {                                                                                                   \
         const Problem p{x, weight, bias, scales, out, sources, tiles, stride, n, k, pitch, top_k, kind, scale_stride};                 \
-        product<TOKENS, FORMAT>(p, map, {x_scales, x_stride});                                                                         \
+        product<TOKENS, FORMAT>(p, map, {x_scales, x_stride}, {quantised, quantised_scales, quantised_stride});                        \
     }
 #define PRODUCTS(NAME, FORMAT)     \
     PRODUCT(NAME##_64, 64, FORMAT) \

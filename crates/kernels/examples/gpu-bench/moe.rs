@@ -351,15 +351,24 @@ impl Layer<'_> {
                 let routes = routes(call);
                 let logits = steps[call % STEPS].logits.slice().range(0..rows * model.experts);
                 let router = GpuRouter::plain(None, RouterSoftmax::Chosen);
+                let is_quantised = kernels.output_scaling(&self.gate_up, &routes).is_some();
+                let out = match is_quantised {
+                    true => inner_taken.rows(scaling),
+                    false => inner_rows.into(),
+                };
                 kernels.route_gate_up(
                     x_taken.quantised(scaling)?,
                     (logits, router),
                     &self.gate_up,
                     activation,
                     &routes,
-                    inner_rows,
+                    out,
                 )?;
-                kernels.down(inner_taken.quantised(scaling)?, &self.down, &routes, outputs)?;
+                let taken = match is_quantised {
+                    true => out,
+                    false => inner_taken.quantised(scaling)?,
+                };
+                kernels.down(taken, &self.down, &routes, outputs)?;
                 kernels.combine(&expert_outputs(routes), sums)
             });
             self.line("all", rows, us, gate_up_bytes + down_bytes, 3.0 * flops);

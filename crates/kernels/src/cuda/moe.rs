@@ -33,6 +33,8 @@ const ROUTE_WARPS: usize = 8;
 const GROUP_THREADS: u32 = 512;
 const FEW_THREADS: u32 = 1024;
 const FEW_ROUTES: usize = 128;
+/// From so many routes on, counting them takes longer than what blocks wait for each other.
+const ROUTES_OF_CLUSTERS: usize = 8192;
 const COMBINE_THREADS: usize = 128;
 
 /// The kernels of experts, the twins of [`route`](crate::route()) and [`experts`](crate::experts()).
@@ -153,6 +155,11 @@ impl MoeKernels {
         let blocks = rows.div_ceil(ROUTE_WARPS) as u32;
         let launch = Launch::new([blocks, 1, 1], (ROUTE_WARPS * WARP) as u32);
         self.launch(&self.route, launch, &args)?;
+        let has_clusters = self.gpu.info().compute_capability >= (9, 0);
+        let parts = match has_clusters && routes.len() >= ROUTES_OF_CLUSTERS {
+            true => 1 << experts.trailing_zeros().min(3),
+            false => 1,
+        };
         let args = [
             routes.chosen.into(),
             routes.places.into(),
@@ -162,8 +169,9 @@ impl MoeKernels {
             int(experts),
             int(top_k),
             int(routes.tile),
+            int(parts),
         ];
-        let launch = Launch::new([experts as u32, 1, 1], GROUP_THREADS);
+        let launch = Launch::new([experts as u32, 1, 1], GROUP_THREADS).cluster(parts as u32);
         self.launch(&self.group, launch, &args)
     }
 
@@ -173,6 +181,12 @@ impl MoeKernels {
         self.products.of(format, routes.tile).input_scaling()
     }
 
+    /// How [`Self::gate_up`] can quantise what it gives out, if it can.
+    pub fn output_scaling(&self, experts: &GpuExperts, routes: &GpuRoutes<'_>) -> Option<Fp8Scaling> {
+        let format = Format::of(experts.matrix());
+        self.products.of(format, routes.tile).output_scaling()
+    }
+
     /// Gate and up of each expert for its rows of `x` `[rows, k]`, and the activation of both, into `out` `[rows * top_k, n / 2]`, in
     /// the order of places. `experts` are `[n, k]` each: gate, then up.
     ///
@@ -180,16 +194,16 @@ impl MoeKernels {
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
-    /// If a length does not fit, or `x` is not as [`Self::input_scaling`] says.
+    /// If a length does not fit, `x` is not as [`Self::input_scaling`] says, or `out` is quantised otherwise than [`Self::output_scaling`] says.
     pub fn gate_up<'a>(
         &self,
         x: impl Into<GpuRows<'a>>,
         experts: &GpuExperts,
         activation: ExpertActivation,
         routes: &GpuRoutes<'_>,
-        out: GpuSlice<'_, bf16>,
+        out: impl Into<GpuRows<'a>>,
     ) -> Result<(), GpuError> {
-        let x = x.into();
+        let (x, out) = (x.into(), out.into());
         assert_eq!(x.len(), routes.rows * experts.inputs(), "x of [rows, k]");
         self.product(x, experts, Some(activation), routes, None, out)
     }
@@ -208,9 +222,9 @@ impl MoeKernels {
         experts: &GpuExperts,
         activation: ExpertActivation,
         routes: &GpuRoutes<'_>,
-        out: GpuSlice<'_, bf16>,
+        out: impl Into<GpuRows<'a>>,
     ) -> Result<(), GpuError> {
-        let x = x.into();
+        let (x, out) = (x.into(), out.into());
         if routes.rows != 1 || routes.tile != EXPERT_TILES[0] {
             self.route(logits, router, routes)?;
             return self.gate_up(x, experts, activation, routes, out);
@@ -235,7 +249,7 @@ impl MoeKernels {
     ) -> Result<(), GpuError> {
         let x = x.into();
         assert_eq!(x.len(), routes.len() * experts.inputs(), "x of [places, k]");
-        self.product(x, experts, None, routes, None, out)
+        self.product(x, experts, None, routes, None, out.into())
     }
 
     /// Of all rows with an activation, of places without. With `logits` there is one row, which the kernel sends to its experts by them.
@@ -246,7 +260,7 @@ impl MoeKernels {
         activation: Option<ExpertActivation>,
         routes: &GpuRoutes<'_>,
         logits: Option<(GpuSlice<'_, f32>, GpuRouter<'_>)>,
-        out: GpuSlice<'_, bf16>,
+        out: GpuRows<'_>,
     ) -> Result<(), GpuError> {
         routes.check();
         let (format, k) = (Format::of(experts.matrix()), experts.inputs());
@@ -283,6 +297,17 @@ impl MoeKernels {
         };
         assert_eq!(scaling, product.input_scaling(), "ask `input_scaling`");
         let (x, x_scales) = x.addresses();
+        let (out, quantised) = match out {
+            GpuRows::Bf16(out) => (out.ptr(), [0_u64.into(), 0_u64.into(), int(0)]),
+            GpuRows::Fp8(out) => {
+                assert_eq!(
+                    Some(out.scaling),
+                    product.output_scaling(),
+                    "ask `output_scaling`"
+                );
+                (0, fp8_args(&out, routes.len(), n))
+            }
+        };
         let operands = [
             x.into(),
             address.weight.into(),
@@ -324,7 +349,7 @@ impl MoeKernels {
                     return self.launch(&product.function, launch, &args);
                 };
                 let stride = scaling.map_or(0, |scaling| scaling.input_stride(rows));
-                let args = [&args[..], &[x_scales.into(), int(stride)]].concat();
+                let args = [&args[..], &[x_scales.into(), int(stride)], &quantised].concat();
                 // SAFETY: as in `launch`; the map is of the experts, which live.
                 unsafe {
                     self.gpu

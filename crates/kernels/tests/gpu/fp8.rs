@@ -97,6 +97,12 @@ impl Quantised {
         }
     }
 
+    /// Of values and of scales.
+    pub(crate) fn bits(&self) -> (&[u8], Vec<u32>) {
+        let scales = self.scales.iter().map(|scale| scale.to_bits());
+        (&self.values, scales.collect())
+    }
+
     /// What the rows stand for.
     pub(crate) fn wide(&self) -> Vec<f64> {
         let (rows, values) = (self.values.len() / self.n, self.values.iter().enumerate());

@@ -132,6 +132,21 @@ impl Case {
         let taken = as_taken(gpu, &fused, scaling, (x, rows, hidden), |x| {
             kernels.route_gate_up(x, (logits, router), gate_up, self.activation, &routes, inner_rows)
         });
+        if let Some(scaling) = kernels.output_scaling(gate_up, &routes) {
+            let apart = Quantised::by(gpu, scaling, places, inner, |out| {
+                fused.quantise(inner_rows, inner, out)
+            });
+            let together = Quantised::by(gpu, scaling, places, inner, |out| {
+                let run = |x: GpuRows<'_>| kernels.gate_up(x, gate_up, self.activation, &routes, out);
+                as_taken(gpu, &fused, Some(scaling), (x, rows, hidden), run);
+                Ok(())
+            });
+            assert!(
+                apart.bits() == together.bits(),
+                "{}: quantised outputs",
+                self.what()
+            );
+        }
         let outputs = GpuExpertOutputs {
             x: projected.slice().range(0..places * hidden),
             routes,

@@ -219,6 +219,12 @@ impl Product {
         }
     }
 
+    /// How gated outputs can be quantised, where they can.
+    pub(super) fn output_scaling(&self) -> Option<Fp8Scaling> {
+        self.input_scaling()
+            .filter(|scaling| *scaling == Fp8Scaling::Blocks && self.tile == 64)
+    }
+
     /// Whether the first argument is the experts' tensor map.
     pub(super) fn takes_map(&self) -> bool {
         matches!(self.source, Source::Hopper) && !self.format.has_four_bits()

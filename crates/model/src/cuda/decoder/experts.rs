@@ -67,23 +67,29 @@ impl<'a> Step<'a, '_> {
             self.decoder.fused.quantise(normed, gate_up.inputs(), quantised)?;
             x = quantised.into();
         }
-        experts.kernels.route_gate_up(
-            x,
-            (self.logits(spec), router),
-            gate_up,
-            spec.activation,
-            &routes,
-            self.activated(spec),
-        )?;
+        let logits = (self.logits(spec), router);
+        let [out, _] = self.activated(spec, &routes);
+        experts
+            .kernels
+            .route_gate_up(x, logits, gate_up, spec.activation, &routes, out)?;
         Ok(routes)
     }
 
-    fn activated(&self, spec: &MoeSpec) -> GpuSlice<'a, bf16> {
-        let places = self.rows * spec.top_k;
-        self.act
-            .experts
-            .activated
-            .range(0..places * spec.intermediate_size)
+    /// Where the first projection's outputs go, and where the second one takes them from: in eight bits, if it takes them so, which the first
+    /// one may see to.
+    fn activated(&self, spec: &MoeSpec, routes: &GpuRoutes<'_>) -> [GpuRows<'a>; 2] {
+        let (places, inner) = (self.rows * spec.top_k, spec.intermediate_size);
+        let (experts, act) = (self.of_experts(), self.act.experts);
+        let layer = experts.layer(self.layer);
+        let plain = GpuRows::from(act.activated.range(0..places * inner));
+        let Some(scaling) = experts.kernels.input_scaling(&layer.down, routes) else {
+            return [plain, plain];
+        };
+        let quantised = GpuRows::from(act.quantised(places, inner, scaling));
+        match experts.kernels.output_scaling(&layer.gate_up, routes) == Some(scaling) {
+            true => [quantised, quantised],
+            false => [plain, quantised],
+        }
     }
 
     /// The experts' second projection, whose outputs are still to be summed.
@@ -96,16 +102,11 @@ impl<'a> Step<'a, '_> {
         let (experts, act) = (self.of_experts(), self.act.experts);
         let down = &experts.layer(self.layer).down;
         let x = act.out.range(0..self.rows * spec.top_k * down.outputs());
-        let mut activated = GpuRows::from(self.activated(spec));
-        if let Some(scaling) = experts.kernels.input_scaling(down, &routes) {
-            let (places, inner) = (self.rows * spec.top_k, down.inputs());
-            let quantised = act.quantised(places, inner, scaling);
-            self.decoder
-                .fused
-                .quantise(self.activated(spec), inner, quantised)?;
-            activated = quantised.into();
+        let [given, taken] = self.activated(spec, &routes);
+        if let (GpuRows::Bf16(plain), GpuRows::Fp8(quantised)) = (given, taken) {
+            self.decoder.fused.quantise(plain, down.inputs(), quantised)?;
         }
-        experts.kernels.down(activated, down, &routes, x)?;
+        experts.kernels.down(taken, down, &routes, x)?;
         Ok(GpuExpertOutputs { x, routes, gates })
     }
 
