@@ -8,8 +8,8 @@ use super::cublas_lt::{Algorithm, Operands, Shape};
 use super::matrix::int4_pitch;
 use super::{GpuValues, Key, Linears};
 
-/// Most weights of a matrix that become `bf16` at a time: 128 MiB, so that a product of them is still long beside its launch.
-pub const MOST_DEQUANTISED: usize = 64 << 20;
+/// Most weights of a matrix that become `bf16` at a time: 16 MiB, so that a product finds them in L2.
+pub const MOST_DEQUANTISED: usize = 8 << 20;
 /// Outputs of a part of a matrix are a multiple of this, but for the last: whole tiles of any product.
 const OUTPUTS: usize = 128;
 
