@@ -104,9 +104,11 @@ impl MoeKernels {
     /// weights is what takes time, and not wider than is fastest.
     pub fn tile(&self, experts: &GpuExperts, routes: usize) -> usize {
         let format = Format::of(experts.matrix());
+        // Integers of four bits take the kernel of few rows about half as long as that of many.
+        let few = if matches!(format, Format::Int4(_)) { 16 } else { 8 };
         match routes / experts.count() {
-            0..=8 => 16,
-            9..=48 => 64,
+            each if each <= few => 16,
+            0..=48 => 64,
             _ if self.products.of(format, 64).input_scaling().is_some() => 64,
             _ => 128,
         }
