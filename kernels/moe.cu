@@ -1,4 +1,4 @@
-// Mixtures of experts: the products of tiles of many rows, on GPUs for which there is nothing better (moe_hopper.cu); moe_few*.cu are
+// Mixtures of experts: the products of tiles of many rows, on GPUs for which there is nothing better (moe_hopper*.cu); moe_few*.cu are
 // for few rows. The grid has as many blocks as there can be tiles; those beyond the last one end at once. Weights that are not bf16
 // become it on their way from shared memory to the registers, exactly or rounded once; scales of int4 weights multiply sums.
 #include "experts.cuh"

@@ -4,8 +4,7 @@
 // A block of threads stays and takes one piece of work after the other: a tile of 64 or 128 rows of x times some rows of weights, of a
 // gated product half of them gates and half the same rows of the up projection. Of two warp groups that multiply each takes 64 rows of x
 // and up to 256 rows of weights: half of the rows of x, or half of the weights. A third one fills the stages: the copy engine (TMA) brings
-// weights, as a tensor map describes them, its threads the rows of x, which lie anywhere, 16 bytes at a time. (Four warps cannot copy both:
-// a warp gets on by one such copy in some 100 cycles.)
+// weights, as a tensor map describes them, its threads the rows of x, which lie anywhere, 16 bytes at a time.
 //
 // Sums of products of e4m3 have fewer bits than f32, so those of each 128 inputs are added to others in f32, multiplied by the scales of
 // blocks if there are such.

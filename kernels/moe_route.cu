@@ -2,7 +2,7 @@
 //
 // A route is one row's way to one expert; route `row * top_k + i` leads to the row's i-th expert, in ascending order. Routes are
 // grouped by expert, those of one expert in the order of their rows: the place of a route is its index in that order. The places
-// of an expert are cut into tiles, which moe_few*.cu, moe_hopper.cu and moe.cu multiply, and which are listed in device memory: what the
+// of an expert are cut into tiles, which moe_few*.cu, moe_hopper*.cu and moe.cu multiply, and which are listed in device memory: what the
 // host launches does not depend on where rows go. A step of one row needs none of this: moe_few*.cu route it themselves.
 #include "cluster.cuh"
 #include "route.cuh"

@@ -1,4 +1,4 @@
-// What the products of experts with few rows, moe_few*.cu, and with many, moe.cu and moe_hopper.cu, share: tiles, how weights are stored
+// What the products of experts with few rows, moe_few*.cu, and with many, moe.cu and moe_hopper*.cu, share: tiles, how weights are stored
 // and become bf16, and what becomes of sums. moe_route.cu says what routes, places and tiles are.
 //
 // All take weights as the left operand of a product and rows of x as the columns of the right one. The order of k within a product
@@ -57,7 +57,7 @@ constexpr int kChunk = 64;  // inputs that a lane has two vectors of
 constexpr int kExponentInputs = 32;
 constexpr int kExpertWindow = 64;                                  // inputs, of weights of four bits
 constexpr int kWindowOfEight = kRowsTogether * kExpertWindow / 2;  // bytes of a window of eight rows
-static_assert(kExpertWindow == kChunk, "moe.cu and moe_hopper.cu go on by chunks");
+static_assert(kExpertWindow == kChunk, "moe.cu and moe_hopper_4bit.cu go on by chunks");
 
 // Windows of a row of weights of four bits.
 __device__ __forceinline__ int expert_windows(int k) { return (k + kExpertWindow - 1) / kExpertWindow; }
@@ -154,13 +154,6 @@ __device__ __forceinline__ uint4 widen(uint32_t codes, uint32_t beside) {
     } else {
         return widen_int4(codes, group_zeros(beside));
     }
-}
-
-// Pair `quad` of the eight e4m3 values of two words, exactly. NaN, which makes no sense as a weight, becomes 480.
-__device__ __forceinline__ uint32_t e4m3_pair(uint32_t low, uint32_t high, int quad) {
-    // In the upper halves of 16 bits: the sign is where bf16 has it, and the rest 4 bits above.
-    const uint32_t codes = __byte_perm(low, high, quad * 0x2020 + 0x1000);
-    return multiply((codes & 0x80008000u) | (codes >> 4 & 0x07f007f0u), 0x7b807b80u);  // 2^120
 }
 
 // Adds products of vectors of two rows of weights, eight apart, with those of eight rows of x each.
