@@ -1,7 +1,7 @@
 // What the products of experts with few rows, moe_few*.cu, and with many, moe.cu and moe_hopper*.cu, share: tiles, how weights are stored
 // and become bf16, and what becomes of sums. moe_route.cu says what routes, places and tiles are.
 //
-// All take weights as the left operand of a product and rows of x as the columns of the right one. The order of k within a product
+// All but moe_hopper.cu take weights as the left operand of a product and rows of x as the columns of the right one. The order of k within a product
 // is free as long as both operands agree, so a lane takes consecutive inputs where weights have eight bits or more. Of 64 inputs it has
 // two vectors of eight: with bf16 weights 8 * quad and 32 + 8 * quad on, with e4m3 16 * quad and 16 * quad + 8 on, so that what it reads
 // of a row of weights is 16 bytes or one piece.

@@ -284,6 +284,30 @@ fn without_graphs_there_is_nothing_to_capture() {
     assert!(without.peak < with_graphs.peak && without.scratch[0] > 0);
 }
 
+/// A step with prompts takes as much as one of the rows to which it is padded, logits and scores included.
+#[test]
+fn padded_rows_are_counted() {
+    let footprint = footprint(&recorded("kv-full.json"));
+    let scratch = |tokens: usize| {
+        let step = StepSize {
+            tokens,
+            samples: 1,
+            scored: tokens - 1,
+        };
+        footprint.arena(&[(step, false), (step, false)]).scratch[1]
+    };
+    for tokens in [33_usize, 65, 8189] {
+        let padded = tokens.next_multiple_of(4);
+        assert!(
+            (tokens..padded).all(|tokens| scratch(tokens) == scratch(padded)),
+            "{tokens}"
+        );
+        assert!(scratch(padded) > scratch(padded - 4), "{tokens}");
+    }
+    // Few rows have kernels that take any number.
+    assert!(scratch(31) > scratch(30));
+}
+
 /// However long the prompt, there are logits of so many rows at a time; what comes with them is small.
 #[test]
 fn scores_of_a_prompt_take_as_much_as_a_few_hundred_samples() {
