@@ -4,7 +4,6 @@
 // grouped by expert, those of one expert in the order of their rows: the place of a route is its index in that order. The places
 // of an expert are cut into tiles, which moe_few*.cu, moe_hopper*.cu and moe.cu multiply, and which are listed in device memory: what the
 // host launches does not depend on where rows go. A step of one row needs none of this: moe_few*.cu route it themselves.
-#include "cluster.cuh"
 #include "route.cuh"
 
 namespace {
@@ -68,16 +67,13 @@ extern "C" __global__ void __launch_bounds__(kRouteWarps* kWarp)
     if (row < rows) route_row(logits, router, r, row, chosen + size_t(row) * top_k);
 }
 
-// Groups the routes of many rows: a block an expert. All need the number of each expert's routes, which the blocks of a cluster,
-// `parts` of them, a power of two, count together.
+// Groups the routes of many rows: a block an expert, each of which counts all routes.
 extern "C" __global__ void __launch_bounds__(kGroupThreads)
-    moe_group(uint16_t* chosen, int* places, int* sources, Tile* tiles, int rows, int experts, int top_k, int tile,
-              int parts) {
+    moe_group(uint16_t* chosen, int* places, int* sources, Tile* tiles, int rows, int experts, int top_k, int tile) {
     const Routes r{chosen, nullptr, places, sources, tiles, rows, experts, top_k, tile};
     __shared__ int counts[kMostExperts];
     __shared__ int partial[4][kWarp];
-    const Group blocks{parts};
-    const int expert = blockIdx.x, routes = rows * top_k, rank = parts > 1 ? blocks.rank() : 0;
+    const int expert = blockIdx.x, routes = rows * top_k;
     for (int i = threadIdx.x; i < experts; i += kGroupThreads) counts[i] = 0;
     pdl_launch();
     pdl_wait();
@@ -96,16 +92,14 @@ extern "C" __global__ void __launch_bounds__(kGroupThreads)
         for (; i < end; ++i) of(i, int(chosen[i]));
     };
     int own = 0;
-    visit([&](int route, int at) {
-        if (((route - begin) / 8 & parts - 1) == rank) atomicAdd(&counts[at], 1);
+    visit([&](int, int at) {
+        atomicAdd(&counts[at], 1);
         own += at == expert;
     });
-    blocks.sync();
+    __syncthreads();
     int before = 0, tiles_before = 0, all_tiles = 0;
     for (int i = threadIdx.x; i < experts; i += kGroupThreads) {
-        int count = 0;
-        for (int part = 0; part < parts; ++part) count += *blocks.at(counts + i, part);
-        const int of_expert = tiles_of(count, tile);
+        const int count = counts[i], of_expert = tiles_of(count, tile);
         before += i < expert ? count : 0;
         tiles_before += i < expert ? of_expert : 0;
         all_tiles += of_expert;
@@ -123,8 +117,6 @@ extern "C" __global__ void __launch_bounds__(kGroupThreads)
     });
     write_tiles(r, expert, first, total, first_tile, threadIdx.x, kGroupThreads);
     if (expert == 0 && threadIdx.x == 0) tiles[0] = {0, 0, all_tiles, 0};
-    // Others may still read what this block counted.
-    if (parts > 1) blocks.sync();
 }
 
 // Both for few rows, by one block.

@@ -33,8 +33,6 @@ const ROUTE_WARPS: usize = 8;
 const GROUP_THREADS: u32 = 512;
 const FEW_THREADS: u32 = 1024;
 const FEW_ROUTES: usize = 128;
-/// From so many routes on, counting them takes longer than what blocks wait for each other.
-const ROUTES_OF_CLUSTERS: usize = 8192;
 const COMBINE_THREADS: usize = 128;
 
 /// The kernels of experts, the twins of [`route`](crate::route()) and [`experts`](crate::experts()).
@@ -157,11 +155,6 @@ impl MoeKernels {
         let blocks = rows.div_ceil(ROUTE_WARPS) as u32;
         let launch = Launch::new([blocks, 1, 1], (ROUTE_WARPS * WARP) as u32);
         self.launch(&self.route, launch, &args)?;
-        let has_clusters = self.gpu.info().compute_capability >= (9, 0);
-        let parts = match has_clusters && routes.len() >= ROUTES_OF_CLUSTERS {
-            true => 1 << experts.trailing_zeros().min(3),
-            false => 1,
-        };
         let args = [
             routes.chosen.into(),
             routes.places.into(),
@@ -171,9 +164,8 @@ impl MoeKernels {
             int(experts),
             int(top_k),
             int(routes.tile),
-            int(parts),
         ];
-        let launch = Launch::new([experts as u32, 1, 1], GROUP_THREADS).cluster(parts as u32);
+        let launch = Launch::new([experts as u32, 1, 1], GROUP_THREADS);
         self.launch(&self.group, launch, &args)
     }
 
