@@ -95,6 +95,8 @@ struct Experts {
                 barrier_init(shared.full + i, kWarpGroup + 1);
                 barrier_init(shared.empty + i, kConsumers * kWarpGroup / kWarp);
             }
+            // The copy engine sees them.
+            fence_for_products();
         }
         __syncthreads();
         pdl_launch();
@@ -187,6 +189,8 @@ struct Experts {
                 const auto add = [&](float (&part)[kWidth / 8][4]) {
                     touch(part);
                     const Factors factors(*this, w.tile.expert, first, s, step % kStages, row);
+                    // All lanes have read scales.
+                    __syncwarp();
                     release(step);
                     factors.add(acc, part);
                     ++s, ++step;
@@ -413,6 +417,8 @@ struct Experts {
 template <int kTokens, Format kFormat>
 __device__ __forceinline__ void product(const Problem& p, const TensorMap& map, const InputScales& x, const QuantisedOutputs& quantised) {
     using E = Experts<kTokens, kFormat>;
+    constexpr int kRows = kTokens + E::kFeatures, kScales = E::kFp8 ? kTokens * int(sizeof(float)) : 0;
+    static_assert(sizeof(typename E::Shared) <= E::kStages * (kRows * kRowBytes + kScales) + 2048, "2 KiB beside stages, 1 KiB for alignment");
     extern __shared__ uint8_t memory[];
     auto& shared = *reinterpret_cast<typename E::Shared*>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
     E{p, map, x, quantised, shared}();

@@ -1,9 +1,9 @@
 // What the products of experts with few rows, moe_few*.cu, and with many, moe.cu and moe_hopper*.cu, share: tiles, how weights are stored
 // and become bf16, and what becomes of sums. moe_route.cu says what routes, places and tiles are.
 //
-// All but moe_hopper.cu take weights as the left operand of a product and rows of x as the columns of the right one. The order of k within a product
-// is free as long as both operands agree, so a lane takes consecutive inputs where weights have eight bits or more. Of 64 inputs it has
-// two vectors of eight: with bf16 weights 8 * quad and 32 + 8 * quad on, with e4m3 16 * quad and 16 * quad + 8 on, so that what it reads
+// All but moe_hopper.cu take weights as the left operand of a product and rows of x as the columns of the right one. The order of k
+// within a product is free as long as both operands agree, so a lane takes consecutive inputs where weights have eight bits or more. Of 64
+// inputs it has two vectors of eight: with bf16 weights 8 * quad and 32 + 8 * quad on, with e4m3 16 * quad and 16 * quad + 8 on, so that what it reads
 // of a row of weights is 16 bytes or one piece.
 //
 // Weights of four bits are stored in the order in which products read them. Eight neighbouring rows lie together, and a row is cut into
@@ -197,8 +197,8 @@ __device__ __forceinline__ uint4 widen_int4_scaled(uint32_t codes, uint32_t grou
 template <Format kFormat>
 constexpr float kSumScale = kFormat == Format::kMxfp4 ? 0x1p64f : 1.0f;
 
-// What a gate and its up projection become. Divisions are good to 2 of the last bits of f32: with correctly rounded ones, products of
-// many rows took a quarter longer.
+// What a gate and its up projection become. Divisions are accurate to 2 ulp, and 0 for a denominator above 2^126, where the quotient is next to
+// 0 anyway. With correctly rounded ones products of many rows took a quarter longer.
 __device__ __forceinline__ float activate(int kind, float gate, float up) {
     if (kind == kClampedSwiglu) {
         // Comparisons that NaN passes unchanged.

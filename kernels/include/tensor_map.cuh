@@ -13,7 +13,7 @@ constexpr int kMapRows = 64;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// What arrives by copies counts for the barrier's phase too; arrives itself.
+// Arrives, and makes the phase wait for so many bytes of copies too.
 __device__ __forceinline__ void barrier_expect_bytes(uint64_t* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }

@@ -11,7 +11,7 @@ use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
 
 use super::fused::{address as address_of, fp8_args, int};
-use super::linear::{Fp8Scaling, GpuRows, mxfp4_pitch};
+use super::linear::{FP8_BLOCK, Fp8Scaling, GpuRows, mxfp4_pitch};
 use super::{FusedKernels, GpuNorm, has_hopper_kernels};
 use crate::{Activation, ExpertActivation, RouterSoftmax};
 
@@ -268,6 +268,7 @@ impl MoeKernels {
         assert!(
             experts.outputs() == n * stacked
                 && n.is_multiple_of(VEC)
+                && (stacked == 1 || format != Format::Fp8Blocks || n.is_multiple_of(FP8_BLOCK))
                 && k.is_multiple_of(format.inputs())
                 && k > 0,
             "experts of [{n}, {k}]"
@@ -339,9 +340,12 @@ impl MoeKernels {
             (None, _) => {
                 let places = [routes.sources.into(), routes.tiles.into()];
                 let args = [&operands[..], &places, &sizes].concat();
-                let Some(map) = experts.map().filter(|_| product.takes_map()) else {
+                if !product.takes_map() {
                     return self.launch(&product.function, launch, &args);
-                };
+                }
+                let map = experts
+                    .map()
+                    .expect("experts on a GPU with these kernels have a map");
                 let stride = scaling.map_or(0, |scaling| scaling.input_stride(rows));
                 let args = [&args[..], &[x_scales.into(), int(stride)], &quantised].concat();
                 // SAFETY: as in `launch`; the map is of the experts, which live.

@@ -355,11 +355,15 @@ impl Decoder {
             prev_sampled: state.outputs.sampled(),
             resolved: tokens,
         };
-        self.embed(&decoder.embedding, tokens, act.hidden)?;
+        // Behind these rows there may be room for more.
+        let hidden = act.hidden.range(0..input.rows * spec.hidden_size);
+        self.embed(&decoder.embedding, tokens, hidden)?;
         if let (Some(per_layer), Some(own)) = (&decoder.per_layer, &spec.per_layer) {
             // These are resolved by now.
             let (scale, whole) = ((own.width as f32).sqrt(), GpuVocabulary::whole(own.vocab_size));
-            self.look_up(&per_layer.table, whole, tokens, scale, act.layer_inputs)?;
+            let width = own.width * spec.layers.len();
+            let inputs = act.layer_inputs.range(0..input.rows * width);
+            self.look_up(&per_layer.table, whole, tokens, scale, inputs)?;
         }
         let images = RowsOfImage::of(input, state);
         if let Some(images) = &images {

@@ -337,10 +337,10 @@ impl StepInputs {
 
     fn counts(&self, plan: &StepPlan, shape: &BatchShape, pages: usize) -> Counts {
         let tokens = plan.num_tokens();
-        let (rows, samples, gather) = match (shape, shape.picked()) {
-            (BatchShape::Decode(size), _) => (*size, *size, false),
-            (_, Some(at)) => (padded_rows(tokens), at.len(), true),
-            (_, None) => (tokens, tokens, false),
+        let rows = shape.rows(tokens);
+        let (samples, gather) = match shape.picked() {
+            Some(at) => (at.len(), true),
+            None => (rows, false),
         };
         Counts {
             tables: self.tables.len(),

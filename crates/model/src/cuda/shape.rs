@@ -12,13 +12,13 @@ pub(super) enum BatchShape {
     Decode(usize),
     /// As many rows as there are tokens, see [`padded_rows`], and those sampled from.
     Exact(Vec<i32>),
-    /// As many rows as there are tokens, padded too if there is a list of those given out (all where there is none), and which of these each
-    /// vector is pooled of: first row and number of rows.
+    /// A list of the rows that are given out, padded as those of [`Self::Exact`]; without one all are, and there is no padding. Then which of
+    /// the rows given out each vector is pooled from: first row and number of rows.
     Pool(Option<Vec<i32>>, Vec<[i32; 2]>),
 }
 
-/// Rows of a step of so many tokens that is no graph. Those behind the tokens are computed and given to nobody, as a graph's are: of other
-/// numbers of rows than multiples of 4 cuBLASLt has no product in FP8 with scales of blocks. Up to 32 rows have kernels of our own.
+/// Rows of a step of so many tokens that is no graph. Those behind the tokens are computed and given to nobody, as a graph's are: cuBLASLt has no
+/// FP8 product with block scales unless the number of rows is a multiple of 4. For up to 32 rows there are kernels of our own.
 pub(super) fn padded_rows(tokens: usize) -> usize {
     match tokens {
         0..=32 => tokens,
@@ -27,6 +27,15 @@ pub(super) fn padded_rows(tokens: usize) -> usize {
 }
 
 impl BatchShape {
+    /// Rows of a step of so many tokens.
+    pub(super) fn rows(&self, tokens: usize) -> usize {
+        match *self {
+            Self::Decode(size) => size,
+            Self::Exact(_) | Self::Pool(Some(_), _) => padded_rows(tokens),
+            Self::Pool(None, _) => tokens,
+        }
+    }
+
     /// The rows that are given out, where that is said.
     pub(super) fn picked(&self) -> Option<&[i32]> {
         match self {
@@ -111,5 +120,35 @@ impl ImageInputs {
     pub(super) fn numbers(images: Option<Self>) -> usize {
         let merge = images.and_then(|images| images.merge);
         merge.map_or(1, |_| PairAxes::NUMBERS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{BatchShape, padded_rows};
+
+    #[test]
+    fn only_rows_that_nobody_is_given_are_padding() {
+        let shapes = |tokens: usize| {
+            let given = vec![tokens as i32 - 1];
+            [
+                (BatchShape::Exact(given.clone()), true),
+                (BatchShape::Pool(Some(given), vec![[0, 1]]), true),
+                (BatchShape::Pool(None, vec![[0, tokens as i32]]), false),
+                (BatchShape::Decode(tokens), false),
+            ]
+        };
+        for tokens in (1..80).chain([1021, 8189, 8192]) {
+            let most = padded_rows(tokens);
+            assert_eq!(padded_rows(most), most);
+            assert!(
+                most - tokens < 4 && (most.is_multiple_of(4) || tokens <= 32),
+                "{tokens}"
+            );
+            for (shape, is_padded) in shapes(tokens) {
+                let expected = if is_padded { most } else { tokens };
+                assert_eq!(shape.rows(tokens), expected, "{shape:?}");
+            }
+        }
     }
 }

@@ -10,8 +10,8 @@ use super::{GpuValues, Key, Linears};
 
 /// Most weights of a matrix that become `bf16` at a time: 128 MiB, so that a product of few rows with them is still long beside its launch.
 pub const MOST_DEQUANTISED: usize = 64 << 20;
-/// The same for products of [`MANY_ROWS`] and more, which are long with fewer weights too: 16 MiB, which a product finds in L2. (An H200
-/// computed 4.7 % more requests of Llama-3.1-8B's shape with them.)
+/// The same for products of [`MANY_ROWS`] and more, which fill a GPU with fewer weights too: 16 MiB, which fit in the L2 of
+/// an H100 or H200 ([measurements](../../../../../tests/bench/h200/kernels.md)).
 const MOST_FOR_MANY_ROWS: usize = 8 << 20;
 /// See [`MOST_FOR_MANY_ROWS`].
 const MANY_ROWS: usize = 1024;

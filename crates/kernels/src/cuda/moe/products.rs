@@ -252,7 +252,7 @@ impl Product {
                 let sums = tile * (features + 4) * size_of::<f32>();
                 Launch::new(grid(features), 128).shared((stages * stage + exponents).max(sums))
             }
-            // Stages, barriers, and alignment.
+            // Stages, up to 2 KiB of barriers and the like, and alignment.
             Source::Hopper => {
                 // Rows of x and of weights in bytes, and what is beside each.
                 let (stages, features, [input, weight]) = match (format, tile) {
@@ -275,7 +275,7 @@ impl Product {
                 };
                 let stage = tile * input + features * weight;
                 let blocks = (rows.div_ceil(features) * most_tiles).min(self.multiprocessors);
-                Launch::new([blocks as u32, 1, 1], 384).shared(stages * stage + 2 * 1024)
+                Launch::new([blocks as u32, 1, 1], 384).shared(stages * stage + 3 * 1024)
             }
         }
     }
