@@ -8,9 +8,8 @@
 //
 // Sums of products of e4m3 have fewer bits than f32, so those of each 128 inputs are added to others in f32, multiplied by the scales of
 // blocks if there are such.
-#include "experts.cuh"
+#include "experts_hopper.cuh"
 #include "tensor_map.cuh"
-#include "wgmma.cuh"
 
 namespace {
 
@@ -31,15 +30,14 @@ struct QuantisedOutputs {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-constexpr int kConsumers = 2;
 constexpr int kRowBytes = 128;  // of a stage
 constexpr int kPiece = 16;      // bytes that a thread copies at once
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == 3 * 168, "registers of the warp groups");
 
 template <int kTokens, Format kFormat>
 struct Experts {
     static constexpr bool kFp8 = kFormat != Format::kBf16, kBlocks = kFormat == Format::kFp8Blocks;
+    static constexpr bool kHasCopyEngine = true;
     // Of a warp group: rows of weights, and whether the other one has other rows of x or other rows of weights.
     static constexpr bool kSplitsTokens = kTokens == 128;
     static constexpr int kWidth = !kFp8 && kSplitsTokens ? 256 : 128;
@@ -57,12 +55,6 @@ struct Experts {
         // Of two pieces of work, one behind the other: of each warp group's outputs of a row.
         float largest[2][kConsumers][kQuantises ? kTokens : 1];
         uint64_t full[kStages], empty[kStages];
-    };
-
-    // A piece of work.
-    struct Work {
-        Tile tile;
-        int first;  // output
     };
 
     const Problem& p;
@@ -83,36 +75,6 @@ struct Experts {
     // Of a row of x.
     __device__ __forceinline__ int pieces() const { return p.k * kRowBytes / kStageInputs / kPiece; }
 
-    __device__ __forceinline__ Work work(int index) const {
-        const int columns = this->columns();
-        return {p.tiles[1 + index / columns], index % columns * outputs()};
-    }
-
-    __device__ __forceinline__ void operator()() const {
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < kStages; ++i) {
-                // All threads that copy, and the first one once more, for the copy engine.
-                barrier_init(shared.full + i, kWarpGroup + 1);
-                barrier_init(shared.empty + i, kConsumers * kWarpGroup / kWarp);
-            }
-            // The copy engine sees them.
-            fence_for_products();
-        }
-        __syncthreads();
-        pdl_launch();
-        pdl_wait();
-        const int count = p.tiles[0].count * columns();
-        // The compiler must see that it is the same for all lanes.
-        const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0);
-        if (group == 0) {
-            give_registers<kProducerRegisters>();
-            produce(count);
-        } else {
-            take_registers<kConsumerRegisters>();
-            consume(count, group - 1);
-        }
-    }
-
     // Copies all stages of all work.
     __device__ __forceinline__ void produce(int count) const {
         // This thread copies the same piece of some rows.
@@ -121,7 +83,7 @@ struct Experts {
         const int piece = threadIdx.x % kPieces, first_row = threadIdx.x / kPieces, pieces = this->pieces();
         int step = 0;
         for (int index = blockIdx.x; index < count; index += gridDim.x) {
-            const Work w = work(index);
+            const Work w = work_at(p, index, columns(), outputs());
             // Where they begin, in pieces. Rows past the end of the tile repeat its last one.
             uint32_t inputs[kTokens / kRows];
 #pragma unroll
@@ -176,7 +138,7 @@ struct Experts {
         const int row = first_token(group) + threadIdx.x % kWarpGroup / kWarp * 16 + threadIdx.x % kWarp / 4;
         int step = 0;
         for (int index = blockIdx.x; index < count; index += gridDim.x) {
-            const Work w = work(index);
+            const Work w = work_at(p, index, columns(), outputs());
             const int first = w.first + (kSplitsTokens ? 0 : group * group_outputs());
             float acc[kWidth / 8][4];
             const int all = stages();
@@ -421,7 +383,7 @@ __device__ __forceinline__ void product(const Problem& p, const TensorMap& map, 
     static_assert(sizeof(typename E::Shared) <= E::kStages * (kRows * kRowBytes + kScales) + 2048, "2 KiB beside stages, 1 KiB for alignment");
     extern __shared__ uint8_t memory[];
     auto& shared = *reinterpret_cast<typename E::Shared*>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
-    E{p, map, x, quantised, shared}();
+    run_warp_groups<kProducerRegisters, kConsumerRegisters>(E{p, map, x, quantised, shared});
 }
 
 #else

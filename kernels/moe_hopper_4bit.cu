@@ -7,8 +7,7 @@
 //
 // Weights become bf16 in registers, which are then the left operand: while the products of 64 rows of weights run, those of the other 64 are
 // widened.
-#include "experts.cuh"
-#include "wgmma.cuh"
+#include "experts_hopper.cuh"
 
 namespace {
 
@@ -17,15 +16,14 @@ constexpr int kThreads = 3 * 128;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kFeatures = 256;  // rows of weights of a piece of work
-constexpr int kConsumers = 2;
 constexpr int kGroupFeatures = kFeatures / kConsumers;
 constexpr int kProducts = kGroupFeatures / 64;  // side by side, of a warp group
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == 3 * 168, "registers of the warp groups");
 
 // Stages that fit, as `launch_of` in crates/kernels/src/cuda/moe/products.rs has them too.
 template <int kTokens, Format kFormat>
 struct Experts {
+    static constexpr bool kHasCopyEngine = false;
     static constexpr int kStages = kTokens == 128 ? 4 : 6;
     // Of a stage: chunks, and bytes of a row of weights.
     static constexpr int kStageChunks = 2;
@@ -41,12 +39,6 @@ struct Experts {
         uint32_t beside[kStages][kFeatures * kBeside + 1];
     };
 
-    // A piece of work.
-    struct Work {
-        Tile tile;
-        int first;  // output
-    };
-
     const Problem& p;
     Shared& shared;
 
@@ -56,37 +48,10 @@ struct Experts {
     __device__ __forceinline__ int chunks() const { return (p.k + kChunk - 1) / kChunk; }
     __device__ __forceinline__ int stages() const { return (chunks() + kStageChunks - 1) / kStageChunks; }
 
-    __device__ __forceinline__ Work work(int index) const {
-        const int columns = this->columns();
-        return {p.tiles[1 + index / columns], index % columns * outputs()};
-    }
-
     // The row of the expert's weights that is row `row` of a piece of work. Those past the end repeat the last one.
     __device__ __forceinline__ int weight_row(const Work& w, int row) const {
         if (!gated()) return min(w.first + row, p.n - 1);
         return min(w.first + row / 16 * 8 + row % 8, p.n - 1) + (row % 16 < 8 ? 0 : p.n);
-    }
-
-    __device__ __forceinline__ void operator()() const {
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < kStages; ++i) {
-                barrier_init(shared.full + i, kWarpGroup);
-                barrier_init(shared.empty + i, kConsumers * kWarpGroup / kWarp);
-            }
-        }
-        __syncthreads();
-        pdl_launch();
-        pdl_wait();
-        const int count = p.tiles[0].count * columns();
-        // The compiler must see that it is the same for all lanes.
-        const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0);
-        if (group == 0) {
-            give_registers<kProducerRegisters>();
-            produce(count);
-        } else {
-            take_registers<kConsumerRegisters>();
-            consume(count, group - 1);
-        }
     }
 
     // Copies all chunks of all work.
@@ -100,7 +65,7 @@ struct Experts {
         const int weight_pieces = kRowsTogether * row_pieces<kFormat>(p), stage_groups = kFormat == Format::kInt4 ? kBeside >> group_shift(p) : 0;
         int step = 0;
         for (int index = blockIdx.x; index < count; index += gridDim.x) {
-            const Work w = work(index);
+            const Work w = work_at(p, index, columns(), outputs());
             // Where they begin, in pieces of 16 bytes.
             uint32_t inputs[kTokens / kRows], weights[kFeatures / kWeightRows];
 #pragma unroll
@@ -201,7 +166,7 @@ struct Experts {
         const Lane lane(shared, group, kFormat == Format::kInt4 ? group_shift(p) : 0);
         int step = 0;
         for (int index = blockIdx.x; index < count; index += gridDim.x) {
-            const Work w = work(index);
+            const Work w = work_at(p, index, columns(), outputs());
             float acc[kProducts][kTokens / 8][4];
             for (int s = 0, all = stages(); s < all; ++s, ++step) {
                 const int stage = step % kStages;
@@ -308,7 +273,7 @@ __device__ __forceinline__ void product(const Problem& p) {
     using E = Experts<kTokens, kFormat>;
     extern __shared__ uint8_t memory[];
     auto& shared = *reinterpret_cast<typename E::Shared*>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
-    E{p, shared}();
+    run_warp_groups<kProducerRegisters, kConsumerRegisters>(E{p, shared});
 }
 
 #else
