@@ -1,10 +1,10 @@
 // Mixtures of experts: the products of tiles of many rows by products of warp groups (sm_90a), in place of those of moe.cu. Weights in
 // bf16, or in e4m3 with rows of x in e4m3 too; those of four bits are moe_hopper_4bit.cu's.
 //
-// A block of threads stays and takes one piece of work after the other: a tile of 64 or 128 rows of x times some rows of weights, of a
+// Blocks are persistent and take one piece of work after the other: a tile of 64 or 128 rows of x times some rows of weights, of a
 // gated product half of them gates and half the same rows of the up projection. Of two warp groups that multiply each takes 64 rows of x
 // and up to 256 rows of weights: half of the rows of x, or half of the weights. A third one fills the stages: the copy engine (TMA) brings
-// weights, as a tensor map describes them, its threads the rows of x, which lie anywhere, 16 bytes at a time.
+// weights, as a tensor map describes them, its threads gather the rows of x, 16 bytes at a time.
 //
 // Sums of products of e4m3 have fewer bits than f32, so those of each 128 inputs are added to others in f32, multiplied by the scales of
 // blocks if there are such.

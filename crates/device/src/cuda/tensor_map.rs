@@ -1,4 +1,4 @@
-//! Tensor maps: what the copy engine of GPUs of compute capability 9.0 and later (TMA) knows of the matrices that it copies parts of.
+//! Tensor maps: descriptions of matrices for the copy engine (TMA) of GPUs of compute capability 9.0 and later.
 
 use cudarc::driver::sys;
 
@@ -14,7 +14,7 @@ pub struct Matrices {
     pub first: u64,
     /// Of each.
     pub rows: usize,
-    /// Bytes of a row that are copied; behind them, zeros are.
+    /// Bytes of a row. Copies that go on behind them write zeros.
     pub row_bytes: usize,
     /// Bytes from one row to the next, a multiple of 16.
     pub pitch: usize,
@@ -52,7 +52,7 @@ impl Gpu {
                 [1; 3].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-                // The next copy of a row takes the bytes behind.
+                // The next 128 bytes of a row are wanted soon.
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )

@@ -355,7 +355,7 @@ impl Decoder {
             prev_sampled: state.outputs.sampled(),
             resolved: tokens,
         };
-        // Behind these rows there may be room for more.
+        // The section may have room for more rows: see `padded_rows`.
         let hidden = act.hidden.range(0..input.rows * spec.hidden_size);
         self.embed(&decoder.embedding, tokens, hidden)?;
         if let (Some(per_layer), Some(own)) = (&decoder.per_layer, &spec.per_layer) {

@@ -8,7 +8,7 @@ use super::cublas_lt::{Algorithm, Operands, Shape};
 use super::matrix::int4_pitch;
 use super::{GpuValues, Key, Linears};
 
-/// Most weights of a matrix that become `bf16` at a time: 128 MiB, so that a product of few rows with them is still long beside its launch.
+/// Most weights of a matrix that become `bf16` at a time: 128 MiB, so that a product of few rows takes long compared with its launch.
 pub const MOST_DEQUANTISED: usize = 64 << 20;
 /// The same for products of [`MANY_ROWS`] and more, which fill a GPU with fewer weights too: 16 MiB, which fit in the L2 of
 /// an H100 or H200 ([measurements](../../../../../tests/bench/h200/kernels.md)).

@@ -75,8 +75,8 @@ impl<'a> Step<'a, '_> {
         Ok(routes)
     }
 
-    /// Where the first projection's outputs go, and where the second one takes them from: in eight bits, if it takes them so, which the first
-    /// one may see to.
+    /// Where the first projection's outputs go, and where the second one takes its inputs from. These are quantised if it multiplies in eight
+    /// bits; both places are the same if the first projection quantises its own outputs.
     fn activated(&self, spec: &MoeSpec, routes: &GpuRoutes<'_>) -> [GpuRows<'a>; 2] {
         let (places, inner) = (self.rows * spec.top_k, spec.intermediate_size);
         let (experts, act) = (self.of_experts(), self.act.experts);
