@@ -18,7 +18,7 @@ struct Router {
     const float* scales;  // of weights, [experts], or null
 };
 
-// Unsigned numbers in the order of logits. What is no number is the largest, and there is one zero.
+// Unsigned numbers in the order of logits, none of them 0. What is no number is the largest, and there is one zero.
 __device__ __forceinline__ uint32_t to_key(float logit) {
     const uint32_t bits = isnan(logit) ? 0x7f800000u : __float_as_uint(logit + 0.0f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -32,6 +32,7 @@ __device__ __forceinline__ float from_key(uint32_t key) {
 template <int kLogits>
 __device__ __forceinline__ void route_row(const float* logits, const Router& router, int experts, int top_k, uint16_t* chosen,
                                           float* weights) {
+    static_assert(kLogits <= 32, "a bit for each");
     const int lane = threadIdx.x % kWarp;
     uint32_t keys[kLogits];
 #pragma unroll
@@ -42,27 +43,27 @@ __device__ __forceinline__ void route_row(const float* logits, const Router& rou
         const float bias = router.bias == nullptr ? 0.0f : __bfloat162float(router.bias[at]);
         keys[i] = to_key(logits[at] * router.scale + bias);
     }
-    // The largest logit that comes after the last one found; of equal ones the first expert.
-    uint64_t last = ~uint64_t(0), top = 0, mine = 0;
+    // The largest logit that is left; of equal ones the first expert.
+    uint32_t taken = 0, top = 0, mine = 0;
+    int expert = 0;
+#pragma unroll 1
     for (int found = 0; found < top_k; ++found) {
-        uint64_t best = 0;
+        uint32_t best = 0;
+        int best_at = 0;
 #pragma unroll
         for (int i = 0; i < kLogits; ++i) {
-            const uint64_t next = uint64_t(keys[i]) << 32 | uint32_t(~(lane + i * kWarp));
-            if (next < last && next > best) best = next;
+            if (keys[i] > best && !(taken >> i & 1)) best = keys[i], best_at = i;
         }
-#pragma unroll
-        for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-            const uint64_t other = __shfl_xor_sync(kAllLanes, static_cast<unsigned long long>(best), offset);
-            best = other > best ? other : best;
-        }
-        if (found == 0) top = best;
-        if (found == lane) mine = best;
-        last = best;
+        const uint32_t largest = __reduce_max_sync(kAllLanes, best);
+        const int of_lane = best == largest ? lane + best_at * kWarp : kMostExperts;
+        const int next = __reduce_min_sync(kAllLanes, of_lane);
+        if (next == of_lane) taken |= 1u << best_at;
+        if (found == 0) top = largest;
+        if (found == lane) mine = largest, expert = next;
     }
     const bool is_mine = lane < top_k;
-    const float max = from_key(uint32_t(top >> 32));
-    float weight = is_mine ? expf(from_key(uint32_t(mine >> 32)) - max) : 0.0f, sum = weight;
+    const float max = from_key(top);
+    float weight = is_mine ? expf(from_key(mine) - max) : 0.0f, sum = weight;
     if (router.of_all) {
         sum = 0.0f;
 #pragma unroll
@@ -71,9 +72,12 @@ __device__ __forceinline__ void route_row(const float* logits, const Router& rou
         }
     }
     weight = isfinite(max) ? weight / warp_sum(sum) : __int_as_float(0x7fffffff);
-    const int expert = int(~uint32_t(mine));
     int rank = 0;
-    for (int i = 0; i < top_k; ++i) rank += __shfl_sync(kAllLanes, expert, i) < expert;
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) {
+        const unsigned chosen_here = __ballot_sync(kAllLanes, taken >> i & 1), before = (1u << expert % kWarp) - 1;
+        if (i <= expert / kWarp) rank += __popc(i < expert / kWarp ? chosen_here : chosen_here & before);
+    }
     if (is_mine) {
         if (router.scales != nullptr) weight *= router.scales[expert];
         chosen[rank] = static_cast<uint16_t>(expert);

@@ -2,7 +2,7 @@
 // (crates/device/src/cuda/tensor_map.rs).
 #pragma once
 
-#include "common.cuh"
+#include "mma.cuh"
 
 // Matrices of bytes, one behind the other; a copy takes `kMapRows` rows of 128 bytes each, swizzled as products of warp groups want them.
 struct __align__(64) TensorMap {

@@ -1,5 +1,5 @@
-//! Mixtures of experts: routing, both products in tiles of each size, and the sums, in the shapes of Qwen3-30B-A3B and gpt-oss-20b;
-//! many rows also by the kernels for any GPU.
+//! Mixtures of experts: routing (of few rows with the router's product too), both products in tiles of each size, and the sums, in the
+//! shapes of Qwen3-30B-A3B and gpt-oss-20b; many rows also by the kernels for any GPU.
 
 use std::sync::Arc;
 
@@ -17,6 +17,7 @@ use rand::{Rng, SeedableRng};
 use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
 
 const ROWS: [usize; 9] = [1, 4, 32, 128, 256, 512, 1024, 2048, 8192];
+const FEW_ROWS: [usize; 3] = [2, 8, 32];
 const MANY_ROWS: [usize; 3] = [512, 2048, 8192];
 /// Steps whose rows go elsewhere, so that experts are not in the cache.
 const STEPS: usize = 6;
@@ -276,6 +277,37 @@ impl Layer<'_> {
         );
     }
 
+    /// Routing from the router's product on.
+    fn route_inputs(&self, fused: &FusedKernels, rows: usize) {
+        let (gpu, model) = (self.gpu, self.model);
+        let Model { experts, hidden, .. } = model;
+        let random = |rows: usize, seed: u64| {
+            let slab = alloc(gpu, 2 * rows * hidden);
+            let values = slab.slice::<bf16>().range(0..rows * hidden);
+            fused.fill_random(values, seed, 1.0).expect("random rows");
+            slab
+        };
+        let x = random(rows, 0);
+        let steps = (1..=STEPS as u64).map(|seed| {
+            let weight = GpuWeight::new(&Arc::new(random(experts, seed)), 0..experts * hidden);
+            let linear = GpuLinear::new(GpuMatrix::Bf16(weight), None, experts, hidden);
+            (linear, Step::new(gpu, &model, rows, seed))
+        });
+        let steps: Vec<_> = steps.collect();
+        let tile = self.kernels.tile(&self.gate_up, rows * model.top_k);
+        let routes = |call: usize| steps[call % STEPS].1.routes(&model, rows, tile);
+        if !self.kernels.fuses_router(&steps[0].0, &routes(0)) {
+            return;
+        }
+        let us = time_us(gpu, 24, |call| {
+            let x = x.slice().range(0..rows * hidden);
+            let router = GpuRouter::plain(None, RouterSoftmax::Chosen);
+            let linear = &steps[call % STEPS].0;
+            self.kernels.route_inputs(x, linear, router, &routes(call))
+        });
+        println!("router, route {rows:4} rows {us:9.2} us");
+    }
+
     fn rows(&mut self, fused: &FusedKernels, rows: usize) {
         let (gpu, model) = (self.gpu, self.model);
         let Model {
@@ -389,6 +421,9 @@ pub(crate) fn bench(gpu: &Gpu) {
             down: experts(gpu, &kernels, &fused, &model, hidden, inner),
             kernels,
         };
+        for rows in FEW_ROWS {
+            layer.route_inputs(&fused, rows);
+        }
         for rows in ROWS {
             layer.rows(&fused, rows);
         }

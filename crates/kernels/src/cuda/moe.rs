@@ -1,9 +1,10 @@
-//! Mixtures of experts on the GPU: `kernels/moe_route.cu`, and the products of `kernels/moe_few.cu`, `moe_few_4bit.cu`,
-//! `moe_hopper.cu`, `moe_hopper_4bit.cu` and `moe.cu`, and the sums of `kernels/moe_combine.cu`.
+//! Mixtures of experts on the GPU: `kernels/moe_route.cu` and `moe_route_hopper.cu`, and the products of `kernels/moe_few.cu`,
+//! `moe_few_4bit.cu`, `moe_hopper.cu`, `moe_hopper_4bit.cu` and `moe.cu`, and the sums of `kernels/moe_combine.cu`.
 //!
 //! Where rows go is known in device memory only. What is launched, and the memory that it takes, depends on the numbers of rows
 //! and experts. A row's result depends on that row and the size of tiles alone, to the bit, whatever rows are beside it.
 
+mod fused_router;
 mod operands;
 mod products;
 
@@ -11,10 +12,11 @@ use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
 
 use super::fused::{address as address_of, fp8_args, int};
-use super::linear::{FP8_BLOCK, Fp8Scaling, GpuRows, mxfp4_pitch};
+use super::linear::{FP8_BLOCK, Fp8Scaling, GpuLinear, GpuRows, mxfp4_pitch};
 use super::{FusedKernels, GpuNorm, has_hopper_kernels};
 use crate::{Activation, ExpertActivation, RouterSoftmax};
 
+use fused_router::FusedRouter;
 pub use operands::{GpuExpertOutputs, GpuExperts, GpuRouter, GpuRoutes};
 use products::{Format, Products};
 
@@ -30,7 +32,7 @@ pub const MOST_ROUTES: usize = 32;
 const WARP: usize = 32;
 const VEC: usize = 8;
 const ROUTE_WARPS: usize = 8;
-const GROUP_THREADS: u32 = 512;
+const GROUP_THREADS: u32 = 1024;
 const FEW_THREADS: u32 = 1024;
 const FEW_ROUTES: usize = 128;
 const COMBINE_THREADS: usize = 128;
@@ -42,6 +44,8 @@ pub struct MoeKernels {
     route: Function,
     group: Function,
     route_few: Function,
+    /// On GPUs of Hopper's generation.
+    fused_router: Option<FusedRouter>,
     products: Products,
     combine: Function,
     /// Of rows of which a thread keeps one vector or two; then the same with quantised outputs.
@@ -82,6 +86,7 @@ impl MoeKernels {
             route: routes.function("moe_route")?,
             group: routes.function("moe_group")?,
             route_few: routes.function("moe_route_few")?,
+            fused_router: hopper.then(|| FusedRouter::load(gpu)).transpose()?,
             products: Products::load(gpu, hopper)?,
             combine: sums.function("moe_combine")?,
             add_rms_norm: [
@@ -133,7 +138,7 @@ impl MoeKernels {
         if rows == 0 {
             return Ok(());
         }
-        let args = [
+        let mut args = vec![
             logits.into(),
             router.bias.map_or(0, |bias| bias.ptr()).into(),
             routes.chosen.into(),
@@ -152,6 +157,8 @@ impl MoeKernels {
         if routes.len() <= FEW_ROUTES {
             return self.launch(&self.route_few, Launch::new([1, 1, 1], FEW_THREADS), &args);
         }
+        let [counts, finished] = routes.counts();
+        args.push(finished.into());
         let blocks = rows.div_ceil(ROUTE_WARPS) as u32;
         let launch = Launch::new([blocks, 1, 1], (ROUTE_WARPS * WARP) as u32);
         self.launch(&self.route, launch, &args)?;
@@ -160,6 +167,8 @@ impl MoeKernels {
             routes.places.into(),
             routes.sources.into(),
             routes.tiles.into(),
+            counts.into(),
+            finished.into(),
             int(rows),
             int(experts),
             int(top_k),
@@ -167,6 +176,57 @@ impl MoeKernels {
         ];
         let launch = Launch::new([experts as u32, 1, 1], GROUP_THREADS);
         self.launch(&self.group, launch, &args)
+    }
+
+    /// Whether [`Self::route_inputs`] can, and should, be used; if not, the router's product, and then [`Self::route`].
+    pub fn fuses_router(&self, linear: &GpuLinear, routes: &GpuRoutes<'_>) -> bool {
+        let fused = self.fused_router.as_ref();
+        fused.is_some_and(|fused| fused.launch_of(linear, routes).is_some())
+    }
+
+    /// [`Self::route`] by the product of `x` `[rows, k]` with the router's weights `linear` `[experts, k]`, in one kernel, where
+    /// [`Self::fuses_router`]. It does not write `routes.chosen`.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// If a length does not fit, or it cannot be used.
+    pub fn route_inputs(
+        &self,
+        x: GpuSlice<'_, bf16>,
+        linear: &GpuLinear,
+        router: GpuRouter<'_>,
+        routes: &GpuRoutes<'_>,
+    ) -> Result<(), GpuError> {
+        routes.check();
+        router.check_experts(routes.experts);
+        let fused = self.fused_router.as_ref().expect("ask `fuses_router`");
+        let (kernel, launch) = fused.launch_of(linear, routes).expect("ask `fuses_router`");
+        let weight = linear.weight();
+        assert_eq!(x.len(), routes.rows * linear.inputs(), "x of [rows, k]");
+        assert!(
+            x.ptr().is_multiple_of(16) && weight.ptr().is_multiple_of(16),
+            "rows at multiples of 16 bytes"
+        );
+        let args = [
+            x.into(),
+            weight.into(),
+            router.bias.map_or(0, |bias| bias.ptr()).into(),
+            routes.weights.into(),
+            routes.places.into(),
+            routes.sources.into(),
+            routes.tiles.into(),
+            int(routes.rows),
+            int(routes.experts),
+            int(routes.top_k),
+            int(routes.tile),
+            int(linear.inputs()),
+            i32::from(router.softmax == RouterSoftmax::All).into(),
+            router.scale.into(),
+            address_of(router.expert_scale),
+        ];
+        self.launch(kernel, launch, &args)
     }
 
     /// How the inputs of a product of so many routes must be quantised; `None` for as they are.

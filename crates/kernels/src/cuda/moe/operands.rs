@@ -36,6 +36,10 @@ impl<'a> GpuRouter<'a> {
     pub(super) fn check(&self, logits: GpuSlice<'_, f32>, routes: &GpuRoutes<'_>) {
         let GpuRoutes { rows, experts, .. } = *routes;
         assert_eq!(logits.len(), rows * experts, "logits of [{rows}, {experts}]");
+        self.check_experts(experts);
+    }
+
+    pub(super) fn check_experts(&self, experts: usize) {
         assert!(
             self.bias.is_none_or(|bias| bias.len() == experts)
                 && self.expert_scale.is_none_or(|scales| scales.len() == experts),
@@ -190,8 +194,8 @@ impl GpuExperts {
     }
 }
 
-/// Which rows of a step go to which experts: filled by [`MoeKernels::route`](super::MoeKernels::route) or
-/// [`route_gate_up`](super::MoeKernels::route_gate_up). Places are routes grouped
+/// Which rows of a step go to which experts: filled by [`MoeKernels::route`](super::MoeKernels::route),
+/// [`route_inputs`](super::MoeKernels::route_inputs) or [`route_gate_up`](super::MoeKernels::route_gate_up). Places are routes grouped
 /// by expert, and those of an expert in the order of rows.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuRoutes<'a> {
@@ -216,9 +220,18 @@ pub struct GpuRoutes<'a> {
 }
 
 impl GpuRoutes<'_> {
-    /// Elements of the list of tiles of so many routes.
+    /// Elements of the list of tiles of so many routes, behind which [`Self::counts`] lie.
     pub fn tile_list(routes: usize, experts: usize) -> usize {
-        4 * (1 + most_tiles(routes, experts, EXPERT_TILES[0]))
+        4 * (1 + most_tiles(routes, experts, EXPERT_TILES[0])) + experts + 1
+    }
+
+    /// `[experts]` and `[1]`: where many routes are counted, those of each expert, and experts that have been counted.
+    pub(super) fn counts(&self) -> [GpuSlice<'_, i32>; 2] {
+        let end = self.tiles.len();
+        [
+            self.tiles.range(end - 1 - self.experts..end - 1),
+            self.tiles.range(end - 1..end),
+        ]
     }
 
     /// Tiles that there may be.

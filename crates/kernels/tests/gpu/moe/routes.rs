@@ -1,8 +1,12 @@
 //! Where rows go, against the CPU.
 
+use std::sync::Arc;
+
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
-use plimsoll_kernels::cuda::{EXPERT_TILES, GpuRouter, GpuRoutes, MoeKernels};
+use plimsoll_kernels::cuda::{
+    EXPERT_TILES, GpuLinear, GpuMatrix, GpuRouter, GpuRoutes, GpuWeight, MoeKernels, has_hopper_kernels,
+};
 use plimsoll_kernels::{Activation, ExpertActivation, Route, Router, RouterSoftmax, route};
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -105,6 +109,111 @@ fn found_routes(gpu: &Gpu, room: &Room, routes: &GpuRoutes<'_>) -> (Vec<(u32, f3
     (sources.iter().map(of_place).collect(), tiles[1..=listed].to_vec())
 }
 
+/// How logits become weights, on both sides.
+struct RandomRouter {
+    softmax: RouterSoftmax,
+    scale: f32,
+    bias: Option<Vec<bf16>>,
+    scales: Option<Vec<f32>>,
+    device_bias: GpuSlab,
+    device_scales: GpuSlab,
+}
+
+impl RandomRouter {
+    fn new(gpu: &Gpu, rng: &mut StdRng, experts: usize) -> Self {
+        let bias = rng.random_bool(0.3).then(|| common::random(rng, experts));
+        let scales = (0..experts).map(|_| rng.random_range(0.5..1.5));
+        let scales: Option<Vec<f32>> = Some(scales.collect()).filter(|_| rng.random_bool(0.3));
+        Self {
+            softmax: *SOFTMAXES.choose(rng).unwrap(),
+            scale: if bias.is_none() && rng.random_bool(0.5) {
+                0.125
+            } else {
+                1.0
+            },
+            device_bias: common::upload(gpu, bias.as_deref().unwrap_or_default()),
+            device_scales: common::upload(gpu, scales.as_deref().unwrap_or_default()),
+            bias,
+            scales,
+        }
+    }
+
+    fn what(&self) -> String {
+        let Self {
+            softmax,
+            scale,
+            bias,
+            scales,
+            ..
+        } = self;
+        let (bias, scales) = (bias.is_some(), scales.is_some());
+        format!("{softmax:?}, times {scale}, bias {bias}, of experts {scales}")
+    }
+
+    fn on_gpu(&self) -> GpuRouter<'_> {
+        let bias = self.bias.as_ref();
+        let scales = self.scales.as_ref();
+        GpuRouter {
+            scale: self.scale,
+            expert_scale: scales.map(|scales| self.device_scales.slice().range(0..scales.len())),
+            ..GpuRouter::plain(
+                bias.map(|bias| self.device_bias.slice().range(0..bias.len())),
+                self.softmax,
+            )
+        }
+    }
+
+    /// So many routes of all rows, by the CPU.
+    fn expected(&self, mut logits: Vec<f32>, experts: usize, routes: usize) -> Vec<Route> {
+        for row in logits.chunks_exact_mut(experts) {
+            let bias = self.bias.iter().flatten();
+            row.iter_mut().zip(bias).for_each(|(x, b)| *x += b.to_f32());
+        }
+        let none = Route {
+            expert: 0,
+            row: 0,
+            weight: 0.0,
+        };
+        let mut expected = vec![none; routes];
+        let router = Router {
+            softmax: self.softmax,
+            scale: self.scale,
+            expert_scale: self.scales.as_deref(),
+        };
+        route(&mut logits, experts, router, &mut expected);
+        expected
+    }
+}
+
+/// Places are as expected, and tiles are the places of each expert, in order, and none is empty.
+fn compare(gpu: &Gpu, room: &Room, expected: &[Route], what: &str) {
+    let (found, tiles) = found_routes(gpu, room, &room.routes());
+    for (place, (found, want)) in found.iter().zip(expected).enumerate() {
+        assert_eq!(found.0, want.row, "{what}, place {place}: {want:?}");
+        let near = (found.1 - want.weight).abs() <= 1e-5 * want.weight.abs() + 1e-9;
+        assert!(
+            near || (found.1.is_nan() && want.weight.is_nan()),
+            "{what}, place {place}: {found:?} {want:?}"
+        );
+    }
+    let mut next = 0;
+    for [expert, first, count, _] in tiles {
+        assert_eq!(first, next, "{what}");
+        assert!((1..=room.tile as i32).contains(&count), "{what}: {count}");
+        let own = &expected[first as usize..(first + count) as usize];
+        assert!(own.iter().all(|route| route.expert == expert as u32), "{what}");
+        next = first + count;
+        let is_last = expected
+            .get(next as usize)
+            .is_none_or(|route| route.expert != expert as u32);
+        assert!(
+            is_last || count == room.tile as i32,
+            "{what}: a tile that is not full"
+        );
+    }
+    assert_eq!(next as usize, expected.len(), "{what}");
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn rows_go_where_a_cpu_sends_them() {
@@ -117,87 +226,159 @@ fn rows_go_where_a_cpu_sends_them() {
         (128, 128),
         (129, 8),
         (700, 128),
+        (1900, 128),
         (2000, 5),
+        (8192, 128),
+        (8191, 60),
+        (5000, 1),
         (40, 300),
         (300, 1024),
     ];
     for (rows, experts) in sizes {
         for _ in 0..6 {
             let top_k = rng.random_range(1..=experts.min(9));
-            let softmax = *SOFTMAXES.choose(&mut rng).unwrap();
             let tile = *EXPERT_TILES.choose(&mut rng).unwrap();
             let mut logits = random_logits(&mut rng, rows, experts);
-            let bias = rng.random_bool(0.3).then(|| common::random(&mut rng, experts));
-            let scales = rng.random_bool(0.3).then(|| {
-                (0..experts)
-                    .map(|_| rng.random_range(0.5..1.5))
-                    .collect::<Vec<f32>>()
-            });
-            let scale = if bias.is_none() && rng.random_bool(0.5) {
-                0.125
-            } else {
-                1.0
-            };
+            let are_alike = rng.random_bool(0.2);
+            if are_alike {
+                logits = logits[..experts].repeat(rows);
+            }
+            let router = RandomRouter::new(&gpu, &mut rng, experts);
             let what = format!(
-                "{rows} rows, {top_k} of {experts}, {softmax:?}, tiles of {tile}, times {scale}, of experts {}",
-                scales.is_some()
+                "{rows} rows, alike {are_alike}, {top_k} of {experts}, tiles of {tile}, {}",
+                router.what()
+            );
+            let device = common::upload(&gpu, &logits);
+            let room = Room::new(&gpu, rows, top_k, experts, tile);
+            let logits_slice = device.slice().range(0..logits.len());
+            kernels
+                .route(logits_slice, router.on_gpu(), &room.routes())
+                .unwrap();
+            compare(
+                &gpu,
+                &room,
+                &router.expected(logits, experts, rows * top_k),
+                &what,
+            );
+        }
+    }
+}
+
+/// A router's weights `[experts, k]` in device memory.
+fn linear(gpu: &Gpu, weight: &[bf16], experts: usize) -> GpuLinear {
+    let slab = Arc::new(common::upload(gpu, weight));
+    let matrix = GpuMatrix::Bf16(GpuWeight::new(&slab, 0..weight.len()));
+    GpuLinear::new(matrix, None, experts, weight.len() / experts)
+}
+
+/// The kernel that computes the router's product too. Its sums are exact here, so what is equal is so on both sides.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn few_rows_go_where_a_cpu_sends_them_by_its_own_product() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("few_rows_go_where_a_cpu_sends_them_by_its_own_product");
+    let kernels = MoeKernels::load(&gpu).unwrap();
+    let random = |rng: &mut StdRng, len: usize| -> Vec<bf16> {
+        let quarters = (0..len).map(|_| rng.random_range(-2..=2) as f32);
+        quarters.map(|x| bf16::from_f32(x / 4.0)).collect()
+    };
+    for experts in [1, 8, 20, 32, 60, 96, 128, 200, 256] {
+        for _ in 0..12 {
+            let k = 32 * rng.random_range(1..=if experts > 128 { 64 } else { 90 });
+            let rows = rng.random_range(2..=32);
+            let top_k = rng.random_range(1..=experts.min(9).min(256 / rows));
+            let tile = *EXPERT_TILES.choose(&mut rng).unwrap();
+            let (x, weight) = (random(&mut rng, rows * k), random(&mut rng, experts * k));
+            let router = RandomRouter::new(&gpu, &mut rng, experts);
+            let what = format!(
+                "{rows} rows of {k}, {top_k} of {experts}, tiles of {tile}, {}",
+                router.what()
             );
 
-            let device = common::upload(&gpu, &logits);
-            let device_bias = common::upload(&gpu, bias.as_deref().unwrap_or_default());
+            let device = common::upload(&gpu, &x);
+            let linear = linear(&gpu, &weight, experts);
             let room = Room::new(&gpu, rows, top_k, experts, tile);
-            let routes = room.routes();
-            let bias_slice = bias.as_ref().map(|bias| device_bias.slice().range(0..bias.len()));
-            let logits_slice = device.slice().range(0..logits.len());
-            let device_scales = common::upload(&gpu, scales.as_deref().unwrap_or_default());
-            let router = GpuRouter {
-                scale,
-                expert_scale: scales.as_ref().map(|_| device_scales.slice().range(0..experts)),
-                ..GpuRouter::plain(bias_slice, softmax)
-            };
-            kernels.route(logits_slice, router, &routes).unwrap();
-            let (found, tiles) = found_routes(&gpu, &room, &routes);
+            let fuses = kernels.fuses_router(&linear, &room.routes());
+            assert_eq!(fuses, has_hopper_kernels(&gpu), "{what}");
+            if !fuses {
+                return;
+            }
+            let x_slice = device.slice().range(0..x.len());
+            kernels
+                .route_inputs(x_slice, &linear, router.on_gpu(), &room.routes())
+                .unwrap();
 
-            for row in logits.chunks_exact_mut(experts) {
-                let bias = bias.iter().flatten();
-                row.iter_mut().zip(bias).for_each(|(x, b)| *x += b.to_f32());
-            }
-            let mut expected = vec![
-                Route {
-                    expert: 0,
-                    row: 0,
-                    weight: 0.0
-                };
-                rows * top_k
-            ];
-            let router = Router {
-                softmax,
-                scale,
-                expert_scale: scales.as_deref(),
+            let (x, weight) = (common::widen(&x), common::widen(&weight));
+            let dot = |x: &[f32], y: &[f32]| x.iter().zip(y).map(|(x, y)| x * y).sum::<f32>();
+            let logits = x.chunks_exact(k).flat_map(|x| {
+                let weights = weight.chunks_exact(k);
+                weights.map(move |weight| dot(x, weight))
+            });
+            let expected = router.expected(logits.collect(), experts, rows * top_k);
+            compare(&gpu, &room, &expected, &what);
+        }
+    }
+}
+
+/// Experts and weights, bit for bit, of each row.
+fn of_rows(gpu: &Gpu, room: &Room) -> Vec<Vec<(i32, u32)>> {
+    let routes = room.routes();
+    let (_, tiles) = found_routes(gpu, room, &routes);
+    let places: Vec<i32> = gpu.download(routes.places).unwrap();
+    let weights: Vec<f32> = gpu.download(routes.weights).unwrap();
+    let expert_at = |place: i32| {
+        let tile = tiles
+            .iter()
+            .find(|tile| (tile[1]..tile[1] + tile[2]).contains(&place));
+        tile.expect("each place is in a tile")[0]
+    };
+    let all: Vec<_> = places
+        .iter()
+        .zip(&weights)
+        .map(|(&place, weight)| (expert_at(place), weight.to_bits()))
+        .collect();
+    all.chunks(room.top_k).map(<[_]>::to_vec).collect()
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn few_rows_do_not_depend_on_those_beside_them() {
+    let gpu = common::gpu();
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
+    let mut rng = common::rng("few_rows_do_not_depend_on_those_beside_them");
+    let kernels = MoeKernels::load(&gpu).unwrap();
+    for (experts, top_k, k) in [
+        (128, 8, 2048),
+        (32, 4, 2880),
+        (128, 4, 2880),
+        (60, 4, 2048),
+        (256, 8, 2048),
+    ] {
+        let x = common::random(&mut rng, 32 * k);
+        let linear = linear(&gpu, &common::random(&mut rng, experts * k), experts);
+        let run = |rows: &[usize]| {
+            let x: Vec<bf16> = rows.iter().flat_map(|row| &x[row * k..][..k]).copied().collect();
+            let device = common::upload(&gpu, &x);
+            let room = Room::new(&gpu, rows.len(), top_k, experts, EXPERT_TILES[0]);
+            let router = GpuRouter {
+                scale: 0.01,
+                ..GpuRouter::plain(None, RouterSoftmax::Chosen)
             };
-            route(&mut logits, experts, router, &mut expected);
-            for (place, (found, want)) in found.iter().zip(&expected).enumerate() {
-                assert_eq!(found.0, want.row, "{what}, place {place}: {want:?}");
-                let near = (found.1 - want.weight).abs() <= 1e-5 * want.weight.abs() + 1e-9;
-                assert!(
-                    near || (found.1.is_nan() && want.weight.is_nan()),
-                    "{what}, place {place}: {found:?} {want:?}"
-                );
+            kernels
+                .route_inputs(device.slice().range(0..x.len()), &linear, router, &room.routes())
+                .unwrap();
+            of_rows(&gpu, &room)
+        };
+        let all = run(&(0..32).collect::<Vec<_>>());
+        for _ in 0..20 {
+            let rows: Vec<usize> = (0..rng.random_range(2..=32))
+                .map(|_| rng.random_range(0..32))
+                .collect();
+            for (found, &row) in run(&rows).iter().zip(&rows) {
+                assert_eq!(found, &all[row], "{top_k} of {experts}, row {row} of {rows:?}");
             }
-            // Tiles are the places of each expert, in order, and none is empty.
-            let mut next = 0;
-            for [expert, first, count, _] in tiles {
-                assert_eq!(first, next, "{what}");
-                assert!((1..=tile as i32).contains(&count), "{what}: {count}");
-                let own = &expected[first as usize..(first + count) as usize];
-                assert!(own.iter().all(|route| route.expert == expert as u32), "{what}");
-                next = first + count;
-                let is_last = expected
-                    .get(next as usize)
-                    .is_none_or(|route| route.expert != expert as u32);
-                assert!(is_last || count == tile as i32, "{what}: a tile that is not full");
-            }
-            assert_eq!(next as usize, rows * top_k, "{what}");
         }
     }
 }

@@ -103,9 +103,9 @@ impl<'a> Step<'a, '_> {
             expert_scale: Some(beside.expert_scale.slice()),
             ..GpuRouter::plain(moe.router.bias(), spec.softmax)
         };
-        self.compute_logits(spec, normed)?;
+        let routes = self.route(spec, router, normed)?;
         norm(&beside.norm)?;
-        let routes = self.begin_experts(spec, router, normed)?;
+        self.begin_experts(spec, router, &routes, normed)?;
         let outputs = self.end_experts(spec, routes, None)?;
         // Attention is done with it.
         let out = self.rows(self.act.qkv, width);

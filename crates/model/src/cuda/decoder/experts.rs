@@ -19,8 +19,8 @@ impl<'a> Step<'a, '_> {
         normed: GpuSlice<'a, bf16>,
     ) -> Result<(), GpuError> {
         let router = GpuRouter::plain(moe.router.bias(), spec.softmax);
-        self.compute_logits(spec, normed)?;
-        let routes = self.begin_experts(spec, router, normed)?;
+        let routes = self.route(spec, router, normed)?;
+        self.begin_experts(spec, router, &routes, normed)?;
         let delta = self.rows(self.act.delta, moe.router.inputs());
         let mut gates = None;
         if let (Some(spec), Some(shared)) = (&spec.shared, &moe.shared) {
@@ -38,41 +38,58 @@ impl<'a> Step<'a, '_> {
         Ok(())
     }
 
-    /// The router's logits of all rows.
-    pub(super) fn compute_logits(&self, spec: &MoeSpec, normed: GpuSlice<'a, bf16>) -> Result<(), GpuError> {
-        let linear = &self.of_experts().layer(self.layer).router;
-        self.decoder
-            .linears
-            .forward_f32(normed, linear, self.logits(spec))
+    /// Sends rows to experts by the router's product with them; of one row, only computes the logits by which
+    /// [`Self::begin_experts`] does. Returns where they go.
+    pub(super) fn route(
+        &self,
+        spec: &MoeSpec,
+        router: GpuRouter<'_>,
+        x: GpuSlice<'a, bf16>,
+    ) -> Result<GpuRoutes<'a>, GpuError> {
+        let (experts, linears) = (self.of_experts(), &self.decoder.linears);
+        let layer = experts.layer(self.layer);
+        let tile = experts.kernels.tile(&layer.gate_up, self.rows * spec.top_k);
+        let routes = self.act.experts.routes(spec, self.rows, tile);
+        if experts.kernels.fuses_router(&layer.router, &routes) {
+            experts.kernels.route_inputs(x, &layer.router, router, &routes)?;
+            return Ok(routes);
+        }
+        let logits = self.logits(spec);
+        linears.forward_f32(x, &layer.router, logits)?;
+        if self.rows > 1 {
+            experts.kernels.route(logits, router, &routes)?;
+        }
+        Ok(routes)
     }
 
     fn logits(&self, spec: &MoeSpec) -> GpuSlice<'a, f32> {
         self.act.experts.logits.range(0..self.rows * spec.experts)
     }
 
-    /// Sends rows to experts by the router's logits, and makes the experts' first projection of them. Returns where they went.
+    /// Makes the experts' first projection of the rows that [`Self::route`] has sent to them.
     pub(super) fn begin_experts(
         &self,
         spec: &MoeSpec,
         router: GpuRouter<'_>,
+        routes: &GpuRoutes<'a>,
         normed: GpuSlice<'a, bf16>,
-    ) -> Result<GpuRoutes<'a>, GpuError> {
-        let (experts, act) = (self.of_experts(), self.act.experts);
+    ) -> Result<(), GpuError> {
+        let experts = self.of_experts();
         let gate_up = &experts.layer(self.layer).gate_up;
-        let tile = experts.kernels.tile(gate_up, self.rows * spec.top_k);
-        let routes = act.routes(spec, self.rows, tile);
         let mut x = GpuRows::from(normed);
-        if let Some(scaling) = experts.kernels.input_scaling(gate_up, &routes) {
+        if let Some(scaling) = experts.kernels.input_scaling(gate_up, routes) {
             let quantised = self.quantised(gate_up.inputs(), scaling);
             self.decoder.fused.quantise(normed, gate_up.inputs(), quantised)?;
             x = quantised.into();
         }
+        let [out, _] = self.activated(spec, routes);
+        if self.rows > 1 {
+            return experts.kernels.gate_up(x, gate_up, spec.activation, routes, out);
+        }
         let logits = (self.logits(spec), router);
-        let [out, _] = self.activated(spec, &routes);
         experts
             .kernels
-            .route_gate_up(x, logits, gate_up, spec.activation, &routes, out)?;
-        Ok(routes)
+            .route_gate_up(x, logits, gate_up, spec.activation, routes, out)
     }
 
     /// Where the first projection's outputs go, and where the second one takes its inputs from. These are quantised if it multiplies in eight
