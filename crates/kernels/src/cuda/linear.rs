@@ -1,11 +1,13 @@
 //! Every linear layer: cuBLASLt, and for few rows kernels of our own that stream the weights: `kernels/linear.cu`, for weights of four
 //! bits `kernels/linear_int4_few.cu` too, and on Hopper `kernels/linear_hopper.cu` and `kernels/linear_hopper_int4.cu` for up to 32 rows.
+//! There, layers of one row that follow each other can be one launch ([`GpuChain`]).
 //!
 //! With e4m3 weights, cuBLASLt and `linear_hopper.cu` take inputs quantised to e4m3, and `linear.cu` takes bf16 inputs. On GPUs whose
 //! tensor cores do not know e4m3, `linear.cu` computes any number of rows, in parts. Weights of four bits and in GGUF's types meet bf16
 //! inputs: with more rows than are streamed, those of four bits in a kernel for warp groups, which GPUs of Hopper's generation have
 //! (`kernels/int4_products.cu`), and with many, and elsewhere, in cuBLASLt, for which they become bf16 in room of the caller's.
 
+mod chain;
 mod choice;
 mod cublas_lt;
 mod dequantised;
@@ -27,6 +29,8 @@ use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 
 use super::GpuNorm;
 use crate::Activation;
+use chain::ChainKernel;
+pub use chain::{GpuChain, GpuChainEnd};
 use choice::Choice;
 pub use cublas_lt::FP8_CAPABILITY;
 pub(super) use cublas_lt::find as find_cublas;
@@ -64,6 +68,7 @@ pub struct Linears {
     lt: CublasLt,
     stream: StreamKernels,
     hopper: HopperKernels,
+    chain: ChainKernel,
     int4: Int4Kernels,
     int4_products: Int4Products,
     gguf: GgufKernels,
@@ -110,7 +115,7 @@ pub enum LinearPath {
 
 impl Linears {
     /// Bytes of device memory that [`Self::load`] wants.
-    pub const WORKSPACE_BYTES: usize = cublas_lt::WORKSPACE + hopper::SUM_BYTES;
+    pub const WORKSPACE_BYTES: usize = cublas_lt::WORKSPACE + hopper::SUM_BYTES + chain::COUNTER_BYTES;
 
     /// Opens cuBLASLt and loads the kernels. `workspace` is used by every product.
     ///
@@ -136,6 +141,7 @@ impl Linears {
             lt: CublasLt::open(gpu, &workspace, fp8_products)?,
             stream: StreamKernels::load(gpu)?,
             hopper: HopperKernels::load(gpu, &workspace, fp8_products)?,
+            chain: ChainKernel::load(gpu, &workspace)?,
             int4: Int4Kernels::load(gpu)?,
             int4_products: Int4Products::load(gpu)?,
             gguf: GgufKernels::load(gpu)?,

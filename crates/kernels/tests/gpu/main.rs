@@ -6,6 +6,7 @@ mod all_reduce;
 mod attention_decode;
 mod attention_prefill;
 mod cache;
+mod chain;
 mod common;
 mod delta_rule;
 mod encoder;

@@ -83,6 +83,11 @@ impl<L, V> Mlp<L, V> {
         }
     }
 
+    /// The norm ahead of it.
+    pub(crate) fn norm(&self) -> &V {
+        &self.norm
+    }
+
     /// What every token goes through: the MLP of a layer without experts, or the expert that is shared.
     pub(crate) fn of_all(&self) -> Option<&DenseMlp<L>> {
         match &self.kind {

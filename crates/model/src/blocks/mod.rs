@@ -20,7 +20,7 @@ pub(crate) use delta_net::{DeltaNet, DeltaRule};
 pub(crate) use dense_mlp::DenseMlp;
 pub(crate) use encoder::{Encoder, EncoderLayer, EncoderNorm, EncoderOperations, Merger};
 pub(crate) use formats::check_formats;
-pub(crate) use mlp::Mlp;
+pub(crate) use mlp::{Mlp, MlpKind};
 pub(crate) use moe::{Beside, Moe};
 pub(crate) use per_layer::{LayerInput, PerLayer};
 pub(crate) use row_order::{Among, RowOrder};
@@ -271,6 +271,14 @@ impl<L, V> Mixer<L, V> {
         match self {
             Self::Attention(block) => block.post_norm.as_ref(),
             Self::DeltaNet(block) => block.post_norm.as_ref(),
+        }
+    }
+
+    /// Its last projection.
+    pub(crate) fn output(&self) -> &L {
+        match self {
+            Self::Attention(block) => &block.output,
+            Self::DeltaNet(block) => &block.output,
         }
     }
 

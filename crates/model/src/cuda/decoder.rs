@@ -1,5 +1,6 @@
 mod attention;
 mod beside;
+mod chain;
 mod experts;
 mod head;
 mod images;
@@ -384,6 +385,7 @@ impl Decoder {
             rows: input.rows,
             first: 0,
             is_fresh: true,
+            chain: None,
             sum: DeltaSum::Done,
             unsettled: None,
             are_given: false,

@@ -30,6 +30,8 @@ pub(super) struct Kind {
     projections: Fusion,
     /// Of the MLP that every row goes through.
     gate_up: Fusion,
+    /// All products from the mixer's output on are one launch.
+    chains: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -62,6 +64,7 @@ impl Kind {
             attention: attention.map(|spec| AttentionChoice::new(decoder, spec, state, place)),
             projections: Fusion::new(linears, rows, projections, LinearOutput::Bf16),
             gate_up: Self::gate_up(decoder, layer, rows),
+            chains: decoder.chains(layer, rows),
         }
     }
 
@@ -136,6 +139,8 @@ pub(super) struct Step<'a, 'b> {
     pub(super) first: usize,
     /// Nothing is to be added to the residual stream yet.
     pub(super) is_fresh: bool,
+    /// The layer whose products from its mixer's output on wait for those that follow, to be one launch with them.
+    pub(super) chain: Option<usize>,
     /// How far what is to be added to the residual stream has been summed.
     pub(super) sum: DeltaSum<'a>,
     /// What the residual stream becomes before anything else reads it.
@@ -339,7 +344,7 @@ impl<'a, 'b> Step<'a, 'b> {
     }
 }
 
-fn norm<'a>(norms: &Norms<'a, GpuVector>) -> GpuNorm<'a> {
+pub(super) fn norm<'a>(norms: &Norms<'a, GpuVector>) -> GpuNorm<'a> {
     GpuNorm {
         weight: norms.weight.slice(),
         eps: norms.eps,
@@ -368,6 +373,9 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         linear: &GpuLinear,
         width: usize,
     ) -> Result<(), GpuError> {
+        if self.launch_chain(Some((norms, linear)))? {
+            return Ok(());
+        }
         self.norm_linear(norms, linear, self.kind().projections, self.act.qkv, width)
     }
 
@@ -467,6 +475,10 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     fn project_output(&mut self, output: &GpuLinear) -> Result<(), GpuError> {
+        if self.kind().chains && self.images.is_none() {
+            self.chain = Some(self.layer);
+            return Ok(());
+        }
         let width = output.outputs();
         self.add_in_halves(width, |step, delta| step.linear(step.act.attended, output, delta))
     }
@@ -477,6 +489,9 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         norms: &Norms<'_, GpuVector>,
         gate_up: &GpuLinear,
     ) -> Result<(), GpuError> {
+        if self.chain.is_some() {
+            return Ok(());
+        }
         let fusion = self.kind().gate_up;
         let out = match fusion.output {
             LinearOutput::Glu(_) => self.act.activated,
@@ -487,6 +502,9 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     fn project_down(&mut self, mlp: &DenseMlpSpec, down: &GpuLinear) -> Result<(), GpuError> {
+        if self.chain.is_some() {
+            return Ok(());
+        }
         let (inner, fusion) = (mlp.intermediate_size, self.kind().gate_up);
         debug_assert_eq!(inner, down.inputs(), "what is activated is what is projected");
         self.add_in_halves(down.outputs(), |step, delta| {
@@ -561,6 +579,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     fn finish(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {
+        self.launch_chain(None)?;
         let width = norms.weight.slice().len();
         self.add_norm(norms, self.rows(self.act.normed, width).into())
     }

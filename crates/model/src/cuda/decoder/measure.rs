@@ -6,7 +6,7 @@ use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{GpuLinear, LinearOutput, LinearScratch, LinearUse};
 
 use super::Decoder;
-use crate::blocks::{LayerInput, Mixer, Widths};
+use crate::blocks::{LayerInput, Widths};
 use crate::cuda::experts::Experts;
 use crate::cuda::step::{dequantised, dequantised_head};
 use crate::cuda::weights::{GpuLayer, GpuVector, GpuWeights};
@@ -82,10 +82,7 @@ impl Decoder {
         };
         let layers = &decoder.layers;
         let projections = by_shape(layers, |layer| Some(layer.mixer.projections()));
-        let output = by_shape(layers, |layer| match &layer.mixer {
-            Mixer::Attention(block) => Some(&block.output),
-            Mixer::DeltaNet(block) => Some(&block.output),
-        });
+        let output = by_shape(layers, |layer| Some(layer.mixer.output()));
         let gate_up = by_shape(layers, |layer| Some(&layer.mlp.of_all()?.gate_up));
         let down = by_shape(layers, |layer| Some(&layer.mlp.of_all()?.down));
         let of_inputs = |pick: fn(&LayerInput<GpuLinear, GpuVector>) -> &GpuLinear| {

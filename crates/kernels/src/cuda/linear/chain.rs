@@ -1,0 +1,272 @@
+//! Linear layers of one row that follow each other, in one launch: `kernels/linear_chain.cu`.
+
+use std::sync::Arc;
+
+use half::bf16;
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Launch};
+
+use super::cublas_lt::WORKSPACE;
+use super::hopper::SUM_BYTES;
+use super::{Fp8Scaling, GpuLinear, GpuValues, Linears};
+use crate::Activation;
+use crate::cuda::{GpuNorm, has_hopper_kernels};
+
+/// Constants of the kernel: threads that multiply and all threads, inputs that a thread takes at once, most such chunks of a row, of one
+/// that is normalised too, most stages, and most outputs whose sums are added at a time, less what whole stages may leave of them.
+const CONSUMERS: usize = 256;
+const THREADS: usize = 288;
+const CHUNK: usize = 8;
+const MOST_CHUNKS: usize = 14;
+const MOST_NORM_CHUNKS: usize = 4;
+const MOST_STAGES: usize = 8;
+const LEAST_SUMS: usize = 112;
+/// Copies in bulk are multiples of this.
+const PIECE: usize = 16;
+/// Shared memory beside the stages.
+const STATIC_BYTES: usize = 5 << 10;
+/// Of a stage, unless a row is longer: copies of 32 KiB read as fast as longer ones.
+const STAGE_BYTES: usize = 32 << 10;
+/// With fewer, the copies under way would be too few between two waits.
+const LEAST_STAGES: usize = 3;
+/// Under way at once: enough to read as fast as the memory can. Inputs of the next layer queue behind what is more.
+const BYTES_IN_FLIGHT: usize = 64 << 10;
+
+/// Behind the workspace of the others: how many blocks have arrived. Zero between launches.
+pub(super) const COUNTER_BYTES: usize = 256;
+
+/// From what a mixer gives to the projections that the next mixer begins with, for one row; the residual stream is complete before and
+/// after.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuChain<'a> {
+    /// What the mixer gives: `[output.inputs()]`.
+    pub x: GpuSlice<'a, bf16>,
+    /// The mixer's last projection.
+    pub output: &'a GpuLinear,
+    /// The residual stream, to which the outputs of `output` and of `down` are added.
+    pub hidden: GpuSlice<'a, bf16>,
+    /// Of the residual stream, for `gate_up`.
+    pub norm: GpuNorm<'a>,
+    /// Of the MLP, gate, then up.
+    pub gate_up: &'a GpuLinear,
+    /// Of the gate.
+    pub activation: Activation,
+    /// Takes `activation(gate) * up`: `[down.inputs()]`.
+    pub activated: GpuSlice<'a, bf16>,
+    /// Of the MLP.
+    pub down: &'a GpuLinear,
+    /// What follows, if it is to be computed too.
+    pub next: Option<GpuChainEnd<'a>>,
+}
+
+/// The last layer of a [`GpuChain`].
+#[derive(Clone, Copy, Debug)]
+pub struct GpuChainEnd<'a> {
+    /// Of the residual stream.
+    pub norm: GpuNorm<'a>,
+    /// The projections.
+    pub linear: &'a GpuLinear,
+    /// Takes their outputs.
+    pub out: GpuSlice<'a, bf16>,
+}
+
+#[derive(Debug)]
+pub(super) struct ChainKernel {
+    gpu: Gpu,
+    /// On GPUs of Hopper's generation.
+    function: Option<Function>,
+    workspace: Arc<GpuSlab>,
+}
+
+/// How the weights of a chain go through shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Ring {
+    stage_bytes: usize,
+    stages: usize,
+    in_flight: usize,
+}
+
+impl Ring {
+    /// For stages of at least so many bytes in so many bytes of shared memory; `None` if there would be too few.
+    fn new(least: usize, shared: usize) -> Option<Self> {
+        let stage_bytes = least.max(STAGE_BYTES);
+        let stages = (shared.checked_sub(STATIC_BYTES)? / stage_bytes).min(MOST_STAGES);
+        (stages >= LEAST_STAGES).then(|| Self {
+            stage_bytes,
+            stages,
+            in_flight: (BYTES_IN_FLIGHT / stage_bytes).max(2),
+        })
+    }
+}
+
+/// Bytes of a row of weights of a layer that the kernel can compute.
+fn row_bytes(linear: &GpuLinear) -> Option<usize> {
+    let element = match linear.matrix().values()? {
+        GpuValues::Bf16 => size_of::<bf16>(),
+        GpuValues::Fp8(Fp8Scaling::Rows) => size_of::<u8>(),
+        GpuValues::Fp8(Fp8Scaling::Blocks) | GpuValues::Int4(_) | GpuValues::Gguf(_) => return None,
+    };
+    let bytes = linear.k * element;
+    let chunks = linear.k.div_ceil(CHUNK).div_ceil(CONSUMERS);
+    let aligned = bytes.is_multiple_of(PIECE) && linear.operands().weight.is_multiple_of(PIECE as u64);
+    (aligned && linear.k.is_multiple_of(CHUNK) && chunks <= MOST_CHUNKS).then_some(bytes)
+}
+
+impl ChainKernel {
+    /// `workspace` has [`COUNTER_BYTES`] behind what the other kernels use.
+    pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>) -> Result<Self, GpuError> {
+        let function = match has_hopper_kernels(gpu) {
+            false => None,
+            true => {
+                let function = crate::cuda::load(gpu, "linear_chain")?.function("linear_chain")?;
+                function.allow_shared(gpu.info().max_shared_bytes - STATIC_BYTES)?;
+                gpu.fill(counter(workspace), 0)?;
+                Some(function)
+            }
+        };
+        Ok(Self {
+            gpu: gpu.clone(),
+            function,
+            workspace: Arc::clone(workspace),
+        })
+    }
+
+    /// The ring for the layers up to the end of an MLP, if the kernel can compute them.
+    fn ring(&self, [output, gate_up, down]: [&GpuLinear; 3], next: Option<&GpuLinear>) -> Option<Ring> {
+        let (width, sm_count) = (output.n, self.gpu.info().sm_count);
+        let fit = self.function.is_some()
+            && down.n == width
+            && gate_up.bias.is_none()
+            && gate_up.n == 2 * down.k
+            && width <= MOST_NORM_CHUNKS * CONSUMERS * CHUNK
+            && width.div_ceil(sm_count) <= LEAST_SUMS
+            && [Some(gate_up), next]
+                .into_iter()
+                .flatten()
+                .all(|linear| linear.k == width);
+        let stages = [
+            row_bytes(output)?,
+            2 * row_bytes(gate_up)?,
+            row_bytes(down)?,
+            match next {
+                None => 0,
+                Some(next) => row_bytes(next)?,
+            },
+        ];
+        let longest = stages.into_iter().max().unwrap_or_default();
+        Ring::new(longest, self.gpu.info().max_shared_bytes).filter(|_| fit)
+    }
+}
+
+impl Linears {
+    /// Whether [`Self::forward_chain`] can, and should, be used for one row of these layers: a mixer's output, gate and up, down, and the
+    /// next projections if they are to be a part of it.
+    pub fn chains(&self, layers: [&GpuLinear; 3], next: Option<&GpuLinear>) -> bool {
+        self.fixed.is_none() && self.chain.ring(layers, next).is_some()
+    }
+
+    /// Computes the layers of a chain in one launch, for one row.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// If a length does not fit, or it cannot be used: ask [`Self::chains`].
+    pub fn forward_chain(&self, chain: &GpuChain<'_>) -> Result<(), GpuError> {
+        let &GpuChain {
+            x,
+            output,
+            hidden,
+            norm,
+            gate_up,
+            activation,
+            activated,
+            down,
+            next,
+        } = chain;
+        let kernel = &self.chain;
+        let ring = kernel.ring([output, gate_up, down], next.map(|next| next.linear));
+        let (Some(function), Some(ring)) = (&kernel.function, ring) else {
+            panic!("ask `chains`");
+        };
+        let width = output.n;
+        assert_eq!((x.len(), hidden.len()), (output.k, width), "one row");
+        assert_eq!((norm.weight.len(), activated.len()), (width, down.k), "one row");
+        if let Some(next) = &next {
+            assert_eq!(
+                (next.norm.weight.len(), next.out.len()),
+                (width, next.linear.n),
+                "one row"
+            );
+        }
+        let aligned = [x.ptr(), hidden.ptr(), activated.ptr(), norm.weight.ptr()];
+        assert!(
+            aligned.iter().all(|at| at.is_multiple_of(PIECE as u64)),
+            "rows at multiples of {PIECE} bytes"
+        );
+        let [output, gate_up, down] = [output, gate_up, down].map(GpuLinear::operands);
+        let end = next.map(|next| next.linear.operands());
+        let next_norm = next.map(|next| next.norm);
+        let of_end = |address: Option<u64>| Arg::from(address.unwrap_or_default());
+        let int = |value: usize| Arg::from(value as i32);
+        let args = [
+            x.into(),
+            output.weight.into(),
+            output.weight_scales.into(),
+            output.bias.into(),
+            gate_up.weight.into(),
+            gate_up.weight_scales.into(),
+            down.weight.into(),
+            down.weight_scales.into(),
+            down.bias.into(),
+            of_end(end.map(|end| end.weight)),
+            of_end(end.map(|end| end.weight_scales)),
+            of_end(end.map(|end| end.bias)),
+            hidden.into(),
+            norm.weight.into(),
+            of_end(next_norm.map(|norm| norm.weight.ptr())),
+            activated.into(),
+            of_end(next.map(|next| next.out.ptr())),
+            counter(&kernel.workspace).into(),
+            int(x.len()),
+            int(width),
+            int(activated.len()),
+            int(next.map_or(0, |next| next.linear.n)),
+            norm.eps.into(),
+            next_norm.map_or(0.0, |norm| norm.eps).into(),
+            int(match activation {
+                Activation::Silu => 0,
+                Activation::GeluTanh => 1,
+            }),
+            int(ring.stage_bytes),
+            int(ring.stages),
+            int(ring.in_flight),
+        ];
+        let launch = Launch::new([kernel.gpu.info().sm_count as u32, 1, 1], THREADS as u32)
+            .shared(ring.stages * ring.stage_bytes)
+            .pdl(true);
+        // SAFETY: the lengths were checked; the arguments are those of `linear_chain` in kernels/linear_chain.cu. Its blocks wait for each
+        // other: there is one for each multiprocessor, which has room for it once the kernels ahead have ended.
+        unsafe { kernel.gpu.launch(function, launch, &args) }
+    }
+}
+
+fn counter(workspace: &GpuSlab) -> GpuSlice<'_, u8> {
+    let start = WORKSPACE + SUM_BYTES;
+    workspace.slice().range(start..start + COUNTER_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Ring;
+
+    #[test]
+    fn rings_have_room_for_a_row_and_three_stages() {
+        let shared = 227 << 10;
+        let ring = |least: usize| Ring::new(least, shared).map(|ring| (ring.stages, ring.in_flight));
+        // Rows of 4,096, 14,336 and 28,672 weights in bf16, and more than three times of which fit.
+        assert_eq!(ring(2 * 4096), Some((6, 2)));
+        assert_eq!(ring(2 * 14336), Some((6, 2)));
+        assert_eq!(ring(2 * 28672), Some((3, 2)));
+        assert_eq!(ring(80 << 10), None);
+    }
+}

@@ -1,0 +1,302 @@
+//! Layers of one row in one launch, against a reference in `f64` that rounds where the kernel does.
+
+use std::sync::Arc;
+
+use half::bf16;
+use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_kernels::cuda::{
+    Fp8Scaling, GpuChain, GpuChainEnd, GpuLinear, GpuMatrix, GpuNorm, GpuWeight, Linears, has_hopper_kernels,
+};
+use plimsoll_kernels::{Activation, e4m3_from_f32, e4m3_to_f32};
+use rand::Rng;
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+
+use crate::common;
+use crate::fused::{ACTIVATIONS, activate};
+
+const EPS: f32 = 1e-5;
+/// Rounded inputs may differ where the sums before them were next to a tie.
+const TOLERANCE: f64 = 8e-3;
+
+/// A layer of which the weights keep the size of their inputs, near enough.
+struct Layer {
+    /// `[n, k]`.
+    weight: Vec<f64>,
+    bias: Option<Vec<bf16>>,
+    k: usize,
+    device: GpuLinear,
+}
+
+impl Layer {
+    fn random(gpu: &Gpu, rng: &mut StdRng, fp8: bool, [n, k]: [usize; 2], bias: bool) -> Self {
+        let scale = (3.0 / k as f32).sqrt();
+        let values: Vec<f32> = (0..n * k).map(|_| rng.random_range(-1.0..1.0) * scale).collect();
+        let bias = bias.then(|| common::random(rng, n));
+        let slab = |bytes: &[u8]| Arc::new(common::upload(gpu, bytes));
+        let (weight, matrix) = match fp8 {
+            false => {
+                let values: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
+                let device = GpuWeight::new(&slab(bytemuck::cast_slice(&values)), 0..n * k);
+                let weight = values.iter().map(|x| x.to_f64()).collect();
+                (weight, GpuMatrix::Bf16(device))
+            }
+            true => {
+                let scales: Vec<f32> = (0..n).map(|_| rng.random_range(0.001..0.01)).collect();
+                let codes: Vec<u8> = (values.iter().enumerate())
+                    .map(|(at, x)| e4m3_from_f32(x / scales[at / k]))
+                    .collect();
+                let wide = codes.iter().enumerate();
+                let weight = wide.map(|(at, code)| f64::from(e4m3_to_f32(*code)) * f64::from(scales[at / k]));
+                let weight = weight.collect();
+                let matrix = GpuMatrix::Fp8 {
+                    values: GpuWeight::new(&slab(&codes), 0..n * k),
+                    scales: GpuWeight::new(&slab(bytemuck::cast_slice(&scales)), 0..n),
+                    scaling: Fp8Scaling::Rows,
+                };
+                (weight, matrix)
+            }
+        };
+        let device_bias = bias
+            .as_ref()
+            .map(|bias| GpuWeight::new(&slab(bytemuck::cast_slice(bias)), 0..n));
+        Self {
+            weight,
+            bias,
+            k,
+            device: GpuLinear::new(matrix, device_bias, n, k),
+        }
+    }
+
+    fn forward(&self, x: &[f64]) -> Vec<f64> {
+        let rows = self.weight.chunks_exact(self.k).enumerate();
+        rows.map(|(at, row)| {
+            let dot: f64 = row.iter().zip(x).map(|(w, x)| w * x).sum();
+            dot + self.bias.as_ref().map_or(0.0, |bias| bias[at].to_f64())
+        })
+        .collect()
+    }
+}
+
+fn round(x: f64) -> f64 {
+    bf16::from_f64(x).to_f64()
+}
+
+fn widen(x: &[bf16]) -> Vec<f64> {
+    x.iter().map(|x| x.to_f64()).collect()
+}
+
+fn normalise(x: &[f64], weight: &[f32]) -> Vec<f64> {
+    let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
+    let scale = 1.0 / (square + f64::from(EPS)).sqrt();
+    let both = x.iter().zip(weight);
+    both.map(|(x, weight)| round(x * scale * f64::from(*weight)))
+        .collect()
+}
+
+/// What was added to `x`, rounded as it is.
+fn add(x: &[f64], delta: &[f64]) -> Vec<f64> {
+    x.iter().zip(delta).map(|(x, y)| round(x + round(*y))).collect()
+}
+
+struct Case {
+    what: String,
+    x: Vec<bf16>,
+    hidden: Vec<bf16>,
+    norms: [Vec<f32>; 2],
+    output: Layer,
+    gate_up: Layer,
+    down: Layer,
+    next: Option<Layer>,
+    activation: Activation,
+}
+
+/// The residual stream, what was activated, and the outputs of the last layer.
+#[derive(Debug, PartialEq)]
+struct Outputs {
+    hidden: Vec<bf16>,
+    activated: Vec<bf16>,
+    out: Vec<bf16>,
+}
+
+impl Case {
+    fn random(
+        gpu: &Gpu,
+        rng: &mut StdRng,
+        [attended, width, inner, next]: [usize; 4],
+        formats: [bool; 4],
+    ) -> Self {
+        let mut norm = || (0..width).map(|_| rng.random_range(0.5..1.5)).collect();
+        let norms = [norm(), norm()];
+        let activation = *ACTIVATIONS.choose(rng).unwrap();
+        let biases = [(); 3].map(|()| rng.random_bool(0.5));
+        Self {
+            what: format!(
+                "{attended} to {width}, {inner} inside, then {next}, e4m3 {formats:?}, biases {biases:?}, {activation:?}"
+            ),
+            x: common::random(rng, attended),
+            hidden: common::random(rng, width),
+            norms,
+            output: Layer::random(gpu, rng, formats[0], [width, attended], biases[0]),
+            gate_up: Layer::random(gpu, rng, formats[1], [2 * inner, width], false),
+            down: Layer::random(gpu, rng, formats[2], [width, inner], biases[1]),
+            next: (next > 0).then(|| Layer::random(gpu, rng, formats[3], [next, width], biases[2])),
+            activation,
+        }
+    }
+
+    fn layers(&self) -> [&GpuLinear; 3] {
+        [&self.output.device, &self.gate_up.device, &self.down.device]
+    }
+
+    fn next(&self) -> Option<&GpuLinear> {
+        self.next.as_ref().map(|next| &next.device)
+    }
+
+    fn run(&self, gpu: &Gpu, linears: &Linears) -> Outputs {
+        let (width, inner) = (self.hidden.len(), self.down.k);
+        let (x, hidden) = (common::upload(gpu, &self.x), common::upload(gpu, &self.hidden));
+        let norms = self.norms.each_ref().map(|norm| common::upload(gpu, norm));
+        let [norm, next_norm] = norms.each_ref().map(|norm| GpuNorm {
+            weight: norm.slice().range(0..width),
+            eps: EPS,
+        });
+        let outputs = self.next().map_or(0, GpuLinear::outputs);
+        let guard = 64;
+        let poisoned = |len: usize| common::poisoned::<bf16>(gpu, len + guard);
+        let (activated, out) = (poisoned(inner), poisoned(outputs));
+        linears
+            .forward_chain(&GpuChain {
+                x: x.slice().range(0..self.x.len()),
+                output: &self.output.device,
+                hidden: hidden.slice().range(0..width),
+                norm,
+                gate_up: &self.gate_up.device,
+                activation: self.activation,
+                activated: activated.slice().range(0..inner),
+                down: &self.down.device,
+                next: self.next().map(|linear| GpuChainEnd {
+                    norm: next_norm,
+                    linear,
+                    out: out.slice().range(0..outputs),
+                }),
+            })
+            .expect("a launch");
+        let unguarded = |slab: &GpuSlab, len: usize| {
+            let mut all: Vec<bf16> = common::download(gpu, slab, len + guard);
+            let beyond = all.split_off(len);
+            assert!(
+                beyond.iter().all(|x| x.is_nan()),
+                "{}: written past the end",
+                self.what
+            );
+            all
+        };
+        Outputs {
+            hidden: common::download(gpu, &hidden, width),
+            activated: unguarded(&activated, inner),
+            out: unguarded(&out, outputs),
+        }
+    }
+
+    /// Each part from what was found before it.
+    fn check(&self, found: &Outputs) {
+        let close = |part: &str, found: &[bf16], want: &[f64]| {
+            let what = format!("{}: {part}", self.what);
+            common::assert_close(&what, &common::widen(found), want, TOLERANCE);
+        };
+        let hidden = add(&widen(&self.hidden), &self.output.forward(&widen(&self.x)));
+        let gate_up = self.gate_up.forward(&normalise(&hidden, &self.norms[0]));
+        let (gate, up) = gate_up.split_at(self.down.k);
+        let activated = gate
+            .iter()
+            .zip(up)
+            .map(|(x, up)| activate(self.activation, *x) * up);
+        close("activated", &found.activated, &activated.collect::<Vec<_>>());
+        let hidden = add(&hidden, &self.down.forward(&widen(&found.activated)));
+        close("residual stream", &found.hidden, &hidden);
+        if let Some(next) = &self.next {
+            let out = next.forward(&normalise(&widen(&found.hidden), &self.norms[1]));
+            close("what follows", &found.out, &out);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn layers_of_one_row_in_one_launch() {
+    let gpu = common::gpu();
+    let linears = crate::linear::linears(&gpu);
+    let mut rng = common::rng("layers_of_one_row_in_one_launch");
+    let sizes = [
+        [64, 64, 96, 32],
+        [896, 896, 4864, 1152],
+        [512, 1024, 3072, 1000],
+        [4096, 4096, 512, 6144],
+        [2048, 256, 14336, 64],
+        [128, 64, 28672, 0],
+        [512, 5120, 640, 80],
+        [256, 8192, 272, 16],
+        [80, 2064, 6160, 2000],
+    ];
+    for size in sizes {
+        for formats in [
+            [false; 4],
+            [true; 4],
+            std::array::from_fn(|_| rng.random_bool(0.5)),
+        ] {
+            let case = Case::random(&gpu, &mut rng, size, formats);
+            let chains = linears.chains(case.layers(), case.next());
+            assert_eq!(chains, has_hopper_kernels(&gpu), "{}", case.what);
+            if !chains {
+                return;
+            }
+            let found = case.run(&gpu, &linears);
+            case.check(&found);
+            for _ in 0..5 {
+                assert!(case.run(&gpu, &linears) == found, "{}: other bits", case.what);
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn layers_that_do_not_fit_together_are_not_chained() {
+    let gpu = common::gpu();
+    let linears = crate::linear::linears(&gpu);
+    let mut rng = common::rng("layers_that_do_not_fit_together_are_not_chained");
+    let mut layer =
+        |n: usize, k: usize, bias: bool| Layer::random(&gpu, &mut rng, false, [n, k], bias).device;
+    let [output, gate_up, down] = [layer(64, 64, false), layer(192, 64, false), layer(64, 96, false)];
+    let next = layer(32, 64, false);
+    let fits = linears.chains([&output, &gate_up, &down], Some(&next));
+    assert_eq!(fits, has_hopper_kernels(&gpu));
+    // A bias of gates, inputs that are no whole pieces, a row that is too long, and other widths.
+    let others = [
+        (
+            [layer(64, 64, false), layer(192, 64, true), layer(64, 96, false)],
+            None,
+        ),
+        (
+            [layer(64, 68, false), layer(192, 64, false), layer(64, 96, false)],
+            None,
+        ),
+        (
+            [
+                layer(64, 64, false),
+                layer(60_000, 64, false),
+                layer(64, 30_000, false),
+            ],
+            None,
+        ),
+        (
+            [layer(64, 64, false), layer(192, 64, false), layer(64, 104, false)],
+            None,
+        ),
+        ([output, gate_up, down], Some(layer(32, 72, false))),
+    ];
+    for (layers, next) in &others {
+        assert!(!linears.chains(layers.each_ref(), next.as_ref()));
+    }
+}

@@ -1,0 +1,70 @@
+//! Layers of a step of one row whose products, from a mixer's output to the next mixer's projections, are one launch.
+
+use half::bf16;
+use plimsoll_device::cuda::{GpuError, GpuSlice};
+use plimsoll_kernels::cuda::{GpuChain, GpuChainEnd, GpuLinear};
+
+use super::Decoder;
+use super::layers::{Step, norm};
+use crate::blocks::{MlpKind, Norms};
+use crate::cuda::weights::{GpuLayer, GpuVector};
+use crate::spec;
+
+impl Decoder {
+    /// Whether a layer's products from its mixer's output on are one launch.
+    pub(super) fn chains(&self, layer: &GpuLayer, rows: usize) -> bool {
+        let MlpKind::Dense(mlp) = &layer.mlp.kind else {
+            return false;
+        };
+        let is_plain = !layer.spec.post_norms && !layer.spec.scalar && layer.input.is_none();
+        let products = [layer.mixer.output(), &mlp.gate_up, &mlp.down];
+        rows == 1 && is_plain && self.all_reduce().is_none() && self.linears.chains(products, None)
+    }
+}
+
+impl<'a> Step<'a, '_> {
+    /// Launches the products of the layer that waits, and with them these projections of what follows, if they can be a part of it.
+    /// Returns whether they were.
+    pub(super) fn launch_chain(
+        &mut self,
+        next: Option<(&Norms<'_, GpuVector>, &GpuLinear)>,
+    ) -> Result<bool, GpuError> {
+        let Some(index) = self.chain.take() else {
+            return Ok(false);
+        };
+        let decoder = self.decoder;
+        let layer = &decoder.weights.decoder.layers[index];
+        let (MlpKind::Dense(mlp), spec::Mlp::Dense(mlp_spec)) = (&layer.mlp.kind, &layer.spec.mlp) else {
+            unreachable!("layers with such an MLP wait");
+        };
+        let (output, gate_up, down) = (layer.mixer.output(), &mlp.gate_up, &mlp.down);
+        let next = next.filter(|(_, linear)| decoder.linears.chains([output, gate_up, down], Some(linear)));
+        let next = next.map(|(norms, linear)| GpuChainEnd {
+            norm: norm(norms),
+            linear,
+            out: self.row(self.act.qkv, linear.outputs()),
+        });
+        decoder.linears.forward_chain(&GpuChain {
+            x: self.row(self.act.attended, output.inputs()),
+            output,
+            hidden: self.row(self.act.hidden, output.outputs()),
+            norm: norm(&Norms {
+                added: None,
+                weight: layer.mlp.norm(),
+                eps: layer.spec.norm.eps,
+            }),
+            gate_up,
+            activation: mlp_spec.activation,
+            activated: self.row(self.act.activated, down.inputs()),
+            down,
+            next,
+        })?;
+        // As the norm ahead of projections leaves it: what a mixer gives is to be added next.
+        self.is_fresh = next.is_none();
+        Ok(next.is_some())
+    }
+
+    fn row(&self, of: GpuSlice<'a, bf16>, width: usize) -> GpuSlice<'a, bf16> {
+        of.range(0..width)
+    }
+}
