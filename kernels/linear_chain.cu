@@ -1,13 +1,13 @@
 // Linear layers of one row that follow each other, in one launch (sm_90a): a mixer's output projection, the two of an MLP, and the
 // projections that the next mixer begins with, with the residual sums and the norms between them.
 //
-// One block runs on each multiprocessor, and has its share of the outputs of each layer, whose weights are one range of memory. One
-// thread copies them to a ring of stages by the copy engine, layer after layer: it never waits for inputs, so the memory stays busy while
-// the blocks wait for each other. Bulk copies of 16 KiB and more read at 4.6 TB/s on an H200, copies of 16 bytes a lane at 4.3. The ring
+// One block runs on each multiprocessor, and has its share of the outputs of each layer, whose weights are one range of memory (if gated,
+// two). One thread copies them to a ring of stages by the copy engine, layer after layer: it never waits for inputs, so the memory stays
+// busy while the blocks wait for each other. Bulk copies of 16 KiB and more read at 4.6 TB/s on an H200, copies of 16 bytes a lane at 4.3. The ring
 // is deep, but few copies are under way at once: what blocks read of each other would queue behind them.
 //
 // All other warps multiply each row of weights, a thread always by the same inputs, which it keeps in registers. Sums of the warps are
-// added in a fixed order. Weights are bf16, or e4m3 with a factor for each row.
+// added in a fixed order.
 #include "activation.cuh"
 #include "rows.cuh"
 #include "tensor_map.cuh"
@@ -25,10 +25,9 @@ struct Link {
     const bf16* x;
     const float* norm;  // [k]; null for none
     float eps;
-    const uint8_t* weight;
-    const float* scales;  // of e4m3 weights, [n]; null for bf16
-    const bf16* bias;     // null for none
-    int n, k;             // if gated n outputs of 2 n rows: gate, up
+    const bf16* weight;
+    const bf16* bias;  // null for none
+    int n, k;          // if gated n outputs of 2 n rows: gate, up
     Take take;
     bf16* out;  // [n], to which outputs are added, or which takes them
 
@@ -50,36 +49,36 @@ struct Chain {
 // As crates/kernels/src/cuda/linear/chain.rs has them too.
 constexpr int kConsumers = 8;  // warps
 constexpr int kMostStages = 8;
-constexpr int kMostChunks = 14;
-constexpr int kMostNormChunks = 4;
+constexpr int kMostVecs = 14;     // of inputs of a thread
+constexpr int kMostNormVecs = 4;  // of those that are normalised
 constexpr int kStageRows = 16;
 constexpr int kSumRows = 128;
 
 constexpr int kConsumerThreads = kConsumers * kWarp;
-
-struct Shared {
-    Chain chain;
-    uint64_t full[kMostStages], empty[kMostStages];
-    float sums[kConsumers][kSumRows];  // if gated, first those of the gates, then of up
-    float squares[kConsumers];
-};
 
 // The outputs of a layer that a block computes, and how its stages have them.
 struct Share {
     int first, count;
     int row_bytes;
     int at_once;  // outputs of a stage
-    bool gated;
+    int batch;    // outputs whose sums are added at a time: those of whole stages
 
-    __device__ __forceinline__ Share(const Link& l, int stage_bytes) : gated(l.gated()) {
-        first = int(int64_t(l.n) * blockIdx.x / gridDim.x);
-        count = int(int64_t(l.n) * (blockIdx.x + 1) / gridDim.x) - first;
-        row_bytes = l.scales == nullptr ? 2 * l.k : l.k;
-        at_once = min(stage_bytes / row_bytes, kStageRows) >> int(gated);
+    __device__ __forceinline__ void set(const Link& l, int stage_bytes) {
+        const int gated = l.gated();
+        first = unsigned(l.n) * blockIdx.x / gridDim.x;
+        count = unsigned(l.n) * (blockIdx.x + 1) / gridDim.x - first;
+        row_bytes = l.k * int(sizeof(bf16));
+        at_once = min(stage_bytes / row_bytes, kStageRows) >> gated;
+        batch = (kSumRows >> gated) / at_once * at_once;
     }
+};
 
-    // Outputs whose sums are added at a time: those of whole stages.
-    __device__ __forceinline__ int batch() const { return (kSumRows >> int(gated)) / at_once * at_once; }
+struct Shared {
+    Chain chain;
+    Share shares[kMostLinks];
+    uint64_t full[kMostStages], empty[kMostStages];
+    float sums[kConsumers][kSumRows];  // if gated, first those of the gates, then of up
+    float squares[kConsumers];
 };
 
 struct Ring {
@@ -91,7 +90,7 @@ struct Ring {
 };
 
 // Begins to copy weights, which are read once.
-__device__ __forceinline__ void copy_weights(void* to, const uint8_t* from, int bytes, uint64_t* barrier, uint64_t policy) {
+__device__ __forceinline__ void copy_weights(void* to, const bf16* from, int bytes, uint64_t* barrier, uint64_t policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
                      shared_address(to)),
                  "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
@@ -107,7 +106,7 @@ __device__ __forceinline__ void produce(Shared& shared, uint8_t* memory) {
     int begun = 0;
     for (int link = 0; link < c.count; ++link) {
         const Link& l = c.links[link];
-        const Share share(l, c.stage_bytes);
+        const Share share = shared.shares[link];
         for (int i = 0; i < share.count; i += share.at_once) {
             const int bytes = min(share.at_once, share.count - i) * share.row_bytes;
             barrier_wait(&shared.empty[ring.place], ring.phase ^ 1);
@@ -117,32 +116,13 @@ __device__ __forceinline__ void produce(Shared& shared, uint8_t* memory) {
             }
             uint64_t* const full = &shared.full[ring.place];
             uint8_t* const to = memory + ring.place * c.stage_bytes;
-            const uint8_t* const from = l.weight + size_t(share.first + i) * share.row_bytes;
-            barrier_expect_bytes(full, share.gated ? 2 * bytes : bytes);
+            const bf16* const from = l.weight + size_t(share.first + i) * l.k;
+            barrier_expect_bytes(full, l.gated() ? 2 * bytes : bytes);
             copy_weights(to, from, bytes, full, policy);
-            if (share.gated) copy_weights(to + bytes, from + size_t(l.n) * share.row_bytes, bytes, full, policy);
+            if (l.gated()) copy_weights(to + bytes, from + size_t(l.n) * l.k, bytes, full, policy);
             ring.next();
         }
     }
-}
-
-// Eight weights from shared memory.
-template <bool kFp8>
-__device__ __forceinline__ Float8 load_weights(uint32_t from) {
-    if constexpr (!kFp8) {
-        const uint4 v = load_shared16(from);
-        return widen(reinterpret_cast<const Bf16x8&>(v));
-    }
-    const uint2 v = load_shared8(from);
-    const uint16_t pairs[4] = {uint16_t(v.x), uint16_t(v.x >> 16), uint16_t(v.y), uint16_t(v.y >> 16)};
-    Float8 wide;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const __half2_raw half = __nv_cvt_fp8x2_to_halfraw2(pairs[i], __NV_E4M3);
-        const float2 pair = __half22float2(__half2(half));
-        wide.at[2 * i] = pair.x, wide.at[2 * i + 1] = pair.y;
-    }
-    return wide;
 }
 
 // Keeps the compiler from widening many of these ahead of a loop: it has no registers for that.
@@ -153,25 +133,19 @@ __device__ __forceinline__ void keep_narrow(Bf16x8& x) {
 
 // The sums over a warp of one, two or four values; a lane gets that of value `lane * kValues / kWarp`.
 template <int kValues>
-__device__ __forceinline__ float sum_values(const float (&x)[kValues]) {
-    float half[2] = {x[0], x[0]}, one = x[0];
+__device__ __forceinline__ float sum_values(float (&x)[kValues]) {
     int offset = kWarp / 2;
-    if constexpr (kValues == 4) {
+#pragma unroll
+    for (int half = kValues / 2; half > 0; half /= 2, offset /= 2) {
         const bool upper = threadIdx.x & offset;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) half[i] = (upper ? x[i + 2] : x[i]) + __shfl_xor_sync(kAllLanes, upper ? x[i] : x[i + 2], offset);
-        offset /= 2;
-    } else if constexpr (kValues == 2) {
-        half[1] = x[1];
-    }
-    if constexpr (kValues > 1) {
-        const bool upper = threadIdx.x & offset;
-        one = (upper ? half[1] : half[0]) + __shfl_xor_sync(kAllLanes, upper ? half[0] : half[1], offset);
-        offset /= 2;
+        for (int i = 0; i < half; ++i) {
+            x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(kAllLanes, upper ? x[i] : x[i + half], offset);
+        }
     }
 #pragma unroll
-    for (; offset > 0; offset /= 2) one += __shfl_xor_sync(kAllLanes, one, offset);
-    return one;
+    for (; offset > 0; offset /= 2) x[0] += __shfl_xor_sync(kAllLanes, x[0], offset);
+    return x[0];
 }
 
 struct Consumer {
@@ -180,8 +154,9 @@ struct Consumer {
     uint32_t memory;
     Ring ring;
     int waits = 0;
-    Bf16x8 x[kMostChunks];  // chunks `thread`, `thread + threads`, ... of the inputs
-    bf16 residual;          // of the output that this thread adds to
+    Bf16x8 x[kMostVecs];  // vectors `thread`, `thread + threads`, ... of the inputs
+    Float8 norm[kMostNormVecs];
+    bf16 residual;  // of the output that this thread adds to
 
     __device__ __forceinline__ Consumer(Shared& shared, uint8_t* memory)
         : c(shared.chain), shared(shared), memory(shared_address(memory)), ring{shared.chain.stages} {}
@@ -194,10 +169,12 @@ struct Consumer {
         ++waits;
         if (threadIdx.x == 0) {
             asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(c.arrived) : "memory");
-            unsigned arrived;
-            do {
+            while (true) {
+                unsigned arrived;
                 asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(c.arrived) : "memory");
-            } while (arrived < waits * gridDim.x);
+                if (arrived >= waits * gridDim.x) break;
+                __nanosleep(20);
+            }
         }
         sync();
     }
@@ -207,23 +184,30 @@ struct Consumer {
         if (threadIdx.x == 0 && atomicAdd(c.arrived, 1) + 1 == (waits + 1) * gridDim.x) atomicExch(c.arrived, 0);
     }
 
-    // Inputs, past the cache of the multiprocessor: other blocks have just written them.
-    __device__ __forceinline__ void load(const bf16* from, int k) {
+    // Past the cache of the multiprocessor, as other blocks have just written them.
+    __device__ __forceinline__ void load(const Link& l) {
 #pragma unroll
-        for (int i = 0; i < kMostChunks; ++i) {
-            const int chunk = threadIdx.x + i * kConsumerThreads;
-            if (chunk >= k / kVec) continue;
-            const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from) + chunk);
+        for (int i = 0; i < kMostVecs; ++i) {
+            const int vec = threadIdx.x + i * kConsumerThreads;
+            if (vec * kVec >= l.k) continue;
+            const uint4 v = __ldcg(reinterpret_cast<const uint4*>(l.x) + vec);
             x[i] = reinterpret_cast<const Bf16x8&>(v);
         }
     }
 
+    __device__ __forceinline__ void load_norm(const Link& l) {
+#pragma unroll
+        for (int i = 0; i < kMostNormVecs; ++i) {
+            const int vec = threadIdx.x + i * kConsumerThreads;
+            if (vec * kVec < l.k) norm[i] = load_floats(l.norm + vec * kVec);
+        }
+    }
+
     __device__ __forceinline__ void normalise(const Link& l) {
-        const int k = l.k;
         float squares = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kMostNormChunks; ++i) {
-            if (int(threadIdx.x) + i * kConsumerThreads < k / kVec) squares += sum_of_squares(widen(x[i]));
+        for (int i = 0; i < kMostNormVecs; ++i) {
+            if ((int(threadIdx.x) + i * kConsumerThreads) * kVec < l.k) squares += sum_of_squares(widen(x[i]));
         }
         squares = warp_sum(squares);
         if (threadIdx.x % kWarp == 0) shared.squares[threadIdx.x / kWarp] = squares;
@@ -231,42 +215,40 @@ struct Consumer {
         squares = 0.0f;
 #pragma unroll
         for (int i = 0; i < kConsumers; ++i) squares += shared.squares[i];
-        const float scale = rsqrtf(squares / float(k) + l.eps);
+        const float scale = rsqrtf(squares / float(l.k) + l.eps);
 #pragma unroll
-        for (int i = 0; i < kMostNormChunks; ++i) {
-            const int chunk = threadIdx.x + i * kConsumerThreads;
-            if (chunk >= k / kVec) continue;
+        for (int i = 0; i < kMostNormVecs; ++i) {
             Float8 wide = widen(x[i]);
-            const Float8 weight = load_floats(l.norm + chunk * kVec);
 #pragma unroll
-            for (int j = 0; j < kVec; ++j) wide.at[j] = wide.at[j] * scale * weight.at[j];
+            for (int j = 0; j < kVec; ++j) wide.at[j] = wide.at[j] * scale * norm[i].at[j];
             x[i] = narrow(wide);
         }
     }
 
     // The sums of each warp of so many outputs, `kRows` rows of weights at a time.
-    template <int kChunks, int kRows, bool kFp8>
-    __device__ __forceinline__ void multiply(const Share& share, int outputs, int chunks) {
-        constexpr int kChunkBytes = kFp8 ? kVec : 2 * kVec;
-        const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    template <int kVecs, int kRows>
+    __device__ __forceinline__ void multiply(const Share& share, bool gated, int outputs) {
+        constexpr int kVecBytes = kVec * sizeof(bf16);
+        const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, vecs = share.row_bytes / kVecBytes;
 #pragma unroll 1
         for (int first = 0; first < outputs; first += share.at_once) {
-            const int given = min(share.at_once, outputs - first), rows = given << int(share.gated);
+            const int given = min(share.at_once, outputs - first), rows = given << int(gated);
             barrier_wait(&shared.full[ring.place], ring.phase);
-            const uint32_t from = memory + ring.place * c.stage_bytes + threadIdx.x * kChunkBytes;
+            const uint32_t from = memory + ring.place * c.stage_bytes + threadIdx.x * kVecBytes;
 #pragma unroll 1
             for (int low = 0; low < rows; low += kRows) {
                 float even[kRows] = {}, odd[kRows] = {};
 #pragma unroll
-                for (int i = 0; i < kChunks; ++i) {
-                    if (int(threadIdx.x) + i * kConsumerThreads >= chunks) continue;
-                    if constexpr (kChunks > 4) keep_narrow(x[i]);
+                for (int i = 0; i < kVecs; ++i) {
+                    if (int(threadIdx.x) + i * kConsumerThreads >= vecs) continue;
+                    if constexpr (kVecs > 4) keep_narrow(x[i]);
                     const Float8 inputs = widen(x[i]);
 #pragma unroll
                     for (int j = 0; j < kRows; ++j) {
                         // Past the last row it is multiplied again, and left.
                         const int row = min(low + j, rows - 1);
-                        const Float8 weights = load_weights<kFp8>(from + row * share.row_bytes + i * kConsumerThreads * kChunkBytes);
+                        const uint4 v = load_shared16(from + row * share.row_bytes + i * kConsumerThreads * kVecBytes);
+                        const Float8 weights = widen(reinterpret_cast<const Bf16x8&>(v));
 #pragma unroll
                         for (int e = 0; e < kVec; e += 2) {
                             even[j] = fmaf(weights.at[e], inputs.at[e], even[j]);
@@ -287,14 +269,14 @@ struct Consumer {
         }
     }
 
-    template <bool kFp8>
-    __device__ __forceinline__ void multiply(const Share& share, int outputs, int k) {
-        const int chunks = k / kVec, each = (chunks + kConsumerThreads - 1) / kConsumerThreads;
-        if (each <= 1) return multiply<1, 4, kFp8>(share, outputs, chunks);
-        if (each <= 2) return multiply<2, 4, kFp8>(share, outputs, chunks);
-        if (each <= 4) return multiply<4, 2, kFp8>(share, outputs, chunks);
-        if (each <= 7) return multiply<7, 1, kFp8>(share, outputs, chunks);
-        return multiply<kMostChunks, 1, kFp8>(share, outputs, chunks);
+    __device__ __forceinline__ void multiply(const Share& share, const Link& l, int outputs) {
+        // As many rows at a time as a stage has of the longest such rows.
+        const int vecs = (l.k + kVec * kConsumerThreads - 1) / (kVec * kConsumerThreads);
+        if (vecs <= 1) return multiply<1, 4>(share, l.gated(), outputs);
+        if (vecs <= 2) return multiply<2, 4>(share, l.gated(), outputs);
+        if (vecs <= 4) return multiply<4, 2>(share, l.gated(), outputs);
+        if (vecs <= 7) return multiply<7, 1>(share, l.gated(), outputs);
+        multiply<kMostVecs, 1>(share, l.gated(), outputs);
     }
 
     __device__ __forceinline__ float sum(int at) const {
@@ -306,10 +288,6 @@ struct Consumer {
 
     // An output, and if gated its value of up.
     __device__ __forceinline__ void take(const Link& l, int row, float value, float up) {
-        if (l.scales != nullptr) {
-            value *= l.scales[row];
-            if (l.gated()) up *= l.scales[l.n + row];
-        }
         if (l.bias != nullptr) value += __bfloat162float(l.bias[row]);
         if (l.take == Take::kGlu) value = value / (1.0f + __expf(-sigmoid_input(c.activation, value))) * up;
         bf16 out = __float2bfloat16(value);
@@ -321,33 +299,30 @@ struct Consumer {
     }
 
     // A layer's products with x.
-    __device__ __forceinline__ void compute(const Link& l) {
-        const Share share(l, c.stage_bytes);
-        const int batch = share.batch(), at = threadIdx.x;
-        for (int first = 0; first < share.count; first += batch) {
-            const int outputs = min(batch, share.count - first);
+    __device__ __forceinline__ void compute(const Link& l, const Share& share) {
+        const int at = threadIdx.x;
+#pragma unroll 1
+        for (int first = 0; first < share.count; first += share.batch) {
+            const int outputs = min(share.batch, share.count - first);
             if (first > 0) sync();
-            if (l.scales == nullptr) {
-                multiply<false>(share, outputs, l.k);
-            } else {
-                multiply<true>(share, outputs, l.k);
-            }
+            multiply(share, l, outputs);
             sync();
-            if (at < outputs) take(l, share.first + first + at, sum(at), share.gated ? sum(kSumRows / 2 + at) : 0.0f);
+            if (at < outputs) take(l, share.first + first + at, sum(at), l.gated() ? sum(kSumRows / 2 + at) : 0.0f);
         }
     }
 
     __device__ __forceinline__ void run() {
         pdl_wait();
-        const Share own(c.links[0], c.stage_bytes);
+        const Share& own = shared.shares[0];
         if (int(threadIdx.x) < own.count) residual = c.links[0].out[own.first + threadIdx.x];
 #pragma unroll 1
         for (int link = 0; link < c.count; ++link) {
             const Link& l = c.links[link];
+            if (l.norm != nullptr) load_norm(l);
             if (link > 0) meet();
-            load(l.x, l.k);
+            load(l);
             if (l.norm != nullptr) normalise(l);
-            compute(l);
+            compute(l, shared.shares[link]);
         }
         leave();
     }
@@ -359,6 +334,7 @@ __device__ __forceinline__ void run(const Chain& chain) {
     pdl_launch();
     if (threadIdx.x == 0) {
         shared.chain = chain;
+        for (int i = 0; i < chain.count; ++i) shared.shares[i].set(shared.chain.links[i], chain.stage_bytes);
         for (int i = 0; i < chain.stages; ++i) {
             barrier_init(&shared.full[i], 1);
             barrier_init(&shared.empty[i], kConsumers);
@@ -391,16 +367,15 @@ __device__ __forceinline__ void run(const Chain&) {}
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kChainThreads, 1)
-    linear_chain(const bf16* x, const uint8_t* output, const float* output_scales, const bf16* output_bias, const uint8_t* gate_up,
-                 const float* gate_up_scales, const uint8_t* down, const float* down_scales, const bf16* down_bias, const uint8_t* next,
-                 const float* next_scales, const bf16* next_bias, bf16* hidden, const float* norm, const float* next_norm,
-                 bf16* activated, bf16* out, unsigned* arrived, int attended, int width, int inner, int next_outputs, float eps,
-                 float next_eps, int activation, int stage_bytes, int stages, int in_flight) {
+    linear_chain(const bf16* x, const bf16* output, const bf16* output_bias, const bf16* gate_up, const bf16* down, const bf16* down_bias,
+                 const bf16* next, const bf16* next_bias, bf16* hidden, const float* norm, const float* next_norm, bf16* activated,
+                 bf16* out, unsigned* arrived, int attended, int width, int inner, int next_outputs, float eps, float next_eps,
+                 int activation, int stage_bytes, int stages, int in_flight) {
     const Link links[kMostLinks] = {
-        {x, nullptr, 0.0f, output, output_scales, output_bias, width, attended, Take::kAdd, hidden},
-        {hidden, norm, eps, gate_up, gate_up_scales, nullptr, inner, width, Take::kGlu, activated},
-        {activated, nullptr, 0.0f, down, down_scales, down_bias, width, inner, Take::kAdd, hidden},
-        {hidden, next_norm, next_eps, next, next_scales, next_bias, next_outputs, width, Take::kStore, out},
+        {x, nullptr, 0.0f, output, output_bias, width, attended, Take::kAdd, hidden},
+        {hidden, norm, eps, gate_up, nullptr, inner, width, Take::kGlu, activated},
+        {activated, nullptr, 0.0f, down, down_bias, width, inner, Take::kAdd, hidden},
+        {hidden, next_norm, next_eps, next, next_bias, next_outputs, width, Take::kStore, out},
     };
     run({{links[0], links[1], links[2], links[3]},
          next == nullptr ? 3 : 4,

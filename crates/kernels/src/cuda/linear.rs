@@ -30,7 +30,7 @@ use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use super::GpuNorm;
 use crate::Activation;
 use chain::ChainKernel;
-pub use chain::{GpuChain, GpuChainEnd};
+pub use chain::{ChainUse, GpuChain, GpuChainEnd};
 use choice::Choice;
 pub use cublas_lt::FP8_CAPABILITY;
 pub(super) use cublas_lt::find as find_cublas;

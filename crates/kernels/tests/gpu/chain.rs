@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    Fp8Scaling, GpuChain, GpuChainEnd, GpuLinear, GpuMatrix, GpuNorm, GpuWeight, Linears, has_hopper_kernels,
+    GpuChain, GpuChainEnd, GpuLinear, GpuMatrix, GpuNorm, GpuWeight, Linears, has_hopper_kernels,
 };
-use plimsoll_kernels::{Activation, e4m3_from_f32, e4m3_to_f32};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -29,39 +29,18 @@ struct Layer {
 }
 
 impl Layer {
-    fn random(gpu: &Gpu, rng: &mut StdRng, fp8: bool, [n, k]: [usize; 2], bias: bool) -> Self {
+    fn random(gpu: &Gpu, rng: &mut StdRng, [n, k]: [usize; 2], bias: bool) -> Self {
         let scale = (3.0 / k as f32).sqrt();
         let values: Vec<f32> = (0..n * k).map(|_| rng.random_range(-1.0..1.0) * scale).collect();
         let bias = bias.then(|| common::random(rng, n));
         let slab = |bytes: &[u8]| Arc::new(common::upload(gpu, bytes));
-        let (weight, matrix) = match fp8 {
-            false => {
-                let values: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
-                let device = GpuWeight::new(&slab(bytemuck::cast_slice(&values)), 0..n * k);
-                let weight = values.iter().map(|x| x.to_f64()).collect();
-                (weight, GpuMatrix::Bf16(device))
-            }
-            true => {
-                let scales: Vec<f32> = (0..n).map(|_| rng.random_range(0.001..0.01)).collect();
-                let codes: Vec<u8> = (values.iter().enumerate())
-                    .map(|(at, x)| e4m3_from_f32(x / scales[at / k]))
-                    .collect();
-                let wide = codes.iter().enumerate();
-                let weight = wide.map(|(at, code)| f64::from(e4m3_to_f32(*code)) * f64::from(scales[at / k]));
-                let weight = weight.collect();
-                let matrix = GpuMatrix::Fp8 {
-                    values: GpuWeight::new(&slab(&codes), 0..n * k),
-                    scales: GpuWeight::new(&slab(bytemuck::cast_slice(&scales)), 0..n),
-                    scaling: Fp8Scaling::Rows,
-                };
-                (weight, matrix)
-            }
-        };
+        let values: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
+        let matrix = GpuMatrix::Bf16(GpuWeight::new(&slab(bytemuck::cast_slice(&values)), 0..n * k));
         let device_bias = bias
             .as_ref()
             .map(|bias| GpuWeight::new(&slab(bytemuck::cast_slice(bias)), 0..n));
         Self {
-            weight,
+            weight: widen(&values),
             bias,
             k,
             device: GpuLinear::new(matrix, device_bias, n, k),
@@ -120,27 +99,22 @@ struct Outputs {
 }
 
 impl Case {
-    fn random(
-        gpu: &Gpu,
-        rng: &mut StdRng,
-        [attended, width, inner, next]: [usize; 4],
-        formats: [bool; 4],
-    ) -> Self {
+    fn random(gpu: &Gpu, rng: &mut StdRng, [attended, width, inner, next]: [usize; 4]) -> Self {
         let mut norm = || (0..width).map(|_| rng.random_range(0.5..1.5)).collect();
         let norms = [norm(), norm()];
         let activation = *ACTIVATIONS.choose(rng).unwrap();
         let biases = [(); 3].map(|()| rng.random_bool(0.5));
         Self {
             what: format!(
-                "{attended} to {width}, {inner} inside, then {next}, e4m3 {formats:?}, biases {biases:?}, {activation:?}"
+                "{attended} to {width}, {inner} inside, then {next}, biases {biases:?}, {activation:?}"
             ),
             x: common::random(rng, attended),
             hidden: common::random(rng, width),
             norms,
-            output: Layer::random(gpu, rng, formats[0], [width, attended], biases[0]),
-            gate_up: Layer::random(gpu, rng, formats[1], [2 * inner, width], false),
-            down: Layer::random(gpu, rng, formats[2], [width, inner], biases[1]),
-            next: (next > 0).then(|| Layer::random(gpu, rng, formats[3], [next, width], biases[2])),
+            output: Layer::random(gpu, rng, [width, attended], biases[0]),
+            gate_up: Layer::random(gpu, rng, [2 * inner, width], false),
+            down: Layer::random(gpu, rng, [width, inner], biases[1]),
+            next: (next > 0).then(|| Layer::random(gpu, rng, [next, width], biases[2])),
             activation,
         }
     }
@@ -240,12 +214,8 @@ fn layers_of_one_row_in_one_launch() {
         [80, 2064, 6160, 2000],
     ];
     for size in sizes {
-        for formats in [
-            [false; 4],
-            [true; 4],
-            std::array::from_fn(|_| rng.random_bool(0.5)),
-        ] {
-            let case = Case::random(&gpu, &mut rng, size, formats);
+        for _ in 0..2 {
+            let case = Case::random(&gpu, &mut rng, size);
             let chains = linears.chains(case.layers(), case.next());
             assert_eq!(chains, has_hopper_kernels(&gpu), "{}", case.what);
             if !chains {
@@ -266,8 +236,7 @@ fn layers_that_do_not_fit_together_are_not_chained() {
     let gpu = common::gpu();
     let linears = crate::linear::linears(&gpu);
     let mut rng = common::rng("layers_that_do_not_fit_together_are_not_chained");
-    let mut layer =
-        |n: usize, k: usize, bias: bool| Layer::random(&gpu, &mut rng, false, [n, k], bias).device;
+    let mut layer = |n: usize, k: usize, bias: bool| Layer::random(&gpu, &mut rng, [n, k], bias).device;
     let [output, gate_up, down] = [layer(64, 64, false), layer(192, 64, false), layer(64, 96, false)];
     let next = layer(32, 64, false);
     let fits = linears.chains([&output, &gate_up, &down], Some(&next));

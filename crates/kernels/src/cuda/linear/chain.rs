@@ -1,5 +1,6 @@
-//! Linear layers of one row that follow each other, in one launch: `kernels/linear_chain.cu`.
+//! Linear layers of one row that follow each other, with weights in bf16, in one launch: `kernels/linear_chain.cu`.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use half::bf16;
@@ -7,17 +8,18 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Lau
 
 use super::cublas_lt::WORKSPACE;
 use super::hopper::SUM_BYTES;
-use super::{Fp8Scaling, GpuLinear, GpuValues, Linears};
+use super::tune::Kind;
+use super::{GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
 use crate::Activation;
 use crate::cuda::{GpuNorm, has_hopper_kernels};
 
-/// Constants of the kernel: threads that multiply and all threads, inputs that a thread takes at once, most such chunks of a row, of one
-/// that is normalised too, most stages, and most outputs whose sums are added at a time, less what whole stages may leave of them.
+/// Constants of the kernel: threads that multiply and all threads, inputs of a vector, most vectors of a thread, and of one whose inputs are
+/// normalised, most stages, and outputs of which a block can add all sums at once.
 const CONSUMERS: usize = 256;
 const THREADS: usize = 288;
-const CHUNK: usize = 8;
-const MOST_CHUNKS: usize = 14;
-const MOST_NORM_CHUNKS: usize = 4;
+const VEC: usize = 8;
+const MOST_VECS: usize = 14;
+const MOST_NORM_VECS: usize = 4;
 const MOST_STAGES: usize = 8;
 const LEAST_SUMS: usize = 112;
 /// Copies in bulk are multiples of this.
@@ -69,12 +71,23 @@ pub struct GpuChainEnd<'a> {
     pub out: GpuSlice<'a, bf16>,
 }
 
+/// Layers of a chain to be measured.
+#[derive(Clone, Copy, Debug)]
+pub struct ChainUse<'a> {
+    /// Each a mixer's output, gate and up, down, and what follows: measured in turn, so several keep the weights out of the cache.
+    pub layers: &'a [[&'a GpuLinear; 4]],
+    /// Of the gate.
+    pub activation: Activation,
+}
+
 #[derive(Debug)]
 pub(super) struct ChainKernel {
     gpu: Gpu,
     /// On GPUs of Hopper's generation.
     function: Option<Function>,
     workspace: Arc<GpuSlab>,
+    /// Up to the end of an MLP, layers that were faster one by one.
+    slower: HashSet<[Kind; 3]>,
 }
 
 /// How the weights of a chain go through shared memory.
@@ -100,15 +113,12 @@ impl Ring {
 
 /// Bytes of a row of weights of a layer that the kernel can compute.
 fn row_bytes(linear: &GpuLinear) -> Option<usize> {
-    let element = match linear.matrix().values()? {
-        GpuValues::Bf16 => size_of::<bf16>(),
-        GpuValues::Fp8(Fp8Scaling::Rows) => size_of::<u8>(),
-        GpuValues::Fp8(Fp8Scaling::Blocks) | GpuValues::Int4(_) | GpuValues::Gguf(_) => return None,
-    };
-    let bytes = linear.k * element;
-    let chunks = linear.k.div_ceil(CHUNK).div_ceil(CONSUMERS);
-    let aligned = bytes.is_multiple_of(PIECE) && linear.operands().weight.is_multiple_of(PIECE as u64);
-    (aligned && linear.k.is_multiple_of(CHUNK) && chunks <= MOST_CHUNKS).then_some(bytes)
+    let bytes = linear.k * size_of::<bf16>();
+    let fits = linear.matrix().values() == Some(GpuValues::Bf16)
+        && linear.k <= MOST_VECS * CONSUMERS * VEC
+        && bytes.is_multiple_of(PIECE)
+        && linear.operands().weight.is_multiple_of(PIECE as u64);
+    fits.then_some(bytes)
 }
 
 impl ChainKernel {
@@ -117,16 +127,23 @@ impl ChainKernel {
         let function = match has_hopper_kernels(gpu) {
             false => None,
             true => {
-                let function = crate::cuda::load(gpu, "linear_chain")?.function("linear_chain")?;
-                function.allow_shared(gpu.info().max_shared_bytes - STATIC_BYTES)?;
+                let (info, function) = (
+                    gpu.info(),
+                    crate::cuda::load(gpu, "linear_chain")?.function("linear_chain")?,
+                );
+                let shared = info.max_shared_bytes - STATIC_BYTES;
+                function.allow_shared(shared)?;
                 gpu.fill(counter(workspace), 0)?;
-                Some(function)
+                // Its blocks wait for each other: all must run at once.
+                let at_once = function.clusters_at_once(1, THREADS, shared)?;
+                (at_once >= info.sm_count).then_some(function)
             }
         };
         Ok(Self {
             gpu: gpu.clone(),
             function,
             workspace: Arc::clone(workspace),
+            slower: HashSet::new(),
         })
     }
 
@@ -137,7 +154,7 @@ impl ChainKernel {
             && down.n == width
             && gate_up.bias.is_none()
             && gate_up.n == 2 * down.k
-            && width <= MOST_NORM_CHUNKS * CONSUMERS * CHUNK
+            && width <= MOST_NORM_VECS * CONSUMERS * VEC
             && width.div_ceil(sm_count) <= LEAST_SUMS
             && [Some(gate_up), next]
                 .into_iter()
@@ -161,7 +178,80 @@ impl Linears {
     /// Whether [`Self::forward_chain`] can, and should, be used for one row of these layers: a mixer's output, gate and up, down, and the
     /// next projections if they are to be a part of it.
     pub fn chains(&self, layers: [&GpuLinear; 3], next: Option<&GpuLinear>) -> bool {
-        self.fixed.is_none() && self.chain.ring(layers, next).is_some()
+        let is_slower = || self.chain.slower.contains(&layers.map(of_one_row));
+        self.fixed.is_none() && self.chain.ring(layers, next).is_some() && !is_slower()
+    }
+
+    /// Measures whether layers are faster in one launch than one by one, for which [`Self::measure`] was called. Returns the
+    /// microseconds of both; `None` if they cannot be one launch, or there is not enough room.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the device.
+    ///
+    /// # Panics
+    /// If there are no layers.
+    pub fn measure_chain(
+        &mut self,
+        of: ChainUse<'_>,
+        scratch: LinearScratch<'_>,
+    ) -> Result<Option<[f32; 2]>, GpuError> {
+        let ChainUse { layers, activation } = of;
+        let [output, gate_up, down, next] = *layers.first().expect("layers to measure");
+        let fits = |[output, gate_up, down, next]: [&GpuLinear; 4]| {
+            self.chain.ring([output, gate_up, down], Some(next)).is_some()
+        };
+        let out = scratch.out.cast::<bf16>();
+        let (room, width) = (scratch.x.len().min(out.len()), output.n.next_multiple_of(64));
+        // Norms are of four bytes.
+        let parts = [output.k, 2 * width, width, down.k, next.n];
+        let ends = parts.iter().scan(0, |end, part| {
+            *end += part.next_multiple_of(64);
+            Some(*end)
+        });
+        let ends: Vec<usize> = ends.collect();
+        if !layers.iter().all(|layers| fits(*layers)) || ends[4] > room {
+            return Ok(None);
+        }
+        let known = |linear: &GpuLinear, output: LinearOutput| self.measured_us(linear, 1, output);
+        let gated = LinearOutput::Glu(activation);
+        let apart = [
+            known(output, LinearOutput::Bf16),
+            known(gate_up, gated),
+            known(down, LinearOutput::Bf16),
+            known(next, LinearOutput::Bf16),
+        ];
+        let Some(apart) = apart.into_iter().sum::<Option<f32>>() else {
+            return Ok(None);
+        };
+        let part = |of: usize| ends[of] - parts[of].next_multiple_of(64)..ends[of];
+        let bytes = |of: usize| scratch.x.range(part(of));
+        let norm = GpuNorm {
+            weight: bytes(1).cast::<f32>().range(0..output.n),
+            eps: 1.0,
+        };
+        let us = self.time_calls(layers.len(), |call| {
+            let [output, gate_up, down, next] = layers[call];
+            self.forward_chain(&GpuChain {
+                x: bytes(0).range(0..output.k),
+                output,
+                hidden: out.range(part(2)).range(0..output.n),
+                norm,
+                gate_up,
+                activation,
+                activated: out.range(part(3)).range(0..down.k),
+                down,
+                next: Some(GpuChainEnd {
+                    norm,
+                    linear: next,
+                    out: out.range(part(4)).range(0..next.n),
+                }),
+            })?;
+            self.stream.pause()
+        })?;
+        if us >= apart {
+            self.chain.slower.insert([output, gate_up, down].map(of_one_row));
+        }
+        Ok(Some([us, apart]))
     }
 
     /// Computes the layers of a chain in one launch, for one row.
@@ -211,15 +301,11 @@ impl Linears {
         let args = [
             x.into(),
             output.weight.into(),
-            output.weight_scales.into(),
             output.bias.into(),
             gate_up.weight.into(),
-            gate_up.weight_scales.into(),
             down.weight.into(),
-            down.weight_scales.into(),
             down.bias.into(),
             of_end(end.map(|end| end.weight)),
-            of_end(end.map(|end| end.weight_scales)),
             of_end(end.map(|end| end.bias)),
             hidden.into(),
             norm.weight.into(),
@@ -248,6 +334,11 @@ impl Linears {
         // other: there is one for each multiprocessor, which has room for it once the kernels ahead have ended.
         unsafe { kernel.gpu.launch(function, launch, &args) }
     }
+}
+
+/// What decides how fast a layer is for one row.
+fn of_one_row(linear: &GpuLinear) -> Kind {
+    Kind::from(&linear.key(1, LinearOutput::Bf16))
 }
 
 fn counter(workspace: &GpuSlab) -> GpuSlice<'_, u8> {

@@ -107,7 +107,7 @@ impl fmt::Display for LinearChoice {
 
 /// Layers that are computed alike, but for the number of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Kind {
+pub(super) struct Kind {
     n: usize,
     k: usize,
     bias: bool,
@@ -223,6 +223,32 @@ impl Linears {
         }
         self.known().clear();
         Ok(())
+    }
+
+    /// Microseconds of a layer, with the pause after it where there is one, as [`Self::measure`] found.
+    pub(super) fn measured_us(&self, linear: &GpuLinear, rows: usize, output: LinearOutput) -> Option<f32> {
+        let found = self.measurements.find(&linear.key(rows, output));
+        found.map(|measured| measured.us)
+    }
+
+    /// Microseconds of each of so many calls that launch kernels, in a graph.
+    pub(super) fn time_calls(
+        &self,
+        calls: usize,
+        mut launch: impl FnMut(usize) -> Result<(), GpuError>,
+    ) -> Result<f32, GpuError> {
+        let (start, end) = (self.gpu.event()?, self.gpu.event()?);
+        let graph = self.gpu.capture(|| (0..calls).try_for_each(&mut launch))?;
+        graph.launch()?;
+        let mut least = f32::INFINITY;
+        for _ in 0..REPEATS {
+            start.record()?;
+            graph.launch()?;
+            end.record()?;
+            end.synchronize()?;
+            least = least.min(start.elapsed_ms(&end)? * 1e3 / calls as f32);
+        }
+        Ok(least)
     }
 
     /// What [`Self::measure`] found.

@@ -3,7 +3,7 @@
 use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_kernels::Activation;
-use plimsoll_kernels::cuda::{GpuLinear, LinearOutput, LinearScratch, LinearUse};
+use plimsoll_kernels::cuda::{ChainUse, GpuLinear, LinearOutput, LinearScratch, LinearUse};
 
 use super::Decoder;
 use crate::blocks::{LayerInput, Widths};
@@ -18,6 +18,8 @@ const MEASURED_ROWS: [usize; 20] = [
 ];
 /// Most rows that are sampled from are fewer.
 const MEASURED_HEAD_ROWS: usize = 256;
+/// Layers whose products are measured in one launch, one after the other.
+const MEASURED_CHAINS: usize = 8;
 /// Most bytes of device memory that this takes while the model is loaded: with the libraries' workspace, and what allocators round up
 /// to, it stays below a GiB beside the weights.
 const MEASURING_BYTES: usize = 896 << 20;
@@ -153,6 +155,45 @@ impl Decoder {
         }
         for choice in self.linears.choices() {
             tracing::debug!(%choice, "linear layer");
+        }
+        self.measure_chains(scratch)
+    }
+
+    /// Finds out which layers' products are one launch in steps of one row.
+    fn measure_chains(&mut self, scratch: LinearScratch<'_>) -> Result<(), ModelError> {
+        let layers = &self.weights.decoder.layers;
+        let chain = |index: usize| {
+            let (layer, next) = (&layers[index], layers.get(index + 1)?);
+            let (mlp, next) = (layer.mlp.of_all()?, next.mixer.projections());
+            Some([layer.mixer.output(), &mlp.gate_up, &mlp.down, next])
+        };
+        for (kind, &first) in self.kinds.iter().enumerate() {
+            let Some(mlp) = layers[first]
+                .spec
+                .mlp_of_all()
+                .filter(|_| self.chains(&layers[first], 1))
+            else {
+                continue;
+            };
+            let alike = (0..layers.len()).filter(|index| self.kind_of[*index] == kind);
+            let mut alike: Vec<_> = alike.filter_map(chain).collect();
+            let Some(&[.., next]) = alike.first() else {
+                continue;
+            };
+            alike.retain(|[.., other]| other.is_like(next));
+            alike.truncate(MEASURED_CHAINS);
+            let of = ChainUse {
+                layers: &alike,
+                activation: mlp.activation,
+            };
+            if let Some([together, apart]) = self.linears.measure_chain(of, scratch)? {
+                tracing::debug!(
+                    kind,
+                    together,
+                    apart,
+                    "microseconds of a layer's products for one row"
+                );
+            }
         }
         Ok(())
     }
