@@ -55,13 +55,14 @@ constexpr int kStageRows = 16;
 constexpr int kSumRows = 128;
 
 constexpr int kConsumerThreads = kConsumers * kWarp;
+constexpr uint64_t kLongestWait = 10'000'000'000;  // nanoseconds
 
 // The outputs of a layer that a block computes, and how its stages have them.
 struct Share {
     int first, count;
     int row_bytes;
     int at_once;  // outputs of a stage
-    int batch;    // outputs whose sums are added at a time: those of whole stages
+    int batch;    // outputs whose sums are added at a time: those of whole stages, so at least kSumRows - kStageRows rows
 
     __device__ __forceinline__ void set(const Link& l, int stage_bytes) {
         const int gated = l.gated();
@@ -95,6 +96,12 @@ __device__ __forceinline__ void copy_weights(void* to, const bf16* from, int byt
                      shared_address(to)),
                  "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
                  : "memory");
+}
+
+__device__ __forceinline__ uint64_t nanoseconds() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
 }
 
 // Copies the weights of all layers, by one thread.
@@ -156,7 +163,7 @@ struct Consumer {
     int waits = 0;
     Bf16x8 x[kMostVecs];  // vectors `thread`, `thread + threads`, ... of the inputs
     Float8 norm[kMostNormVecs];
-    bf16 residual;  // of the output that this thread adds to
+    bf16 residual;  // of the output that this thread adds to: the host sees to it that a block has one batch of those
 
     __device__ __forceinline__ Consumer(Shared& shared, uint8_t* memory)
         : c(shared.chain), shared(shared), memory(shared_address(memory)), ring{shared.chain.stages} {}
@@ -169,10 +176,13 @@ struct Consumer {
         ++waits;
         if (threadIdx.x == 0) {
             asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(c.arrived) : "memory");
+            const uint64_t begin = nanoseconds();
             while (true) {
                 unsigned arrived;
                 asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(c.arrived) : "memory");
                 if (arrived >= waits * gridDim.x) break;
+                // Another kernel of this kind would have to have the other multiprocessors.
+                if (nanoseconds() - begin > kLongestWait) __trap();
                 __nanosleep(20);
             }
         }
@@ -344,18 +354,16 @@ __device__ __forceinline__ void run(const Chain& chain) {
     __syncthreads();
     if (threadIdx.x < kConsumerThreads) {
         Consumer(shared, memory).run();
-    } else if (threadIdx.x == kConsumerThreads) {
-        produce(shared, memory);
-    } else if (blockIdx.x == 0) {
-        // Weights of norms wait in L2 for when they are needed.
-        for (int link = 0; link < chain.count; ++link) {
-            const Link& l = shared.chain.links[link];
-            if (l.norm == nullptr) continue;
-            for (int i = threadIdx.x % kWarp * kWarp; i < l.k; i += kWarp * kWarp) {
-                asm volatile("prefetch.global.L2 [%0];" ::"l"(l.norm + i));
-            }
-        }
+        return;
     }
+    const int lane = threadIdx.x % kWarp;
+    for (int link = 0; link < chain.count && blockIdx.x == 0; ++link) {
+        // Weights of norms wait in L2 for when they are needed.
+        const Link& l = shared.chain.links[link];
+        if (l.norm == nullptr) continue;
+        for (int i = lane * kWarp; i < l.k; i += kWarp * kWarp) asm volatile("prefetch.global.L2 [%0];" ::"l"(l.norm + i));
+    }
+    if (lane == 0) produce(shared, memory);
 }
 
 #else

@@ -216,7 +216,7 @@ fn layers_of_one_row_in_one_launch() {
     for size in sizes {
         for _ in 0..2 {
             let case = Case::random(&gpu, &mut rng, size);
-            let chains = linears.chains(case.layers(), case.next());
+            let chains = linears.can_chain(case.layers(), case.next());
             assert_eq!(chains, has_hopper_kernels(&gpu), "{}", case.what);
             if !chains {
                 return;
@@ -239,7 +239,7 @@ fn layers_that_do_not_fit_together_are_not_chained() {
     let mut layer = |n: usize, k: usize, bias: bool| Layer::random(&gpu, &mut rng, [n, k], bias).device;
     let [output, gate_up, down] = [layer(64, 64, false), layer(192, 64, false), layer(64, 96, false)];
     let next = layer(32, 64, false);
-    let fits = linears.chains([&output, &gate_up, &down], Some(&next));
+    let fits = linears.can_chain([&output, &gate_up, &down], Some(&next));
     assert_eq!(fits, has_hopper_kernels(&gpu));
     // A bias of gates, inputs that are no whole pieces, a row that is too long, and other widths.
     let others = [
@@ -266,6 +266,6 @@ fn layers_that_do_not_fit_together_are_not_chained() {
         ([output, gate_up, down], Some(layer(32, 72, false))),
     ];
     for (layers, next) in &others {
-        assert!(!linears.chains(layers.each_ref(), next.as_ref()));
+        assert!(!linears.can_chain(layers.each_ref(), next.as_ref()));
     }
 }

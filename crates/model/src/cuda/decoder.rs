@@ -13,8 +13,8 @@ use half::bf16;
 use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuTokens, GpuVocabulary,
-    Linears, PrefillKernels, SampleKernels, SentRoom,
+    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuTokens, GpuVocabulary, Linears,
+    PrefillKernels, SampleKernels, SentRoom,
 };
 
 use super::encoder::{EncoderState, Products};
@@ -399,12 +399,12 @@ impl Decoder {
 
 /// Whether what is chosen for one layer is right for another: formats may differ where a checkpoint leaves some matrices in floats.
 fn is_of_kind(layer: &GpuLayer, other: &GpuLayer) -> bool {
-    let gate_up = |layer: &GpuLayer| layer.mlp.of_all().map(|mlp| mlp.gate_up.clone());
-    let are_alike = |pair: [Option<GpuLinear>; 2]| match pair {
-        [Some(a), Some(b)] => a.is_like(&b),
+    let mlps_are_alike = match [layer, other].map(|layer| layer.mlp.of_all()) {
+        [Some(a), Some(b)] => a.gate_up.is_like(&b.gate_up) && a.down.is_like(&b.down),
         [a, b] => a.is_none() && b.is_none(),
     };
     layer.spec == other.spec
         && layer.mixer.projections().is_like(other.mixer.projections())
-        && are_alike([gate_up(layer), gate_up(other)])
+        && layer.mixer.output().is_like(other.mixer.output())
+        && mlps_are_alike
 }

@@ -8,13 +8,13 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Lau
 
 use super::cublas_lt::WORKSPACE;
 use super::hopper::SUM_BYTES;
-use super::tune::Kind;
+use super::tune::{Kind, Timer};
 use super::{GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
 use crate::Activation;
 use crate::cuda::{GpuNorm, has_hopper_kernels};
 
 /// Constants of the kernel: threads that multiply and all threads, inputs of a vector, most vectors of a thread, and of one whose inputs are
-/// normalised, most stages, and outputs of which a block can add all sums at once.
+/// normalised, most stages, and outputs of which a block adds all sums at once, however many a stage has (`kSumRows - kStageRows`).
 const CONSUMERS: usize = 256;
 const THREADS: usize = 288;
 const VEC: usize = 8;
@@ -24,10 +24,12 @@ const MOST_STAGES: usize = 8;
 const LEAST_SUMS: usize = 112;
 /// Copies in bulk are multiples of this.
 const PIECE: usize = 16;
-/// Shared memory beside the stages.
+/// Shared memory beside the stages: at least `sizeof(Shared)`.
 const STATIC_BYTES: usize = 5 << 10;
 /// Of a stage, unless a row is longer: copies of 32 KiB read as fast as longer ones.
 const STAGE_BYTES: usize = 32 << 10;
+/// A measurement makes at least so many calls.
+const LEAST_CALLS: usize = 2;
 /// With fewer, the copies under way would be too few between two waits.
 const LEAST_STAGES: usize = 3;
 /// Under way at once: enough to read as fast as the memory can. Inputs of the next layer queue behind what is more.
@@ -86,8 +88,8 @@ pub(super) struct ChainKernel {
     /// On GPUs of Hopper's generation.
     function: Option<Function>,
     workspace: Arc<GpuSlab>,
-    /// Up to the end of an MLP, layers that were faster one by one.
-    slower: HashSet<[Kind; 3]>,
+    /// Up to the end of an MLP, layers that were faster in one launch than one by one.
+    faster: HashSet<[Kind; 3]>,
 }
 
 /// How the weights of a chain go through shared memory.
@@ -143,7 +145,7 @@ impl ChainKernel {
             gpu: gpu.clone(),
             function,
             workspace: Arc::clone(workspace),
-            slower: HashSet::new(),
+            faster: HashSet::new(),
         })
     }
 
@@ -175,11 +177,17 @@ impl ChainKernel {
 }
 
 impl Linears {
-    /// Whether [`Self::forward_chain`] can, and should, be used for one row of these layers: a mixer's output, gate and up, down, and the
-    /// next projections if they are to be a part of it.
-    pub fn chains(&self, layers: [&GpuLinear; 3], next: Option<&GpuLinear>) -> bool {
-        let is_slower = || self.chain.slower.contains(&layers.map(of_one_row));
-        self.fixed.is_none() && self.chain.ring(layers, next).is_some() && !is_slower()
+    /// Whether [`Self::forward_chain`] can compute these layers for one row: a mixer's output, gate and up, down, and the next projections
+    /// if they are to be a part of it.
+    pub fn can_chain(&self, layers: [&GpuLinear; 3], next: Option<&GpuLinear>) -> bool {
+        self.chain.ring(layers, next).is_some()
+    }
+
+    /// Whether it should: [`Self::measure_chain`] found layers like these faster so, with what followed them there.
+    pub fn chains(&self, layers: [&GpuLinear; 3]) -> bool {
+        self.fixed.is_none()
+            && self.can_chain(layers, None)
+            && self.chain.faster.contains(&layers.map(of_one_row))
     }
 
     /// Measures whether layers are faster in one launch than one by one, for which [`Self::measure`] was called. Returns the
@@ -198,7 +206,7 @@ impl Linears {
         let ChainUse { layers, activation } = of;
         let [output, gate_up, down, next] = *layers.first().expect("layers to measure");
         let fits = |[output, gate_up, down, next]: [&GpuLinear; 4]| {
-            self.chain.ring([output, gate_up, down], Some(next)).is_some()
+            self.can_chain([output, gate_up, down], Some(next))
         };
         let out = scratch.out.cast::<bf16>();
         let (room, width) = (scratch.x.len().min(out.len()), output.n.next_multiple_of(64));
@@ -229,8 +237,9 @@ impl Linears {
             weight: bytes(1).cast::<f32>().range(0..output.n),
             eps: 1.0,
         };
-        let us = self.time_calls(layers.len(), |call| {
-            let [output, gate_up, down, next] = layers[call];
+        let timer = Timer::new(&self.gpu)?;
+        let us = timer.time(layers.len().max(LEAST_CALLS), f32::INFINITY, |call| {
+            let [output, gate_up, down, next] = layers[call % layers.len()];
             self.forward_chain(&GpuChain {
                 x: bytes(0).range(0..output.k),
                 output,
@@ -248,8 +257,8 @@ impl Linears {
             })?;
             self.stream.pause()
         })?;
-        if us >= apart {
-            self.chain.slower.insert([output, gate_up, down].map(of_one_row));
+        if us < apart {
+            self.chain.faster.insert([output, gate_up, down].map(of_one_row));
         }
         Ok(Some([us, apart]))
     }
@@ -260,7 +269,7 @@ impl Linears {
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
-    /// If a length does not fit, or it cannot be used: ask [`Self::chains`].
+    /// If a length does not fit, or it cannot be used: ask [`Self::can_chain`].
     pub fn forward_chain(&self, chain: &GpuChain<'_>) -> Result<(), GpuError> {
         let &GpuChain {
             x,
@@ -276,7 +285,7 @@ impl Linears {
         let kernel = &self.chain;
         let ring = kernel.ring([output, gate_up, down], next.map(|next| next.linear));
         let (Some(function), Some(ring)) = (&kernel.function, ring) else {
-            panic!("ask `chains`");
+            panic!("ask `can_chain`");
         };
         let width = output.n;
         assert_eq!((x.len(), hidden.len()), (output.k, width), "one row");
@@ -288,7 +297,14 @@ impl Linears {
                 "one row"
             );
         }
-        let aligned = [x.ptr(), hidden.ptr(), activated.ptr(), norm.weight.ptr()];
+        let next_weight = next.map_or(0, |next| next.norm.weight.ptr());
+        let aligned = [
+            x.ptr(),
+            hidden.ptr(),
+            activated.ptr(),
+            norm.weight.ptr(),
+            next_weight,
+        ];
         assert!(
             aligned.iter().all(|at| at.is_multiple_of(PIECE as u64)),
             "rows at multiples of {PIECE} bytes"
@@ -331,7 +347,8 @@ impl Linears {
             .shared(ring.stages * ring.stage_bytes)
             .pdl(true);
         // SAFETY: the lengths were checked; the arguments are those of `linear_chain` in kernels/linear_chain.cu. Its blocks wait for each
-        // other: there is one for each multiprocessor, which has room for it once the kernels ahead have ended.
+        // other: there is one for each multiprocessor, which has room for it once the kernels ahead have ended. The GPU has one stream for
+        // kernels, so no other of this kind runs beside it; a wait that lasts too long ends the kernel with an error.
         unsafe { kernel.gpu.launch(function, launch, &args) }
     }
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 
 use half::bf16;
-use plimsoll_device::cuda::{Event, GpuError, GpuSlice};
+use plimsoll_device::cuda::{Event, Gpu, GpuError, GpuSlice};
 
 use super::cublas_lt::{Operands, Shape};
 use super::{Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products, stream};
@@ -209,8 +209,7 @@ impl Linears {
         let clock = Clock {
             linears: self,
             scratch,
-            start: self.gpu.event()?,
-            end: self.gpu.event()?,
+            timer: Timer::new(&self.gpu)?,
         };
         let mut found = Vec::new();
         for one in uses {
@@ -231,37 +230,57 @@ impl Linears {
         found.map(|measured| measured.us)
     }
 
-    /// Microseconds of each of so many calls that launch kernels, in a graph.
-    pub(super) fn time_calls(
-        &self,
-        calls: usize,
-        mut launch: impl FnMut(usize) -> Result<(), GpuError>,
-    ) -> Result<f32, GpuError> {
-        let (start, end) = (self.gpu.event()?, self.gpu.event()?);
-        let graph = self.gpu.capture(|| (0..calls).try_for_each(&mut launch))?;
-        graph.launch()?;
-        let mut least = f32::INFINITY;
-        for _ in 0..REPEATS {
-            start.record()?;
-            graph.launch()?;
-            end.record()?;
-            end.synchronize()?;
-            least = least.min(start.elapsed_ms(&end)? * 1e3 / calls as f32);
-        }
-        Ok(least)
-    }
-
     /// What [`Self::measure`] found.
     pub fn choices(&self) -> Vec<LinearChoice> {
         self.measurements.list()
     }
 }
 
+/// Times calls that launch kernels.
+#[derive(Debug)]
+pub(super) struct Timer {
+    gpu: Gpu,
+    start: Event,
+    end: Event,
+}
+
+impl Timer {
+    pub(super) fn new(gpu: &Gpu) -> Result<Self, GpuError> {
+        Ok(Self {
+            gpu: gpu.clone(),
+            start: gpu.event()?,
+            end: gpu.event()?,
+        })
+    }
+
+    /// Microseconds of each of so many calls, in a graph; `fastest` is the time of the fastest way so far.
+    pub(super) fn time(
+        &self,
+        calls: usize,
+        fastest: f32,
+        mut launch: impl FnMut(usize) -> Result<(), GpuError>,
+    ) -> Result<f32, GpuError> {
+        let graph = self.gpu.capture(|| (0..calls).try_for_each(&mut launch))?;
+        graph.launch()?;
+        let mut least = f32::INFINITY;
+        for repeat in 0..REPEATS {
+            self.start.record()?;
+            graph.launch()?;
+            self.end.record()?;
+            self.end.synchronize()?;
+            least = least.min(self.start.elapsed_ms(&self.end)? * 1e3 / calls as f32);
+            if repeat > 0 && least > HOPELESS * fastest {
+                break;
+            }
+        }
+        Ok(least)
+    }
+}
+
 struct Clock<'a> {
     linears: &'a Linears,
     scratch: LinearScratch<'a>,
-    start: Event,
-    end: Event,
+    timer: Timer,
 }
 
 impl Clock<'_> {
@@ -385,39 +404,24 @@ impl Clock<'_> {
             true => (BYTES / (key.output.stacked() * key.shape.weight_bytes())).clamp(2, MOST_CALLS),
             false => 1,
         };
-        let graph = self.linears.gpu.capture(|| {
-            (0..calls).try_for_each(|call| {
-                let layer = one.layers[call % one.layers.len()];
-                let operands = Operands {
-                    x: self.scratch.x.ptr(),
-                    // Any number will do.
-                    x_scales: self.scratch.x.ptr(),
-                    out: self.scratch.out.ptr(),
-                    room: self.scratch.weights.ptr(),
-                    ..layer.operands()
-                };
-                // SAFETY: the scratch was found large enough; the stream orders what follows.
-                unsafe { self.linears.launch(key, choice, &operands)? };
-                // In a step small kernels lie between products, and products that start early load weights meanwhile. A product that
-                // applies the activation is followed directly by the next product.
-                match m <= PAUSED_ROWS && key.output.stacked() == 1 {
-                    true => self.linears.stream.pause(),
-                    false => Ok(()),
-                }
-            })
-        })?;
-        graph.launch()?;
-        let mut least = f32::INFINITY;
-        for repeat in 0..REPEATS {
-            self.start.record()?;
-            graph.launch()?;
-            self.end.record()?;
-            self.end.synchronize()?;
-            least = least.min(self.start.elapsed_ms(&self.end)? * 1e3 / calls as f32);
-            if repeat > 0 && least > HOPELESS * fastest {
-                break;
+        self.timer.time(calls, fastest, |call| {
+            let layer = one.layers[call % one.layers.len()];
+            let operands = Operands {
+                x: self.scratch.x.ptr(),
+                // Any number will do.
+                x_scales: self.scratch.x.ptr(),
+                out: self.scratch.out.ptr(),
+                room: self.scratch.weights.ptr(),
+                ..layer.operands()
+            };
+            // SAFETY: the scratch was found large enough; the stream orders what follows.
+            unsafe { self.linears.launch(key, choice, &operands)? };
+            // In a step small kernels lie between products, and products that start early load weights meanwhile. A product that
+            // applies the activation is followed directly by the next product.
+            match m <= PAUSED_ROWS && key.output.stacked() == 1 {
+                true => self.linears.stream.pause(),
+                false => Ok(()),
             }
-        }
-        Ok(least)
+        })
     }
 }

@@ -12,7 +12,8 @@ const EXPERTS_OF_WARP: usize = 32;
 const UNIT: usize = 32;
 const MOST_ROWS: usize = 32;
 const MOST_EXPERTS: usize = 256;
-const MOST_ROUTES: usize = 256;
+/// Of all rows: no more than the threads of a block, each of which counts one.
+const MOST_ROUTES_OF_ALL: usize = 256;
 /// Units of inputs of a warp, of which there is a kernel each.
 const UNITS: [usize; 3] = [1, 2, 4];
 /// Bytes of shared memory that are left for inputs and sums.
@@ -70,7 +71,7 @@ impl FusedRouter {
     ) -> Option<(&Function, Launch)> {
         assert_eq!(linear.outputs(), routes.experts, "a router of [experts, k]");
         let is_plain = matches!(linear.matrix(), GpuMatrix::Bf16(_)) && linear.bias().is_none();
-        if !is_plain || routes.len() > MOST_ROUTES {
+        if !is_plain || routes.len() > MOST_ROUTES_OF_ALL {
             return None;
         }
         let Cut { units, shared } = Cut::new(routes.rows, routes.experts, linear.inputs())?;

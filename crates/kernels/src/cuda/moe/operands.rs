@@ -207,7 +207,7 @@ pub struct GpuRoutes<'a> {
     pub places: GpuSlice<'a, i32>,
     /// `[rows * top_k]`: the route at each place.
     pub sources: GpuSlice<'a, i32>,
-    /// As many as [`Self::tile_list`] says.
+    /// As many as [`Self::tile_list`] says: how many tiles there are, those, and room to count routes.
     pub tiles: GpuSlice<'a, i32>,
     /// Rows of the step.
     pub rows: usize,
@@ -220,7 +220,7 @@ pub struct GpuRoutes<'a> {
 }
 
 impl GpuRoutes<'_> {
-    /// Elements of the list of tiles of so many routes, behind which [`Self::counts`] lie.
+    /// Elements of the list of tiles of so many routes and of its [`Self::counts`], which lie behind it.
     pub fn tile_list(routes: usize, experts: usize) -> usize {
         4 * (1 + most_tiles(routes, experts, EXPERT_TILES[0])) + experts + 1
     }

@@ -10,15 +10,20 @@ use crate::blocks::{MlpKind, Norms};
 use crate::cuda::weights::{GpuLayer, GpuVector};
 use crate::spec;
 
+/// The products of a layer from its mixer's output on, if nothing but residual sums and a norm lies between them.
+pub(super) fn chain_of(layer: &GpuLayer) -> Option<[&GpuLinear; 3]> {
+    let MlpKind::Dense(mlp) = &layer.mlp.kind else {
+        return None;
+    };
+    let is_plain = !layer.spec.post_norms && !layer.spec.scalar && layer.input.is_none();
+    is_plain.then_some([layer.mixer.output(), &mlp.gate_up, &mlp.down])
+}
+
 impl Decoder {
-    /// Whether a layer's products from its mixer's output on are one launch.
+    /// Whether these are one launch in a step of so many rows.
     pub(super) fn chains(&self, layer: &GpuLayer, rows: usize) -> bool {
-        let MlpKind::Dense(mlp) = &layer.mlp.kind else {
-            return false;
-        };
-        let is_plain = !layer.spec.post_norms && !layer.spec.scalar && layer.input.is_none();
-        let products = [layer.mixer.output(), &mlp.gate_up, &mlp.down];
-        rows == 1 && is_plain && self.all_reduce().is_none() && self.linears.chains(products, None)
+        let products = chain_of(layer).filter(|_| rows == 1 && self.all_reduce().is_none());
+        products.is_some_and(|products| self.linears.chains(products))
     }
 }
 
@@ -38,7 +43,8 @@ impl<'a> Step<'a, '_> {
             unreachable!("layers with such an MLP wait");
         };
         let (output, gate_up, down) = (layer.mixer.output(), &mlp.gate_up, &mlp.down);
-        let next = next.filter(|(_, linear)| decoder.linears.chains([output, gate_up, down], Some(linear)));
+        let next =
+            next.filter(|(_, linear)| decoder.linears.can_chain([output, gate_up, down], Some(linear)));
         let next = next.map(|(norms, linear)| GpuChainEnd {
             norm: norm(norms),
             linear,

@@ -470,7 +470,9 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         (self.act.hidden, self.act.normed, self.act.attended) = (act.normed, act.hidden, act.qkv);
         self.rows = self.rows_given();
         let layer = &decoder.weights.decoder.layers[self.layer];
-        self.kinds[decoder.kind_of[self.layer]].gate_up = Kind::gate_up(decoder, layer, self.rows);
+        let kind = &mut self.kinds[decoder.kind_of[self.layer]];
+        kind.gate_up = Kind::gate_up(decoder, layer, self.rows);
+        kind.chains &= self.rows == 1;
         Ok(())
     }
 

@@ -6,6 +6,7 @@ use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{ChainUse, GpuLinear, LinearOutput, LinearScratch, LinearUse};
 
 use super::Decoder;
+use super::chain::chain_of;
 use crate::blocks::{LayerInput, Widths};
 use crate::cuda::experts::Experts;
 use crate::cuda::step::{dequantised, dequantised_head};
@@ -161,23 +162,19 @@ impl Decoder {
 
     /// Finds out which layers' products are one launch in steps of one row.
     fn measure_chains(&mut self, scratch: LinearScratch<'_>) -> Result<(), ModelError> {
+        if self.all_reduce().is_some() {
+            return Ok(());
+        }
         let layers = &self.weights.decoder.layers;
         let chain = |index: usize| {
-            let (layer, next) = (&layers[index], layers.get(index + 1)?);
-            let (mlp, next) = (layer.mlp.of_all()?, next.mixer.projections());
-            Some([layer.mixer.output(), &mlp.gate_up, &mlp.down, next])
+            let [output, gate_up, down] = chain_of(&layers[index])?;
+            let next = layers.get(index + 1)?.mixer.projections();
+            Some([output, gate_up, down, next])
         };
         for (kind, &first) in self.kinds.iter().enumerate() {
-            let Some(mlp) = layers[first]
-                .spec
-                .mlp_of_all()
-                .filter(|_| self.chains(&layers[first], 1))
-            else {
-                continue;
-            };
             let alike = (0..layers.len()).filter(|index| self.kind_of[*index] == kind);
             let mut alike: Vec<_> = alike.filter_map(chain).collect();
-            let Some(&[.., next]) = alike.first() else {
+            let (Some(mlp), Some(&[.., next])) = (layers[first].spec.mlp_of_all(), alike.first()) else {
                 continue;
             };
             alike.retain(|[.., other]| other.is_like(next));
