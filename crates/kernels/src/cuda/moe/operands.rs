@@ -220,7 +220,7 @@ pub struct GpuRoutes<'a> {
 }
 
 impl GpuRoutes<'_> {
-    /// Elements of the list of tiles of so many routes and of its [`Self::counts`], which lie behind it.
+    /// Elements of the list of tiles of so many routes, and of the counts of routes that lie behind it.
     pub fn tile_list(routes: usize, experts: usize) -> usize {
         4 * (1 + most_tiles(routes, experts, EXPERT_TILES[0])) + experts + 1
     }
