@@ -30,8 +30,6 @@ struct Link {
     int n, k;          // if gated n outputs of 2 n rows: gate, up
     Take take;
     bf16* out;  // [n], to which outputs are added, or which takes them
-
-    __device__ __forceinline__ bool gated() const { return take == Take::kGlu; }
 };
 
 constexpr int kMostLinks = 4;
@@ -57,6 +55,8 @@ constexpr int kSumRows = 128;
 constexpr int kConsumerThreads = kConsumers * kWarp;
 constexpr uint64_t kLongestWait = 10'000'000'000;  // nanoseconds
 
+__device__ __forceinline__ bool is_gated(const Link& l) { return l.take == Take::kGlu; }
+
 // The outputs of a layer that a block computes, and how its stages have them.
 struct Share {
     int first, count;
@@ -65,7 +65,7 @@ struct Share {
     int batch;    // outputs whose sums are added at a time: those of whole stages, so at least kSumRows - kStageRows rows
 
     __device__ __forceinline__ void set(const Link& l, int stage_bytes) {
-        const int gated = l.gated();
+        const int gated = is_gated(l);
         first = unsigned(l.n) * blockIdx.x / gridDim.x;
         count = unsigned(l.n) * (blockIdx.x + 1) / gridDim.x - first;
         row_bytes = l.k * int(sizeof(bf16));
@@ -124,9 +124,9 @@ __device__ __forceinline__ void produce(Shared& shared, uint8_t* memory) {
             uint64_t* const full = &shared.full[ring.place];
             uint8_t* const to = memory + ring.place * c.stage_bytes;
             const bf16* const from = l.weight + size_t(share.first + i) * l.k;
-            barrier_expect_bytes(full, l.gated() ? 2 * bytes : bytes);
+            barrier_expect_bytes(full, is_gated(l) ? 2 * bytes : bytes);
             copy_weights(to, from, bytes, full, policy);
-            if (l.gated()) copy_weights(to + bytes, from + size_t(l.n) * l.k, bytes, full, policy);
+            if (is_gated(l)) copy_weights(to + bytes, from + size_t(l.n) * l.k, bytes, full, policy);
             ring.next();
         }
     }
@@ -282,11 +282,11 @@ struct Consumer {
     __device__ __forceinline__ void multiply(const Share& share, const Link& l, int outputs) {
         // As many rows at a time as a stage has of the longest such rows.
         const int vecs = (l.k + kVec * kConsumerThreads - 1) / (kVec * kConsumerThreads);
-        if (vecs <= 1) return multiply<1, 4>(share, l.gated(), outputs);
-        if (vecs <= 2) return multiply<2, 4>(share, l.gated(), outputs);
-        if (vecs <= 4) return multiply<4, 2>(share, l.gated(), outputs);
-        if (vecs <= 7) return multiply<7, 1>(share, l.gated(), outputs);
-        multiply<kMostVecs, 1>(share, l.gated(), outputs);
+        if (vecs <= 1) return multiply<1, 4>(share, is_gated(l), outputs);
+        if (vecs <= 2) return multiply<2, 4>(share, is_gated(l), outputs);
+        if (vecs <= 4) return multiply<4, 2>(share, is_gated(l), outputs);
+        if (vecs <= 7) return multiply<7, 1>(share, is_gated(l), outputs);
+        multiply<kMostVecs, 1>(share, is_gated(l), outputs);
     }
 
     __device__ __forceinline__ float sum(int at) const {
@@ -317,7 +317,7 @@ struct Consumer {
             if (first > 0) sync();
             multiply(share, l, outputs);
             sync();
-            if (at < outputs) take(l, share.first + first + at, sum(at), l.gated() ? sum(kSumRows / 2 + at) : 0.0f);
+            if (at < outputs) take(l, share.first + first + at, sum(at), is_gated(l) ? sum(kSumRows / 2 + at) : 0.0f);
         }
     }
 
