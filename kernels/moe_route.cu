@@ -3,8 +3,8 @@
 // A route is one row's way to one expert; route `row * top_k + i` leads to the row's i-th expert, in ascending order. Routes are
 // grouped by expert, those of one expert in the order of their rows: the place of a route is its index in that order. The places
 // of an expert are cut into tiles, which moe_few*.cu, moe_hopper*.cu and moe.cu multiply, and which are listed in device memory: what the
-// host launches does not depend on where rows go. A step of one row needs none of this: moe_few*.cu route it themselves; nor do few
-// rows on Hopper, where moe_route_hopper.cu does it all at once.
+// host launches does not depend on where rows go. A step of one row needs none of this, as moe_few*.cu route it themselves, and a step of
+// 2 to 32 rows on Hopper hardly ever: there moe_route_hopper.cu does it in one kernel with the router's product.
 #include "grouping.cuh"
 
 namespace {

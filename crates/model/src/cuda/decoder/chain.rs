@@ -1,14 +1,12 @@
 //! Layers of a step of one row whose products, from a mixer's output to the next mixer's projections, are one launch.
 
-use half::bf16;
-use plimsoll_device::cuda::{GpuError, GpuSlice};
+use plimsoll_device::cuda::GpuError;
 use plimsoll_kernels::cuda::{GpuChain, GpuChainEnd, GpuLinear};
 
 use super::Decoder;
 use super::layers::{Step, norm};
 use crate::blocks::{MlpKind, Norms};
 use crate::cuda::weights::{GpuLayer, GpuVector};
-use crate::spec;
 
 /// The products of a layer from its mixer's output on, if nothing but residual sums and a norm lies between them.
 pub(super) fn chain_of(layer: &GpuLayer) -> Option<[&GpuLinear; 3]> {
@@ -27,7 +25,7 @@ impl Decoder {
     }
 }
 
-impl<'a> Step<'a, '_> {
+impl Step<'_, '_> {
     /// Launches the products of the layer that waits, and with them these projections of what follows, if they can be a part of it.
     /// Returns whether they were.
     pub(super) fn launch_chain(
@@ -39,38 +37,33 @@ impl<'a> Step<'a, '_> {
         };
         let decoder = self.decoder;
         let layer = &decoder.weights.decoder.layers[index];
-        let (MlpKind::Dense(mlp), spec::Mlp::Dense(mlp_spec)) = (&layer.mlp.kind, &layer.spec.mlp) else {
-            unreachable!("layers with such an MLP wait");
+        let (Some([output, gate_up, down]), Some(mlp)) = (chain_of(layer), layer.spec.mlp_of_all()) else {
+            unreachable!("only layers with such products wait");
         };
-        let (output, gate_up, down) = (layer.mixer.output(), &mlp.gate_up, &mlp.down);
         let next =
             next.filter(|(_, linear)| decoder.linears.can_chain([output, gate_up, down], Some(linear)));
         let next = next.map(|(norms, linear)| GpuChainEnd {
             norm: norm(norms),
             linear,
-            out: self.row(self.act.qkv, linear.outputs()),
+            out: self.rows(self.act.qkv, linear.outputs()),
         });
         decoder.linears.forward_chain(&GpuChain {
-            x: self.row(self.act.attended, output.inputs()),
+            x: self.rows(self.act.attended, output.inputs()),
             output,
-            hidden: self.row(self.act.hidden, output.outputs()),
+            hidden: self.rows(self.act.hidden, output.outputs()),
             norm: norm(&Norms {
                 added: None,
                 weight: layer.mlp.norm(),
                 eps: layer.spec.norm.eps,
             }),
             gate_up,
-            activation: mlp_spec.activation,
-            activated: self.row(self.act.activated, down.inputs()),
+            activation: mlp.activation,
+            activated: self.rows(self.act.activated, down.inputs()),
             down,
             next,
         })?;
         // As the norm ahead of projections leaves it: what a mixer gives is to be added next.
         self.is_fresh = next.is_none();
         Ok(next.is_some())
-    }
-
-    fn row(&self, of: GpuSlice<'a, bf16>, width: usize) -> GpuSlice<'a, bf16> {
-        of.range(0..width)
     }
 }
