@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import itertools
 import json
 import re
 import signal
@@ -52,7 +53,8 @@ def reports(child, connection: http.client.HTTPConnection, log):
 
 def test_the_port_answers_from_the_first_moment_to_the_last(tmp_path):
     """One connection lives through the whole start; nothing is refused or dropped, and nothing is served early."""
-    model, *flags = ["sim:0.4", *SLOW_START[1:]]
+    step = 0.4
+    model, *flags = [f"sim:{step}", *SLOW_START[1:]]
     with conftest.process(tmp_path, model, *flags) as (child, port, log):
         connection = listening(child, port, log)
         kept = connection.sock
@@ -63,7 +65,7 @@ def test_the_port_answers_from_the_first_moment_to_the_last(tmp_path):
             assert (response.status, report["status"]) == (503, "starting"), report
             assert 1 <= int(response.headers["retry-after"]) <= 60
             seen.append(report)
-            # A graph takes 0.4 s, and each shall be seen: on a busy machine more than /ready would take too long.
+            # A graph takes as long as a step, and each shall be seen: more than /ready would take too long.
             if report["phase"] == "capture":
                 continue
             # A new connection each time, and the old one for the rest.
@@ -89,12 +91,17 @@ def test_the_port_answers_from_the_first_moment_to_the_last(tmp_path):
         assert elapsed == sorted(elapsed)
         phases = list(dict.fromkeys(report["phase"] for report in seen))
         order = ["resolve", "download", "device", "weights", "probe", "rebuild", "capture", "validate", "engine"]
-        assert phases == sorted(phases, key=order.index) and {"probe", "capture", "validate"} <= set(phases), phases
+        assert phases == sorted(phases, key=order.index) and {"probe", "validate"} <= set(phases), phases
         assert any("worst step" in (report["detail"] or "") for report in seen)
-        # The simulated device takes as long for each of its graphs as for a step.
+        # The simulated device takes as long for each of its graphs as for a step: on a busy machine, a pause between two
+        # reports may hide as many graphs as fit into it.
         captured = [report for report in seen if report["phase"] == "capture"]
-        assert {report["detail"] for report in captured} == {f"CUDA graph {at} of 4" for at in range(1, 5)}, captured
-        assert captured[0]["percent"] < captured[-1]["percent"] and captured[-1]["estimated_seconds"] is not None
+        graphs = list(dict.fromkeys(report["detail"] for report in captured))
+        names = [f"CUDA graph {at} of 4" for at in range(1, 5)]
+        hidden = sum(int((later - earlier) / step) for earlier, later in itertools.pairwise(elapsed))
+        assert graphs == [name for name in names if name in graphs] and len(graphs) >= len(names) - hidden, captured
+        assert all((a["percent"] < b["percent"]) == (a["detail"] != b["detail"]) for a, b in itertools.pairwise(captured)), captured
+        assert all(report["estimated_seconds"] is not None for report in captured)
         # Every step takes as long as any other, so half way through the estimate is good.
         validating = [report for report in seen if report["phase"] == "validate" and report["estimated_seconds"] is not None]
         total = seen[-1]["elapsed_seconds"]
