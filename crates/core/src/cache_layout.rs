@@ -182,12 +182,13 @@ impl CacheGroups {
         self.state_layers
     }
 
-    /// State slots of a cache for so many requests at once, and as many snapshots again if prefixes are cached: the turns of chats
-    /// that fill the KV cache are about as many as the requests that do.
-    pub fn state_slots(&self, requests: usize, prefix_caching: bool) -> usize {
+    /// State slots of a cache for so many requests at once: `most` if prefixes are cached, but one for each request, and no more
+    /// than as many again for snapshots: the turns of chats that fill the KV cache are about as many as the requests that do.
+    pub fn state_slots(&self, requests: usize, most: usize, prefix_caching: bool) -> usize {
+        let snapshots = if prefix_caching { requests } else { 0 };
         match self.state_layers {
             0 => 0,
-            _ => requests.saturating_mul(1 + usize::from(prefix_caching)),
+            _ => most.clamp(requests, requests.saturating_add(snapshots)),
         }
     }
 

@@ -31,9 +31,9 @@ pub struct GroupReport {
 pub struct StatesReport {
     /// Layers with such a state.
     pub layers: usize,
-    /// States that there is room for: those of `--max-num-seqs` requests, and snapshots.
+    /// States that there is room for: those of requests, and snapshots in the slots that they leave free.
     pub slots: usize,
-    /// Of these, snapshots that the prefix cache can keep whatever runs; it uses the slots of requests that do not run too.
+    /// Of these, snapshots that the prefix cache can keep even while `--max-num-seqs` requests run.
     pub snapshots: usize,
     /// Bytes of the states of one request, all layers'.
     pub bytes_per_request: u64,

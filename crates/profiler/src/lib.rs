@@ -55,9 +55,7 @@ pub use loading::Loading;
 pub use observer::{Observer, Phase, PhaseRecord, ScenarioProgress};
 pub use phases::{profile, profile_rank};
 pub use plan::{DRIFT_WARNING, DiscardReason, DiscardedPlan, Plan, Probed};
-pub use prediction::{
-    ArenaUse, Compared, Footprint, PredictedScenario, Prediction, predict, requests_with_states,
-};
+pub use prediction::{ArenaUse, Compared, Footprint, PredictedScenario, Prediction, predict, state_slots};
 pub use proved::{Proved, ProvedParts};
 pub use ranks::{RankLost, Ranks, Solo, Verdict};
 pub use report::{ComponentLine, Memory, Report, Suggestion};

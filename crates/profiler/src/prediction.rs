@@ -112,14 +112,16 @@ pub fn predict(spec: &ProfileSpec, footprint: &dyn Footprint) -> Result<Predicti
     }
 }
 
-/// Most requests at once, at least 1 and at most those of the spec's limits, of a model whose layers keep states of fixed size:
-/// states and KV share the memory, so each request more leaves fewer tokens to all. As many as leave KV for a request of
-/// `mean_tokens` tokens to each, or where the size of the KV cache is pinned, as many as fit beside it. All else (margins,
-/// weights, step arena, the probe) is counted as by [`predict`].
-pub fn requests_with_states(spec: &ProfileSpec, footprint: &dyn Footprint, mean_tokens: usize) -> usize {
-    let leaves_enough = |requests: usize| {
+/// How many state slots, at least 1, suit a model whose layers keep states of fixed size: states and KV share the memory, so each
+/// slot more leaves fewer tokens. As many as leave KV for half a request of `mean_tokens` tokens to each, and for one of full length,
+/// or where the size of the KV cache is pinned, as many as fit beside it. Half, because a running request holds less than its final length, and
+/// slots hold snapshots of requests that do not run too. At most as many as the spec's limits have a use for; fewer slots than their
+/// `max_num_seqs` are counted with as many requests. All else (margins, weights, step arena, the probe) is counted as by [`predict`].
+pub fn state_slots(spec: &ProfileSpec, footprint: &dyn Footprint, mean_tokens: usize) -> usize {
+    let leaves_enough = |slots: usize| {
         let mut spec = spec.clone();
-        spec.limits.max_num_seqs = requests;
+        spec.limits.max_num_seqs = spec.limits.max_num_seqs.min(slots);
+        spec.most_state_slots = slots;
         let footprint = footprint.for_limits(&spec.limits);
         let predicted = Predicted::new(&spec, &*footprint);
         let arithmetic = &predicted.arithmetic;
@@ -127,12 +129,14 @@ pub fn requests_with_states(spec: &ProfileSpec, footprint: &dyn Footprint, mean_
             Some(pages) => pages <= arithmetic.full_pages(),
             None => {
                 let probe_fits = predicted.measured.peak_reserved <= predicted.available();
-                probe_fits && spec.kv(arithmetic.fitting_pages).requests_of(mean_tokens) >= requests as f64
+                let pages = arithmetic.fitting_pages;
+                let requests = spec.kv(pages).requests_of(mean_tokens);
+                probe_fits && pages >= spec.request_pages() && 2.0 * requests >= slots as f64
             }
         }
     };
     // The first is taken whether or not it leaves enough: a profile says best what is missing.
-    let (mut most, mut too_many) = (1, spec.limits.max_num_seqs + 1);
+    let (mut most, mut too_many) = (1, spec.state_slots() + 1);
     while too_many - most > 1 {
         let middle = most + (too_many - most) / 2;
         match leaves_enough(middle) {

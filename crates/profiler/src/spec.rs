@@ -22,8 +22,10 @@ pub struct ProfileSpec {
     pub groups: CacheGroups,
     /// Bytes of the states of fixed size of one request; 0 where no layer has one.
     pub state_bytes: u64,
-    /// Whether prefixes are cached: layers with states then have slots for snapshots too.
+    /// Whether prefixes are cached: states then have slots for snapshots too.
     pub prefix_caching: bool,
+    /// Most state slots, where there may be some for snapshots alone; there is one for each request in any case.
+    pub most_state_slots: usize,
     /// How the linear layers are stored, if not in floats; for reports.
     pub quantization: Option<String>,
     /// Weights the model has, where that is known; for reports.
@@ -70,6 +72,7 @@ impl ProfileSpec {
             groups: CacheGroups::default(),
             state_bytes: 0,
             prefix_caching: true,
+            most_state_slots: usize::MAX,
             quantization: None,
             num_parameters: None,
             tokens_at_once: 1,
@@ -183,7 +186,7 @@ impl ProfileSpec {
             self.vocab_size,
             self.pooling,
             self.groups,
-            self.prefix_caching,
+            self.state_slots(),
             size,
             self.gives_advice,
         )
@@ -195,10 +198,15 @@ impl ProfileSpec {
             block_size: self.block_size,
             num_pages,
             groups: self.groups,
-            state_slots: self
-                .groups
-                .state_slots(self.limits.max_num_seqs, self.prefix_caching),
+            state_slots: self.state_slots(),
         }
+    }
+
+    /// State slots: those of `--max-num-seqs` requests, and others for snapshots alone.
+    pub fn state_slots(&self) -> usize {
+        let requests = self.limits.max_num_seqs;
+        self.groups
+            .state_slots(requests, self.most_state_slots, self.prefix_caching)
     }
 
     /// KV cache that holds `tokens` tokens in every group.

@@ -135,15 +135,12 @@ impl fmt::Display for Size<'_> {
             )?;
         }
         if let Some(states) = states {
-            let snapshots = match states.snapshots {
-                0 => String::new(),
-                snapshots => format!(" and {snapshots} snapshots of prefixes"),
-            };
             write!(
                 f,
-                "\n  {:>3} layers, states: {} for each of {} requests at once{snapshots}, as much as {} tokens of KV",
+                "\n  {:>3} layers, states: {} in each of {} slots for at most {} requests at once, as much as {} tokens of KV",
                 states.layers,
                 human_bytes(states.bytes_per_request),
+                states.slots,
                 states.slots - states.snapshots,
                 states.tokens_per_request
             )?;

@@ -191,8 +191,8 @@ pub struct LimitArgs {
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
     /// For models whose layers keep a state of fixed size per request (Qwen3.5): mean length of a request in tokens, prompt and answer.
-    /// States and KV share the memory: as many requests run at once as have KV for this many tokens each, unless --max-num-seqs
-    /// says how many [default: 8192, or --max-model-len if that is less]
+    /// States and KV share the memory: there are as many states, of requests that run and snapshots in the prefix cache, as leave KV for
+    /// half as many tokens to each, unless --max-num-seqs asks for more [default: 8192, or --max-model-len if that is less]
     #[arg(long, value_name = "TOKENS", value_parser = tokens)]
     pub mean_request_len: Option<usize>,
     /// Maximum number of tokens in one step; longer prompts are computed in chunks [default: decided at start: 8192 on a GPU,

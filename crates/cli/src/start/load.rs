@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use plimsoll_core::{ExpertLoads, StepLimits};
+use plimsoll_core::ExpertLoads;
 use plimsoll_images::Processor;
 use plimsoll_model::Cancel;
 use plimsoll_profiler::{Disabled, Loading, ProfileSpec};
 use plimsoll_server::{EmbeddingInfo, StartPhase};
 
 use super::disabled::disabled;
-use super::spec::{profile_spec, step_limits};
+use super::spec::{Limits, limits, profile_spec};
 use super::{StartTimes, Text, plans};
 use crate::backend::{Backend, LoadedModel, weights_bytes};
 use crate::bytes::Bytes;
@@ -36,7 +36,7 @@ pub struct Loaded {
     pub(crate) processor: Option<Processor>,
     /// Device memory while it was loaded.
     pub(super) loading: Option<Loading>,
-    pub(super) limits: StepLimits,
+    pub(super) limits: Limits,
     pub(super) times: StartTimes,
     /// Names the model in plans of starts; `None` where none are kept.
     pub(super) model_key: Option<ModelKey>,
@@ -65,7 +65,7 @@ impl Loaded {
             tracing::info!("config.json with --hf-overrides {overrides}");
         }
         // What no model of this configuration could do is found out before minutes of loading.
-        let limits = step_limits(settings, &*backend)?;
+        let limits = limits(settings, &*backend)?;
         let cancel = Cancel::default();
         let read_text = || {
             let text = times.measure("text", || read_text(source, settings, &*backend));

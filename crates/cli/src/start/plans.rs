@@ -1,7 +1,7 @@
 //! The plan of an earlier start of the same model, build, device and shape.
 
-use plimsoll_core::{Pooling, StepLimits};
-use plimsoll_profiler::{Origin, Plan, Report};
+use plimsoll_core::Pooling;
+use plimsoll_profiler::{Origin, Plan, ProfileSpec, Report};
 
 use super::PhaseSeconds;
 use crate::backend::{Backend, ModelFacts};
@@ -32,14 +32,15 @@ pub(super) fn model_key(source: &Source, settings: &EngineSettings) -> Option<Mo
     }
 }
 
-/// For `facts` of that model under these limits, on that device.
+/// For `facts` of that model and what is asked of it, on that device.
 pub(super) fn key(
     model: ModelKey,
     device: &dyn Backend,
     settings: &EngineSettings,
-    limits: &StepLimits,
+    spec: &ProfileSpec,
     facts: &ModelFacts,
 ) -> Key {
+    let limits = &spec.limits;
     let shape = ShapeKey {
         max_num_batched_tokens: limits.max_num_batched_tokens,
         max_num_seqs: limits.max_num_seqs,
@@ -47,9 +48,7 @@ pub(super) fn key(
         block_size: settings.block_size.tokens(),
         kv_bytes_per_token: facts.kv_bytes_per_token,
         state_bytes: facts.state_bytes,
-        state_slots: facts
-            .groups
-            .state_slots(limits.max_num_seqs, facts.shares_prefixes(settings)),
+        state_slots: spec.state_slots(),
         kv_cache_dtype: format!("{:?}", settings.kv_cache_dtype),
         dtype: format!("{:?}", settings.dtype),
         quantization: facts.quantization.clone(),

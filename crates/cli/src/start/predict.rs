@@ -3,7 +3,7 @@
 use plimsoll_core::{Component, Oom, RefusedBy};
 use plimsoll_profiler::{Footprint, Knob, Prediction, ProfileError, ProfileSpec, Setting};
 
-use super::spec::{profile_spec, step_limits};
+use super::spec::{limits, profile_spec};
 use crate::backend::{Backend, Device};
 use crate::error::Error;
 use crate::settings::EngineSettings;
@@ -35,8 +35,8 @@ fn outline(
     settings: &EngineSettings,
     device: &dyn Device,
 ) -> Result<(ProfileSpec, Box<dyn Footprint>), Error> {
-    let limits = step_limits(settings, device)?;
-    let (facts, footprint) = device.footprint(limits)?;
+    let limits = limits(settings, device)?;
+    let (facts, footprint) = device.footprint(limits.step)?;
     let total = footprint.idle().total;
     Ok((profile_spec(settings, device, limits, &facts, total), footprint))
 }

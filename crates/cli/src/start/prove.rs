@@ -41,7 +41,7 @@ impl Loaded {
         let model_key = self.model_key.clone().filter(|_| spec.size == KvSize::Auto);
         let key = model_key.map(|model| {
             let (settings, facts) = (&self.settings, &self.model.facts);
-            plans::key(model, &*self.backend, settings, &self.limits, facts)
+            plans::key(model, &*self.backend, settings, &spec, facts)
         });
         spec.plan = key.as_ref().and_then(|key| plans::find(kept, key));
         match &spec.plan {
@@ -53,7 +53,7 @@ impl Loaded {
             None => {}
         }
         let vocab_size = self.model.facts.vocab_size;
-        let mut target = Targets::new(&self.backend, &self.model.weights, self.limits, vocab_size);
+        let mut target = Targets::new(&self.backend, &self.model.weights, self.limits.step, vocab_size);
         let mut observer = ProfileProgress::new(self.times.clone());
         let proved = target.prove(&spec, &mut observer)?;
         match (&key, proved.plan()) {

@@ -1,18 +1,27 @@
 //! What is asked of the auto-profile: the flags, over what suits the device.
 
 use plimsoll_core::StepLimits;
-use plimsoll_profiler::{MAX_STEP, MAX_TOKENS, Margins, ProfileSpec, requests_with_states};
+use plimsoll_profiler::{MAX_STEP, MAX_TOKENS, Margins, ProfileSpec, state_slots};
 
 use crate::backend::{Device, ModelFacts};
 use crate::bytes::Bytes;
 use crate::error::Error;
 use crate::settings::EngineSettings;
 
-/// The largest step: from the flags, or what suits the device and the model.
+/// What is asked of a state beside its size.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// The largest step.
+    pub(super) step: StepLimits,
+    /// As [`ProfileSpec::most_state_slots`].
+    pub(super) most_state_slots: usize,
+}
+
+/// From the flags, or what suits the device and the model.
 ///
 /// # Errors
 /// Where the model's configuration cannot be read, or limits do not go together.
-pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Result<StepLimits, Error> {
+pub(super) fn limits(settings: &EngineSettings, device: &dyn Device) -> Result<Limits, Error> {
     let (defaults, trained_for) = (device.defaults(), device.max_model_len()?);
     let max_num_batched_tokens = settings
         .max_num_batched_tokens
@@ -68,40 +77,48 @@ pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Res
         );
         return Err(Error::configuration("--max-num-batched-tokens", message));
     }
-    let limits = StepLimits {
-        max_num_batched_tokens,
-        max_num_seqs,
-        max_model_len,
+    let limits = Limits {
+        step: StepLimits {
+            max_num_batched_tokens,
+            max_num_seqs,
+            max_model_len,
+        },
+        most_state_slots: usize::MAX,
     };
-    match settings.max_num_seqs.is_none() && device.state_layers()? > 0 {
-        true => fewer_for_states(settings, device, limits),
-        false => Ok(limits),
+    match device.state_layers()? {
+        0 => Ok(limits),
+        _ => with_states(settings, device, limits),
     }
 }
 
 /// Tokens of a request on average where nobody says.
 const MEAN_REQUEST_LEN: usize = 8192;
 
-/// The limits with as many requests at once as their states leave enough KV to.
-fn fewer_for_states(
-    settings: &EngineSettings,
-    device: &dyn Device,
-    limits: StepLimits,
-) -> Result<StepLimits, Error> {
-    let (facts, footprint) = device.footprint(limits)?;
+/// The limits with as many state slots as leave enough KV to the requests in them, and no more requests at once unless a flag says so.
+fn with_states(settings: &EngineSettings, device: &dyn Device, limits: Limits) -> Result<Limits, Error> {
+    let (facts, footprint) = device.footprint(limits.step)?;
     let spec = profile_spec(settings, device, limits, &facts, footprint.idle().total);
     let mean = settings.mean_request_len.unwrap_or(MEAN_REQUEST_LEN);
-    let requests = requests_with_states(&spec, &*footprint, mean.min(limits.max_model_len));
-    let max_num_seqs = requests.max(settings.least_num_seqs);
+    let slots = state_slots(&spec, &*footprint, mean.min(limits.step.max_model_len));
+    let asked = settings.max_num_seqs.is_some();
+    let most = if asked { usize::MAX } else { slots };
+    let max_num_seqs = limits.step.max_num_seqs.min(most).max(settings.least_num_seqs);
+    let limits = Limits {
+        step: StepLimits {
+            max_num_seqs,
+            ..limits.step
+        },
+        most_state_slots: slots,
+    };
     tracing::info!(
-        "{max_num_seqs} requests at once: each has states of {} beside its KV, and slots for snapshots in the prefix cache \
-         (--max-num-seqs, --mean-request-len)",
+        "{max_num_seqs} requests at once (--max-num-seqs), {} slots for their states of {} and for snapshots in the prefix cache \
+         (--mean-request-len)",
+        facts
+            .groups
+            .state_slots(max_num_seqs, slots, facts.shares_prefixes(settings)),
         Bytes(facts.state_bytes)
     );
-    Ok(StepLimits {
-        max_num_seqs,
-        ..limits
-    })
+    Ok(limits)
 }
 
 /// Tokens of a prompt for which states are computed together; 1 without any.
@@ -116,10 +133,14 @@ fn state_chunk(device: &dyn Device, state_layers: usize) -> usize {
 pub(super) fn profile_spec(
     settings: &EngineSettings,
     device: &dyn Device,
-    limits: StepLimits,
+    limits: Limits,
     facts: &ModelFacts,
     total: u64,
 ) -> ProfileSpec {
+    let Limits {
+        step: limits,
+        most_state_slots,
+    } = limits;
     let mut spec = ProfileSpec::new(
         limits,
         facts.vocab_size,
@@ -129,6 +150,7 @@ pub(super) fn profile_spec(
     spec.groups = facts.groups;
     spec.state_bytes = facts.state_bytes;
     spec.prefix_caching = facts.shares_prefixes(settings);
+    spec.most_state_slots = most_state_slots;
     spec.pooling = facts.pooling();
     spec.quantization.clone_from(&facts.quantization);
     spec.num_parameters = facts.num_parameters_of_rank;
