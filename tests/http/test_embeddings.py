@@ -46,6 +46,7 @@ def test_float_and_base64_are_the_same_vectors(embedder):
         assert (a.index, b.index, c["index"]) == (index,) * 3
         assert length(b.embedding) == pytest.approx(1, abs=1e-6)
     assert plain.model == "embedder" and plain.object == "list"
+    assert raw["id"].startswith("embd-") and raw["created"] > 0
     # The tokenizer's tokens are bytes.
     assert plain.usage.prompt_tokens == plain.usage.total_tokens == sum(map(len, texts))
 

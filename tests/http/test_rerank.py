@@ -62,6 +62,7 @@ def test_documents_are_cut_and_not_what_is_around_them(scorer):
     whole = len(long["tokens"])
     # A character is a token here.
     assert score(scorer, query, document, max_tokens_per_doc=20) == score(scorer, query, document[:20])
+    assert score(scorer, query, document, max_tokens_per_doc=0) == score(scorer, query, document)
     assert score(scorer, query, document, truncate_prompt_tokens=whole - 5) == score(scorer, query, document[:-5])
     left = score(scorer, query, document, truncate_prompt_tokens=whole - 5, truncation_side="left")
     assert left == score(scorer, query, document[5:])

@@ -11,6 +11,7 @@ use crate::body::Body;
 use crate::context::Context;
 use crate::error::ApiError;
 use crate::openapi::Errors;
+use crate::respond::Identity;
 use crate::state::AppState;
 use crate::tools;
 use crate::vectors::{Cut, Source, Texts};
@@ -71,6 +72,7 @@ pub(crate) async fn handle(
     let texts = Texts::new(&state, &context, &embedding, vec![source], special).await?;
     let prompt_tokens = texts.count();
     let vectors = embedding.vectors(&state, &context, texts).await?;
+    let Identity { id, created, model } = Identity::new("embd", &state, &context);
     blocking(move || {
         let data = vectors.into_iter().enumerate().map(|(index, vector)| {
             let vector = embedding.finish(vector, size)?;
@@ -81,9 +83,11 @@ pub(crate) async fn handle(
             })
         });
         let list = EmbeddingList {
+            id,
             object: "list",
+            created,
+            model,
             data: data.collect::<Result<_, ApiError>>()?,
-            model: state.model().id.clone(),
             usage: EmbeddingUsage::of(prompt_tokens),
         };
         Ok(Json(list).into_response())

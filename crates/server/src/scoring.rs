@@ -190,15 +190,8 @@ async fn rank(
         embedding,
         common,
     };
-    let per_document = match own.max_tokens_per_doc {
-        Some(0) => {
-            return Err(ApiError::invalid(
-                "max_tokens_per_doc",
-                "max_tokens_per_doc must be at least 1",
-            ));
-        }
-        most => most.map(|most| most.min(sides.most()) as i64),
-    };
+    let per_document = own.max_tokens_per_doc.filter(|&most| most > 0);
+    let per_document = per_document.map(|most| most.min(sides.most()) as i64);
     let side = sides.common.truncation_side;
     let each = Cut::new("max_tokens_per_doc", per_document, side, sides.most())?;
     let documents = match own.documents {

@@ -84,9 +84,13 @@ pub(crate) enum EncodingFormat {
 /// The vectors of all inputs.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct EmbeddingList {
+    pub(crate) id: String,
+    /// `list`.
     pub(crate) object: &'static str,
-    pub(crate) data: Vec<Embedding>,
+    /// Seconds since 1970.
+    pub(crate) created: u64,
     pub(crate) model: String,
+    pub(crate) data: Vec<Embedding>,
     pub(crate) usage: EmbeddingUsage,
 }
 

@@ -48,8 +48,7 @@ pub(crate) struct RerankFields {
     pub(crate) top_n: Option<usize>,
     /// Returns the documents' texts. Default: true.
     pub(crate) return_documents: Option<bool>,
-    /// Cohere's: truncates each document to this many tokens.
-    #[schema(minimum = 1)]
+    /// Cohere's: truncates each document to this many tokens. 0 or absent: documents stay whole.
     pub(crate) max_tokens_per_doc: Option<usize>,
 }
 
