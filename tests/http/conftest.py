@@ -50,7 +50,9 @@ class Server:
         self.log = log
         self.url = f"http://127.0.0.1:{port}"
         self.port = port
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        # No connection is used again about when a server with short timeouts closes it.
+        limits = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=0.5)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE, limits=limits)
         # No retries: a 429 or a 503 is what some tests want to see.
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
