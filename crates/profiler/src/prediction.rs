@@ -4,6 +4,7 @@ use plimsoll_core::{Component, KvConfig, Meters, StepLimits};
 use serde::Serialize;
 
 use crate::advice::{Basis, Source, advise};
+use crate::arithmetic::shrunk;
 use crate::report::Memory;
 use crate::{
     Arithmetic, Bound, Cause, Diagnostic, GroupReport, KvSize, LeftOut, Margins, Measured, ProfileError,
@@ -114,7 +115,7 @@ pub fn predict(spec: &ProfileSpec, footprint: &dyn Footprint) -> Result<Predicti
 
 /// How many state slots, at least 1, suit a model whose layers keep states of fixed size: states and KV share the memory, so each
 /// slot more leaves fewer tokens. As many as leave KV for half a request of `mean_tokens` tokens to each, and for one of full length,
-/// or where the size of the KV cache is pinned, as many as fit beside it. Half, because a running request holds less than its final length, and
+/// or where the size of the KV cache is pinned, as many as leave that size to `--mem-fraction` of the room. Half, because a running request holds less than its final length, and
 /// slots hold snapshots of requests that do not run too. At most as many as the spec's limits have a use for; fewer slots than their
 /// `max_num_seqs` are counted with as many requests. All else (margins, weights, step arena, the probe) is counted as by [`predict`].
 pub fn state_slots(spec: &ProfileSpec, footprint: &dyn Footprint, mean_tokens: usize) -> usize {
@@ -126,12 +127,14 @@ pub fn state_slots(spec: &ProfileSpec, footprint: &dyn Footprint, mean_tokens: u
         let predicted = Predicted::new(&spec, &*footprint);
         let arithmetic = &predicted.arithmetic;
         match spec.pinned_pages() {
-            Some(pages) => pages <= arithmetic.full_pages(),
+            Some(pages) => pages <= arithmetic.fitting_pages,
             None => {
                 let probe_fits = predicted.measured.peak_reserved <= predicted.available();
                 let pages = arithmetic.fitting_pages;
                 let requests = spec.kv(pages).requests_of(mean_tokens);
-                probe_fits && pages >= spec.request_pages() && 2.0 * requests >= slots as f64
+                // A start may find less room than is predicted.
+                let fits = shrunk(pages, 1) >= spec.request_pages();
+                probe_fits && fits && 2.0 * requests >= slots as f64
             }
         }
     };

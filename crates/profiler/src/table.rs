@@ -137,12 +137,12 @@ impl fmt::Display for Size<'_> {
         if let Some(states) = states {
             write!(
                 f,
-                "\n  {:>3} layers, states: {} in each of {} slots for at most {} requests at once, as much as {} tokens of KV",
+                "\n  {:>3} layers, states: {} in each of {} slots, as much as {} tokens of KV; at most {} requests at once",
                 states.layers,
                 human_bytes(states.bytes_per_request),
                 states.slots,
-                states.slots - states.snapshots,
-                states.tokens_per_request
+                states.tokens_per_request,
+                states.slots - states.snapshots
             )?;
         }
         Ok(())

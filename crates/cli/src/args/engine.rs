@@ -187,12 +187,13 @@ pub struct LimitArgs {
     pub max_model_len: Option<usize>,
     /// Maximum number of requests that run at once [default: decided at start: 1024 on a GPU of at
     /// least 70 GiB where the KV cache has room for them, 512 on other GPUs, 32 on a CPU; fewer where a step
-    /// (--max-num-batched-tokens) has no room for a token of each]
+    /// (--max-num-batched-tokens) has no room for a token of each, or their states would leave too little KV (--mean-request-len)]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
     /// For models whose layers keep a state of fixed size per request (Qwen3.5): mean length of a request in tokens, prompt and answer.
     /// States and KV share the memory: there are as many states, of requests that run and snapshots in the prefix cache, as leave KV for
-    /// half as many tokens to each, unless --max-num-seqs asks for more [default: 8192, or --max-model-len if that is less]
+    /// half as many tokens to each and for one request of full length, unless --max-num-seqs asks for more; at most two for each request
+    /// that may run [default: 8192, or --max-model-len if that is less]
     #[arg(long, value_name = "TOKENS", value_parser = tokens)]
     pub mean_request_len: Option<usize>,
     /// Maximum number of tokens in one step; longer prompts are computed in chunks [default: decided at start: 8192 on a GPU,

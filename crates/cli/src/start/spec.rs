@@ -111,8 +111,7 @@ fn with_states(settings: &EngineSettings, device: &dyn Device, limits: Limits) -
         most_state_slots: slots,
     };
     tracing::info!(
-        "{max_num_seqs} requests at once (--max-num-seqs), {} slots for their states of {} and for snapshots in the prefix cache \
-         (--mean-request-len)",
+        "{max_num_seqs} requests at once (--max-num-seqs); {} slots for states of {} each (--mean-request-len)",
         facts
             .groups
             .state_slots(max_num_seqs, slots, facts.shares_prefixes(settings)),

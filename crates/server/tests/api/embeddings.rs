@@ -296,9 +296,9 @@ async fn wrong_texts_to_compare_are_named() {
         ),
         (
             "/rerank",
-            json!({ "query": "a", "documents": ["b"], "max_tokens_per_doc": 0 }),
+            json!({ "query": "a", "documents": ["b"], "max_tokens_per_doc": -1 }),
             "max_tokens_per_doc",
-            "at least 1",
+            "-1",
         ),
         (
             "/rerank",
