@@ -182,8 +182,8 @@ impl CacheGroups {
         self.state_layers
     }
 
-    /// State slots of a cache for so many requests at once: `most` if prefixes are cached, but one for each request, and no more
-    /// than as many again for snapshots: the turns of chats that fill the KV cache are about as many as the requests that do.
+    /// State slots of a cache for so many requests at once: at most `most`, but one for each request in any case, and if prefixes are
+    /// cached up to as many again for snapshots: the turns of chats that fill the KV cache are about as many as the requests that do.
     pub fn state_slots(&self, requests: usize, most: usize, prefix_caching: bool) -> usize {
         let snapshots = if prefix_caching { requests } else { 0 };
         match self.state_layers {

@@ -113,11 +113,13 @@ pub fn predict(spec: &ProfileSpec, footprint: &dyn Footprint) -> Result<Predicti
     }
 }
 
-/// How many state slots, at least 1, suit a model whose layers keep states of fixed size: states and KV share the memory, so each
-/// slot more leaves fewer tokens. As many as leave KV for half a request of `mean_tokens` tokens to each, and for one of full length,
-/// or where the size of the KV cache is pinned, as many as leave that size to `--mem-fraction` of the room. Half, because a running request holds less than its final length, and
-/// slots hold snapshots of requests that do not run too. At most as many as the spec's limits have a use for; fewer slots than their
-/// `max_num_seqs` are counted with as many requests. All else (margins, weights, step arena, the probe) is counted as by [`predict`].
+/// State slots, at least 1, for a model whose layers keep states of fixed size: states and KV share the memory, so each slot
+/// more leaves fewer tokens. As many as leave KV for half a request of `mean_tokens` tokens to each, and in all for one of full length; where
+/// the size of the KV cache is pinned, as many as leave that size to `--mem-fraction` of the room. Half, because a running
+/// request holds less than its final length, and some slots hold snapshots of requests that do not run.
+///
+/// The spec's `max_num_seqs` is an upper bound here: no more requests are counted than there are slots. All else (margins,
+/// weights, step arena, the probe) is counted as by [`predict`].
 pub fn state_slots(spec: &ProfileSpec, footprint: &dyn Footprint, mean_tokens: usize) -> usize {
     let leaves_enough = |slots: usize| {
         let mut spec = spec.clone();

@@ -24,7 +24,7 @@ pub struct ProfileSpec {
     pub state_bytes: u64,
     /// Whether prefixes are cached: states then have slots for snapshots too.
     pub prefix_caching: bool,
-    /// Most state slots, where there may be some for snapshots alone; there is one for each request in any case.
+    /// Most state slots; there is one for each request in any case: see [`CacheGroups::state_slots`].
     pub most_state_slots: usize,
     /// How the linear layers are stored, if not in floats; for reports.
     pub quantization: Option<String>,

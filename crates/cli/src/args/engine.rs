@@ -187,7 +187,7 @@ pub struct LimitArgs {
     pub max_model_len: Option<usize>,
     /// Maximum number of requests that run at once [default: decided at start: 1024 on a GPU of at
     /// least 70 GiB where the KV cache has room for them, 512 on other GPUs, 32 on a CPU; fewer where a step
-    /// (--max-num-batched-tokens) has no room for a token of each, or their states would leave too little KV (--mean-request-len)]
+    /// (--max-num-batched-tokens) has no room for a token of each, or where states (Qwen3.5) would leave too little KV (--mean-request-len)]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
     /// For models whose layers keep a state of fixed size per request (Qwen3.5): mean length of a request in tokens, prompt and answer.

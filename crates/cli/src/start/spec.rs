@@ -94,15 +94,16 @@ pub(super) fn limits(settings: &EngineSettings, device: &dyn Device) -> Result<L
 /// Tokens of a request on average where nobody says.
 const MEAN_REQUEST_LEN: usize = 8192;
 
-/// The limits with as many state slots as leave enough KV to the requests in them, and no more requests at once unless a flag says so.
+/// The limits with as many state slots as leave enough KV, and by default no more requests at once than slots.
 fn with_states(settings: &EngineSettings, device: &dyn Device, limits: Limits) -> Result<Limits, Error> {
     let (facts, footprint) = device.footprint(limits.step)?;
     let spec = profile_spec(settings, device, limits, &facts, footprint.idle().total);
     let mean = settings.mean_request_len.unwrap_or(MEAN_REQUEST_LEN);
     let slots = state_slots(&spec, &*footprint, mean.min(limits.step.max_model_len));
-    let asked = settings.max_num_seqs.is_some();
-    let most = if asked { usize::MAX } else { slots };
-    let max_num_seqs = limits.step.max_num_seqs.min(most).max(settings.least_num_seqs);
+    let max_num_seqs = match settings.max_num_seqs {
+        Some(_) => limits.step.max_num_seqs,
+        None => limits.step.max_num_seqs.min(slots).max(settings.least_num_seqs),
+    };
     let limits = Limits {
         step: StepLimits {
             max_num_seqs,
