@@ -2,6 +2,7 @@
 
 use crate::dtype::WeightType;
 use crate::panel::PANEL;
+use crate::quantize::X_GROUP;
 
 /// How codes are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -176,6 +177,16 @@ impl Spec {
         self.group * self.groups
     }
 
+    /// Groups in a step, the inputs that share a scale of the activations.
+    pub(crate) const fn groups_per_step(&self) -> usize {
+        X_GROUP / self.group
+    }
+
+    /// Steps of [`X_GROUP`] inputs in a block.
+    pub(crate) const fn steps(&self) -> usize {
+        self.block() / X_GROUP
+    }
+
     pub(crate) const fn is_super(&self) -> bool {
         self.groups > 1
     }
@@ -199,18 +210,22 @@ impl Spec {
         (1 + self.min as usize) * self.scale_bytes()
     }
 
-    const fn code_bytes(&self) -> usize {
-        let bits = match self.codes {
+    const fn bits(&self) -> usize {
+        match self.codes {
             Codes::U4 => 4,
             Codes::U6 => 6,
             Codes::I8 => 8,
-        };
-        self.group * PANEL * bits / 8
+        }
+    }
+
+    /// Bytes of the codes of `inputs` inputs.
+    pub(crate) const fn code_bytes(&self, inputs: usize) -> usize {
+        inputs * PANEL * self.bits() / 8
     }
 
     /// Bytes of one group of a panel.
     pub(crate) const fn group_bytes(&self) -> usize {
-        self.group_header_bytes() + self.code_bytes()
+        self.group_header_bytes() + self.code_bytes(self.group)
     }
 
     /// Bytes of one block of a panel.

@@ -17,8 +17,7 @@ use crate::simd::Level;
 pub use shape::LinearShape;
 
 /// `y = x Wᵀ + b`, with weights packed at load into panels of sixteen outputs, in their own precision: floats as they are,
-/// quantised types as integer codes that are multiplied with activations quantised to 8 bits per 32 elements, as
-/// llama.cpp does.
+/// quantised types as integer codes that are multiplied with activations quantised to 15 bits, with a scale per 32 elements.
 ///
 /// Several matrices that take the same input (q, k, v; gate, up) are stacked along the output: one read of the input, one
 /// quantisation, one fork.

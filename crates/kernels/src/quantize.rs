@@ -1,4 +1,4 @@
-//! Inputs of a quantised layer, rounded to 15 bits in two planes of 8.
+//! Inputs of a quantised layer, rounded to 15 bits.
 
 use plimsoll_core::Oom;
 use plimsoll_device::{DryArena, Frame};
@@ -12,18 +12,40 @@ pub(crate) const X_GROUP: usize = 32;
 /// The largest code of a group: 127 in the high plane, 0 in the low one.
 const LARGEST_CODE: f32 = 127.0 * 128.0;
 
-/// Rows quantised to 15 bits: `x = scale × (128 × high + low)` per [`X_GROUP`] inputs.
+/// Rows that are stored together: their first groups, then their second ones, and so on.
+pub(crate) const TILE: usize = 8;
+
+/// From how many rows on codes are words: fewer do not pay for weights unpacked to as many bits.
+const MANY: usize = 48;
+
+/// How the 64 bytes of the codes of a group lie, for few rows or for many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Codes {
+    /// 32 bytes of `high` in -127..=127, then 32 of `low` in -64..=64: the code is `128 × high + low`.
+    Planes,
+    /// 32 `i16`, each four in the order 0, 2, 1, 3.
+    Words,
+}
+
+/// Rows quantised to 15 bits, `x = scale × code` per [`X_GROUP`] inputs. Everything lies by groups: the first group of each
+/// of [`TILE`] rows, their second, and so on, then those of the next rows; see [`Activations::tile`].
 pub(crate) struct Activations<'a> {
     pub(crate) inputs: usize,
     pub(crate) rows: usize,
-    /// In -127..=127.
-    pub(crate) high: &'a [i8],
-    /// In -64..=64.
-    pub(crate) low: &'a [i8],
-    /// `[rows][inputs / 32]`.
+    pub(crate) form: Codes,
+    /// 64 bytes of each group.
+    pub(crate) codes: &'a [i8],
+    /// One of each group.
     pub(crate) scales: &'a [f32],
-    /// Sums of the codes, per group of 32 and, where a format needs them, of 16 inputs.
+    /// Sums of the codes, per group of 32 and, where a format needs them, of 16 inputs (those of a group together).
     pub(crate) sums: [Sums<'a>; 2],
+}
+
+/// Where the groups of neighbouring rows lie: group `g` of the `i`th row is at `first + g × stride + i`.
+#[derive(Clone, Copy)]
+pub(crate) struct Tile {
+    pub(crate) first: usize,
+    pub(crate) stride: usize,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -45,31 +67,30 @@ impl<'a> Activations<'a> {
     ) -> Result<Self, Oom> {
         let rows = x.len() / inputs;
         let [codes, groups, half_groups] = row_lens(inputs, halves);
-        let high: &'a mut [i8] = &mut frame.alloc(room * codes)?[..rows * codes];
-        let low: &'a mut [i8] = &mut frame.alloc(room * codes)?[..rows * codes];
+        let form = if rows < MANY { Codes::Planes } else { Codes::Words };
+        let codes: &'a mut [i8] = &mut frame.alloc(room * codes)?[..rows * codes];
         let scales: &'a mut [f32] = &mut frame.alloc(room * groups)?[..rows * groups];
         let exact: &'a mut [i32] = &mut frame.alloc(room * groups)?[..rows * groups];
         let scaled: &'a mut [f32] = &mut frame.alloc(room * groups)?[..rows * groups];
         let exact_halves: &'a mut [i32] = &mut frame.alloc(room * half_groups)?[..rows * half_groups];
         let scaled_halves: &'a mut [f32] = &mut frame.alloc(room * half_groups)?[..rows * half_groups];
         {
-            let (high, low, scales) = (Disjoint::new(high), Disjoint::new(low), Disjoint::new(scales));
+            let (codes, scales) = (Disjoint::new(codes), Disjoint::new(scales));
             let (exact, scaled) = (Disjoint::new(exact), Disjoint::new(scaled));
             let (exact_halves, scaled_halves) = (Disjoint::new(exact_halves), Disjoint::new(scaled_halves));
             run_ranges(rows, (4096 / inputs).max(1), &|range| {
                 for row in range {
-                    // SAFETY: rows are disjoint.
-                    let kernel = unsafe {
-                        QuantizeRow {
-                            x: &x[row * inputs..(row + 1) * inputs],
-                            high: high.part(row * inputs, inputs),
-                            low: low.part(row * inputs, inputs),
-                            scales: scales.part(row * groups, groups),
-                            exact: exact.part(row * groups, groups),
-                            scaled: scaled.part(row * groups, groups),
-                            exact_halves: exact_halves.part(row * half_groups, half_groups),
-                            scaled_halves: scaled_halves.part(row * half_groups, half_groups),
-                        }
+                    let kernel = QuantizeRow {
+                        x: &x[row * inputs..(row + 1) * inputs],
+                        form,
+                        tile: tile(rows, groups, row),
+                        halves,
+                        codes: &codes,
+                        scales: &scales,
+                        exact: &exact,
+                        scaled: &scaled,
+                        exact_halves: &exact_halves,
+                        scaled_halves: &scaled_halves,
                     };
                     dispatch(level, kernel);
                 }
@@ -85,26 +106,37 @@ impl<'a> Activations<'a> {
         Ok(Self {
             inputs,
             rows,
-            high,
-            low,
+            form,
+            codes,
             scales,
             sums,
         })
     }
+
+    /// Where the groups of `row` and of those behind it up to a multiple of [`TILE`] lie.
+    pub(crate) fn tile(&self, row: usize) -> Tile {
+        tile(self.rows, self.inputs / X_GROUP, row)
+    }
 }
 
-/// Codes, groups and half groups of a row.
+fn tile(rows: usize, groups: usize, row: usize) -> Tile {
+    let start = row / TILE * TILE;
+    Tile {
+        first: start * groups + row % TILE,
+        stride: TILE.min(rows - start),
+    }
+}
+
+/// Bytes of codes, groups and half groups of a row.
 fn row_lens(inputs: usize, halves: bool) -> [usize; 3] {
     let groups = inputs / X_GROUP;
-    [inputs, groups, if halves { 2 * groups } else { 0 }]
+    [2 * inputs, groups, if halves { 2 * groups } else { 0 }]
 }
 
 /// Counts what [`Activations::quantize`] takes with room for `rows` rows.
 pub(crate) fn quantize_scratch(rows: usize, inputs: usize, halves: bool, arena: &mut DryArena) -> Option<()> {
     let [codes, groups, half_groups] = row_lens(inputs, halves);
-    for _ in 0..2 {
-        arena.alloc::<i8>(rows.checked_mul(codes)?)?;
-    }
+    arena.alloc::<i8>(rows.checked_mul(codes)?)?;
     for _ in 0..3 {
         arena.alloc::<f32>(rows.checked_mul(groups)?)?;
     }
@@ -116,13 +148,16 @@ pub(crate) fn quantize_scratch(rows: usize, inputs: usize, halves: bool, arena: 
 
 struct QuantizeRow<'a> {
     x: &'a [f32],
-    high: &'a mut [i8],
-    low: &'a mut [i8],
-    scales: &'a mut [f32],
-    exact: &'a mut [i32],
-    scaled: &'a mut [f32],
-    exact_halves: &'a mut [i32],
-    scaled_halves: &'a mut [f32],
+    form: Codes,
+    /// Where this row's groups lie in all that follows.
+    tile: Tile,
+    halves: bool,
+    codes: &'a Disjoint<'a, i8>,
+    scales: &'a Disjoint<'a, f32>,
+    exact: &'a Disjoint<'a, i32>,
+    scaled: &'a Disjoint<'a, f32>,
+    exact_halves: &'a Disjoint<'a, i32>,
+    scaled_halves: &'a Disjoint<'a, f32>,
 }
 
 impl Kernel for QuantizeRow<'_> {
@@ -130,14 +165,12 @@ impl Kernel for QuantizeRow<'_> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let planes = self
-            .high
-            .chunks_exact_mut(X_GROUP)
-            .zip(self.low.chunks_exact_mut(X_GROUP));
-        for (group, (x, (high, low))) in self.x.chunks_exact(X_GROUP).zip(planes).enumerate() {
+        for (group, x) in self.x.chunks_exact(X_GROUP).enumerate() {
+            let at = self.tile.first + group * self.tile.stride;
             let mut halves = [0i32; 2];
-            // SAFETY: the features are there, and all three chunks are two vectors long.
-            let scale = unsafe {
+            // SAFETY: the features are there, `x` is two vectors long, and no other row has this group's place.
+            unsafe {
+                let codes = self.codes.part(at * 2 * X_GROUP, 2 * X_GROUP).as_mut_ptr();
                 let x = [S::load(x.as_ptr()), S::load(x.as_ptr().add(LANES))];
                 let abs = |x| S::max(x, S::sub(S::splat(0.0), x));
                 let largest = S::largest(S::max(abs(x[0]), abs(x[1])));
@@ -148,26 +181,31 @@ impl Kernel for QuantizeRow<'_> {
                 });
                 for half in 0..2 {
                     let code = S::round(S::mul(x[half], inverse));
-                    let upper = S::round(S::mul(code, S::splat(1.0 / 128.0)));
-                    S::store_i8(high.as_mut_ptr().add(half * LANES), upper);
-                    S::store_i8(
-                        low.as_mut_ptr().add(half * LANES),
-                        S::fma(upper, S::splat(-128.0), code),
-                    );
+                    match self.form {
+                        Codes::Planes => {
+                            let upper = S::round(S::mul(code, S::splat(1.0 / 128.0)));
+                            S::store_i8(codes.add(half * LANES), upper);
+                            let low = S::fma(upper, S::splat(-128.0), code);
+                            S::store_i8(codes.add(X_GROUP + half * LANES), low);
+                        }
+                        Codes::Words => S::store_i16(codes.cast::<i16>().add(half * LANES), code),
+                    }
                     halves[half] = S::sum(code) as i32;
                 }
                 // Maxima and integers lose NaN and infinity; the scale carries them on.
                 let poison = S::sum(S::mul(S::add(x[0], x[1]), S::splat(0.0)));
-                largest / LARGEST_CODE + poison
-            };
-            let sum = halves[0] + halves[1];
-            self.scales[group] = scale;
-            self.exact[group] = sum;
-            self.scaled[group] = scale * sum as f32;
-            if !self.exact_halves.is_empty() {
-                for half in 0..2 {
-                    self.exact_halves[2 * group + half] = halves[half];
-                    self.scaled_halves[2 * group + half] = scale * halves[half] as f32;
+                let scale = largest / LARGEST_CODE + poison;
+                let sum = halves[0] + halves[1];
+                self.scales.part(at, 1)[0] = scale;
+                self.exact.part(at, 1)[0] = sum;
+                self.scaled.part(at, 1)[0] = scale * sum as f32;
+                if self.halves {
+                    let exact = self.exact_halves.part(2 * at, 2);
+                    let scaled = self.scaled_halves.part(2 * at, 2);
+                    for half in 0..2 {
+                        exact[half] = halves[half];
+                        scaled[half] = scale * halves[half] as f32;
+                    }
                 }
             }
         }

@@ -4,11 +4,15 @@
 //! keeps the codes (4 bits stay 4 bits) and scales but interleaves sixteen outputs, four inputs to a 32-bit lane, so that one
 //! `vpdpbusd` multiplies sixteen outputs by four inputs. With an input group `x = d × q`, an output is
 //! `Σ_groups (scale·d) Σ code·q + (min·d) Σ q`: the integer sums are exact and the float sums run over the groups in order,
-//! so the result does not depend on the instruction set or on the rows multiplied together.
+//! so the result does not depend on the instruction set or on the rows multiplied together. Of a k-quant's scale only the
+//! integer of each group is part of the integer sums; the float, which a block shares, multiplies the block's float sum.
 //!
-//! Inputs get 15 bits, in two 8-bit planes `q = 128 × high + low`. The 8 bits that are usual (llama.cpp's Q8) move logits
-//! by a percent, enough to answer another text where two tokens nearly tie; with 15 the weights' own rounding is all that is
-//! left of it. The price is a second multiplication per loaded weight, and small batches wait for the weights anyway.
+//! Inputs get 15 bits, for few rows in two 8-bit planes `q = 128 × high + low`, for many in words of 16 bits. The 8 bits that
+//! are usual (llama.cpp's Q8) move logits by a percent, enough to answer another text where two tokens nearly tie; with 15
+//! the weights' own rounding is all that is left of it. The price is a second multiplication per loaded weight, and small
+//! batches wait for the weights anyway.
+
+mod many;
 
 use plimsoll_core::Component;
 use plimsoll_device::{Budget, Slab};
@@ -18,8 +22,10 @@ use crate::format::{Codes, FORMATS, Format, Spec, panel_bytes};
 use crate::pack;
 use crate::panel::{PANEL, Target};
 use crate::parallel::{Disjoint, run};
-use crate::quantize::{Activations, X_GROUP};
+use crate::quantize::{self, Activations, X_GROUP};
 use crate::simd::{Kernel, Level, Simd, dispatch};
+
+use many::Many;
 
 /// How far ahead weights are asked for, in bytes.
 const PREFETCH: usize = 2048;
@@ -83,201 +89,199 @@ impl Quantized {
     ) {
         assert_eq!(x.inputs, self.blocks * self.format.spec().block());
         let panel_bytes = self.blocks * self.format.spec().block_bytes();
-        for panel in panels {
-            let weights = &self.data.as_slice::<u8>()[panel * panel_bytes..][..panel_bytes];
-            macro_rules! formats {
-                ($($format:ident)*) => {
-                    match self.format {
-                        $(Format::$format => dispatch(
-                            level,
-                            Panel::<{ Format::$format as usize }> { weights, x, panel, target },
-                        ),)*
-                    }
-                };
-            }
-            formats!(Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2K Q3K Q4K Q5K Q6K Q8K);
+        macro_rules! formats {
+            ($($format:ident)*) => {
+                match self.format {
+                    $(Format::$format => {
+                        let panels = Panels::<{ Format::$format as usize }> {
+                            weights: self.data.as_slice(),
+                            panel_bytes,
+                            x,
+                            panels,
+                            target,
+                        };
+                        match x.form {
+                            quantize::Codes::Planes => dispatch(level, Few(panels)),
+                            quantize::Codes::Words => dispatch(level, Many(panels)),
+                        }
+                    })*
+                }
+            };
         }
+        formats!(Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2K Q3K Q4K Q5K Q6K Q8K);
     }
 }
 
-/// One panel times all rows.
-struct Panel<'a, const FORMAT: usize> {
+/// Some panels times all rows.
+struct Panels<'a, const FORMAT: usize> {
+    /// Of all panels.
     weights: &'a [u8],
+    panel_bytes: usize,
     x: &'a Activations<'a>,
-    panel: usize,
+    panels: std::ops::Range<usize>,
     target: &'a Target<'a>,
 }
 
-impl<const FORMAT: usize> Kernel for Panel<'_, FORMAT> {
+impl<'a, const FORMAT: usize> Panels<'a, FORMAT> {
+    const SPEC: Spec = FORMATS[FORMAT].spec();
+
+    fn weights(&self, panel: usize) -> &'a [u8] {
+        &self.weights[panel * self.panel_bytes..][..self.panel_bytes]
+    }
+}
+
+/// For few rows, whose codes are in planes: weights are unpacked for every tile of rows.
+struct Few<'a, const FORMAT: usize>(Panels<'a, FORMAT>);
+
+impl<const FORMAT: usize> Kernel for Few<'_, FORMAT> {
     type Out = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let rows = self.x.rows;
-        let mut row = 0;
-        // SAFETY: the features are there; each tile's rows exist.
-        unsafe {
-            if S::ACCUMULATORS >= 8 {
-                while row + 8 <= rows {
-                    self.tile::<S, 8>(row);
-                    row += 8;
+        let rows = self.0.x.rows;
+        for panel in self.0.panels.clone() {
+            let mut row = 0;
+            // SAFETY: the features are there; each tile's rows exist and are of one tile of the input.
+            unsafe {
+                while row + 4 <= rows {
+                    self.tile::<S, 4>(panel, row);
+                    row += 4;
                 }
-            }
-            while row + 4 <= rows {
-                self.tile::<S, 4>(row);
-                row += 4;
-            }
-            match rows - row {
-                3 => self.tile::<S, 3>(row),
-                2 => self.tile::<S, 2>(row),
-                1 => self.tile::<S, 1>(row),
-                _ => {}
+                match rows - row {
+                    3 => self.tile::<S, 3>(panel, row),
+                    2 => self.tile::<S, 2>(panel, row),
+                    1 => self.tile::<S, 1>(panel, row),
+                    _ => {}
+                }
             }
         }
     }
 }
 
-impl<const FORMAT: usize> Panel<'_, FORMAT> {
-    const SPEC: Spec = FORMATS[FORMAT].spec();
-
+impl<const FORMAT: usize> Few<'_, FORMAT> {
     /// # Safety
-    /// The CPU has the features of `S`; `first + M` rows exist.
+    /// The CPU has the features of `S`; `first + M` rows exist and are of one tile of the input.
     #[inline(always)]
-    unsafe fn tile<S: Simd, const M: usize>(&self, first: usize) {
-        let spec = const { Self::SPEC };
-        let blocks = self.weights.len() / spec.block_bytes();
-        let groups = blocks * spec.groups;
-        let x_groups = self.x.inputs / X_GROUP;
-        let sums = &self.x.sums[spec.group / 32];
+    unsafe fn tile<S: Simd, const M: usize>(&self, panel: usize, first: usize) {
+        let spec = const { Panels::<FORMAT>::SPEC };
+        let Panels { x, target, .. } = self.0;
+        let weights = self.0.weights(panel);
+        let blocks = weights.len() / spec.block_bytes();
+        let per_step = spec.groups_per_step();
+        let sums = &x.sums[spec.group / 32];
+        let tile = x.tile(first);
         // SAFETY: the caller's promise; `weights` is whole blocks, and `x` has the inputs of as many for each row.
         unsafe {
-            let high = self.x.high.as_ptr().add(first * self.x.inputs);
-            let low = self.x.low.as_ptr().add(first * self.x.inputs);
-            let scales = self.x.scales.as_ptr().add(first * x_groups);
-            let exact = sums.exact.as_ptr().add(first * groups);
-            let scaled = sums.scaled.as_ptr().add(first * groups);
+            let mut x_codes = x.codes.as_ptr().add(tile.first * 2 * X_GROUP);
+            let mut at = tile.first;
             let mut acc = [S::splat(0.0); M];
-            let mut w = self.weights.as_ptr();
-            for block in 0..blocks {
-                let (mut block_scale, mut block_min) = (S::splat(1.0), S::splat(1.0));
-                if spec.is_super() {
-                    block_scale = S::load(w.cast());
-                    if spec.min {
-                        block_min = S::load(w.add(4 * PANEL).cast());
-                    }
-                    w = w.add(spec.header_bytes());
-                }
-                for g in block * spec.groups..(block + 1) * spec.groups {
-                    let (mut scale, mut min) = (block_scale, block_min);
-                    if spec.is_super() {
-                        scale = S::mul(scale, S::load_i8(w.cast()));
-                        if spec.min {
-                            min = S::mul(min, S::load_i8(w.add(PANEL).cast()));
-                        }
-                    } else {
-                        scale = S::load_f16(w.cast());
-                        if spec.min {
-                            min = S::load_f16(w.add(2 * PANEL).cast());
-                        }
-                    }
-                    let start = if spec.min {
-                        [S::splat_i(0); M]
-                    } else {
+            let mut w = weights.as_ptr();
+            for _ in 0..blocks {
+                let header = w;
+                w = w.add(spec.header_bytes());
+                let (mut scaled, mut minima) = ([S::splat(0.0); M], [S::splat(0.0); M]);
+                for _ in 0..spec.steps() {
+                    let mut dots = [S::splat_i(0); M];
+                    for g in 0..per_step {
                         let mut start = [S::splat_i(0); M];
-                        let unbias = if S::DOT_IS_BIASED || spec.codes != Codes::I8 {
-                            spec.offset
-                        } else {
-                            0
-                        };
-                        for r in 0..M {
-                            start[r] = S::splat_i(-unbias * *exact.add(r * groups + g));
+                        if !spec.min && (S::DOT_IS_BIASED || spec.codes != Codes::I8) {
+                            for r in 0..M {
+                                let sum = *sums.exact.as_ptr().add((at + r) * per_step + g);
+                                start[r] = S::splat_i(-spec.offset * sum);
+                            }
                         }
-                        start
-                    };
-                    if M <= 4 {
                         // Few rows wait for memory: the hardware prefetcher alone reaches two thirds of its bandwidth.
                         for line in (0..spec.group_bytes()).step_by(64) {
                             S::prefetch(w.wrapping_add(PREFETCH + line));
                         }
-                    }
-                    let codes = w.add(spec.group_header_bytes());
-                    let x = [high.add(g * spec.group), low.add(g * spec.group)];
-                    let dots = dot_group::<S, M>(&spec, codes, x, self.x.inputs, start);
-                    for r in 0..M {
-                        let x_scale = S::splat(*scales.add(r * x_groups + g * spec.group / X_GROUP));
-                        acc[r] = S::fma(S::to_f32(dots[r]), S::mul(scale, x_scale), acc[r]);
-                        if spec.min {
-                            acc[r] = S::fma(min, S::splat(*scaled.add(r * groups + g)), acc[r]);
+                        let codes = w.add(spec.group_header_bytes());
+                        let group = dot_group::<S, M>(&spec, codes, x_codes.add(g * spec.group), start);
+                        if spec.is_super() {
+                            let scale = S::load_i8_i(w.cast());
+                            for r in 0..M {
+                                dots[r] = S::add_i(dots[r], S::mul_i(group[r], scale));
+                            }
+                        } else {
+                            dots = group;
+                        }
+                        if spec.is_super() && spec.min {
+                            let min = S::load_i8(w.add(PANEL).cast());
+                            for r in 0..M {
+                                let sum = *sums.scaled.as_ptr().add((at + r) * per_step + g);
+                                minima[r] = S::fma(min, S::splat(sum), minima[r]);
+                            }
+                        }
+                        if spec.is_super() {
+                            w = w.add(spec.group_bytes());
                         }
                     }
-                    w = w.add(spec.group_bytes());
+                    for r in 0..M {
+                        let x_scale = S::splat(*x.scales.as_ptr().add(at + r));
+                        let dot = S::to_f32(dots[r]);
+                        if spec.is_super() {
+                            scaled[r] = S::fma(dot, x_scale, scaled[r]);
+                        } else {
+                            let scale = S::load_f16(w.cast());
+                            acc[r] = S::fma(dot, S::mul(scale, x_scale), acc[r]);
+                            if spec.min {
+                                let min = S::load_f16(w.add(2 * PANEL).cast());
+                                let sum = *sums.scaled.as_ptr().add(at + r);
+                                acc[r] = S::fma(min, S::splat(sum), acc[r]);
+                            }
+                        }
+                    }
+                    if !spec.is_super() {
+                        w = w.add(spec.group_bytes());
+                    }
+                    x_codes = x_codes.add(tile.stride * 2 * X_GROUP);
+                    at += tile.stride;
+                }
+                if spec.is_super() {
+                    for r in 0..M {
+                        acc[r] = S::fma(scaled[r], S::load(header.cast()), acc[r]);
+                        if spec.min {
+                            let min = S::load(header.add(4 * PANEL).cast());
+                            acc[r] = S::fma(minima[r], min, acc[r]);
+                        }
+                    }
                 }
             }
             for r in 0..M {
-                self.target.store::<S>(first + r, self.panel, acc[r]);
+                target.store::<S>(first + r, panel, acc[r]);
             }
         }
     }
 }
 
-/// `start + Σ code × (128 × high + low)` over one group, for `M` rows of `[high, low]` that are `stride` apart.
+/// `start + Σ code × (128 × high + low)` over one group, for `M` rows. `x` is the group's `high` of the first; 32 bytes
+/// behind each `high` is its `low`, and 64 behind it the next row.
 ///
 /// # Safety
-/// The CPU has the features of `S`, `codes` and each row of both planes hold a group.
+/// The CPU has the features of `S`; `codes` and each row hold a group.
 #[inline(always)]
 unsafe fn dot_group<S: Simd, const M: usize>(
     spec: &Spec,
     codes: *const u8,
-    [high, low]: [*const i8; 2],
-    stride: usize,
+    x: *const i8,
     start: [S::I; M],
 ) -> [S::I; M] {
     let mut lows = start;
     // SAFETY: the caller's promise.
     unsafe {
         let mut highs = [S::splat_i(0); M];
-        let four =
-            |plane: *const i8, r: usize, k: usize| plane.add(r * stride + k).cast::<i32>().read_unaligned();
-        match spec.codes {
-            Codes::U4 => {
-                for oct in 0..spec.group / 8 {
-                    let bytes = S::load_bytes(codes.add(oct * 64));
-                    let (first, second) = (S::low_nibbles(bytes), S::high_nibbles(bytes));
-                    for r in 0..M {
-                        highs[r] = S::dot4(highs[r], first, four(high, r, 8 * oct));
-                        lows[r] = S::dot4(lows[r], first, four(low, r, 8 * oct));
-                    }
-                    for r in 0..M {
-                        highs[r] = S::dot4(highs[r], second, four(high, r, 8 * oct + 4));
-                        lows[r] = S::dot4(lows[r], second, four(low, r, 8 * oct + 4));
-                    }
-                }
-            }
-            Codes::U6 => {
-                for hex in 0..spec.group / 16 {
-                    let codes = codes.add(hex * 192);
-                    let (a, b) = (S::load_bytes(codes), S::load_bytes(codes.add(64)));
-                    let upper = S::load_bytes(codes.add(128));
-                    let w = [
-                        S::or(S::low_nibbles(a), S::bit_pair_to_4::<0>(upper)),
-                        S::or(S::high_nibbles(a), S::bit_pair_to_4::<1>(upper)),
-                        S::or(S::low_nibbles(b), S::bit_pair_to_4::<2>(upper)),
-                        S::or(S::high_nibbles(b), S::bit_pair_to_4::<3>(upper)),
-                    ];
-                    for r in 0..M {
-                        for (i, &w) in w.iter().enumerate() {
-                            highs[r] = S::dot4(highs[r], w, four(high, r, 16 * hex + 4 * i));
-                            lows[r] = S::dot4(lows[r], w, four(low, r, 16 * hex + 4 * i));
-                        }
-                    }
-                }
-            }
-            Codes::I8 => {
-                for quad in 0..spec.group / 4 {
-                    let w = S::load_bytes(codes.add(quad * 64));
-                    for r in 0..M {
-                        highs[r] = S::dot4_biased(highs[r], w, four(high, r, 4 * quad));
-                        lows[r] = S::dot4_biased(lows[r], w, four(low, r, 4 * quad));
+        for hex in 0..spec.group / 16 {
+            let w = sixteen::<S>(spec.codes, codes.add(spec.code_bytes(16 * hex)));
+            for (i, w) in w.into_iter().enumerate() {
+                for r in 0..M {
+                    let high = x.add(r * 2 * X_GROUP + 16 * hex + 4 * i);
+                    let four = |plane: *const i8| plane.cast::<i32>().read_unaligned();
+                    let (high, low) = (four(high), four(high.add(X_GROUP)));
+                    if spec.codes == Codes::I8 {
+                        highs[r] = S::dot4_biased(highs[r], w, high);
+                        lows[r] = S::dot4_biased(lows[r], w, low);
+                    } else {
+                        highs[r] = S::dot4(highs[r], w, high);
+                        lows[r] = S::dot4(lows[r], w, low);
                     }
                 }
             }
@@ -287,4 +291,39 @@ unsafe fn dot_group<S: Simd, const M: usize>(
         }
     }
     lows
+}
+
+/// The codes of sixteen inputs, four inputs to a vector.
+///
+/// # Safety
+/// The CPU has the features of `S`; `packed` holds as many codes of sixteen outputs.
+#[inline(always)]
+unsafe fn sixteen<S: Simd>(codes: Codes, packed: *const u8) -> [S::I; 4] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (a, b) = (S::load_bytes(packed), S::load_bytes(packed.add(64)));
+        match codes {
+            Codes::U4 => [
+                S::low_nibbles(a),
+                S::high_nibbles(a),
+                S::low_nibbles(b),
+                S::high_nibbles(b),
+            ],
+            Codes::U6 => {
+                let upper = S::load_bytes(packed.add(128));
+                [
+                    S::or(S::low_nibbles(a), S::bit_pair_to_4::<0>(upper)),
+                    S::or(S::high_nibbles(a), S::bit_pair_to_4::<1>(upper)),
+                    S::or(S::low_nibbles(b), S::bit_pair_to_4::<2>(upper)),
+                    S::or(S::high_nibbles(b), S::bit_pair_to_4::<3>(upper)),
+                ]
+            }
+            Codes::I8 => [
+                a,
+                b,
+                S::load_bytes(packed.add(128)),
+                S::load_bytes(packed.add(192)),
+            ],
+        }
+    }
 }

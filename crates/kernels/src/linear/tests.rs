@@ -6,6 +6,8 @@ use rand::rngs::StdRng;
 
 use super::*;
 use crate::Embedding;
+use crate::panel::PANEL;
+use crate::parallel::threads;
 use crate::testing::{arena, assert_close, assert_same_bits, budget, normal, rng, seeds};
 
 const QUANTIZED: [WeightType; 12] = [
@@ -164,7 +166,13 @@ fn every_type_multiplies_like_its_dequantised_self() {
         .flat_map(|d| seeds(1).map(move |s| (d, s)))
     {
         let float = FLOATS.contains(&dtype);
-        for (rows, cols, m) in [(1, 256, 1), (16, 512, 3), (37, 768, 8), (50, 256, 21)] {
+        for (rows, cols, m) in [
+            (1, 256, 1),
+            (16, 512, 3),
+            (37, 768, 8),
+            (50, 256, 21),
+            (50, 768, 51),
+        ] {
             let context = format!("{dtype:?} {rows}x{cols} m {m} seed {seed}");
             let weights = Weights::random(dtype, rows, cols, seed);
             let linear = Linear::new(&[weights.matrix()], None, &budget()).unwrap();
@@ -203,17 +211,23 @@ fn float_weights_take_any_width() {
 #[test]
 fn instruction_sets_and_batches_agree_to_the_bit() {
     for dtype in QUANTIZED.into_iter().chain(FLOATS) {
-        let (rows, cols, m) = (43, 512, 15);
+        // More panels (of which a part of the work has two) and rows than are taken at a time, tiles that are not whole, and where blocks allow
+        // it one step more than are unpacked at a time.
+        let rows = (4 * threads() + 2) * PANEL + 11;
+        let cols = 256 + if dtype.block_len() > 32 { 0 } else { 32 };
+        let m = 151;
         let weights = Weights::random(dtype, rows, cols, 5);
         let linear = Linear::new(&[weights.matrix()], None, &budget()).unwrap();
         let x = normal(&mut rng(6), m * cols);
         let want = forward(&linear, Level::Scalar, &x);
         for level in Level::available() {
-            assert_same_bits(
-                &forward(&linear, level, &x),
-                &want,
-                &format!("{dtype:?} {level:?}"),
-            );
+            for m in [15, 53, m] {
+                assert_same_bits(
+                    &forward(&linear, level, &x[..m * cols]),
+                    &want[..m * rows],
+                    &format!("{dtype:?} {level:?} m {m}"),
+                );
+            }
             for row in 0..m {
                 let alone = forward(&linear, level, &x[row * cols..(row + 1) * cols]);
                 assert_same_bits(

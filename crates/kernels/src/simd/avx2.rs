@@ -70,6 +70,14 @@ impl Simd for Avx2 {
         });
         _mm_storeu_si128(to.cast(), _mm_packs_epi16(v[0], v[1]))
     });
+    op!(store_i16(to: *mut i16, value: F) {
+        let v = both!(value => {
+            let v = _mm256_shuffle_epi32::<0b11_01_10_00>(_mm256_cvtps_epi32(value));
+            _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256::<1>(v))
+        });
+        _mm_storeu_si128(to.cast(), v[0]);
+        _mm_storeu_si128(to.add(8).cast(), v[1])
+    });
     op!(add(a: F, b: F) -> F { both!(a, b => _mm256_add_ps(a, b)) });
     op!(sub(a: F, b: F) -> F { both!(a, b => _mm256_sub_ps(a, b)) });
     op!(mul(a: F, b: F) -> F { both!(a, b => _mm256_mul_ps(a, b)) });
@@ -117,7 +125,30 @@ impl Simd for Avx2 {
             _mm256_and_si256(moved, _mm256_set1_epi8(0x30))
         })
     });
+    op!(load_i8_i(from: *const i8) -> I {
+        let v = [_mm_loadl_epi64(from.cast()), _mm_loadl_epi64(from.add(8).cast())];
+        both!(v => _mm256_cvtepi8_epi32(v))
+    });
+    op!(store_bytes(to: *mut u8, bytes: I) {
+        _mm256_storeu_si256(to.cast(), bytes[0]);
+        _mm256_storeu_si256(to.add(32).cast(), bytes[1])
+    });
+    op!(scaled_words(bytes: I, offset: i16, scale: I) -> [I; 2] {
+        let scale = both!(scale => _mm256_blend_epi16::<0b1010_1010>(scale, _mm256_slli_epi32::<16>(scale)));
+        let offset = _mm256_set1_epi16(offset);
+        [
+            both!(bytes, scale => {
+                let even = _mm256_and_si256(bytes, _mm256_set1_epi16(255));
+                _mm256_mullo_epi16(_mm256_sub_epi16(even, offset), scale)
+            }),
+            both!(bytes, scale => {
+                let odd = _mm256_srli_epi16::<8>(bytes);
+                _mm256_mullo_epi16(_mm256_sub_epi16(odd, offset), scale)
+            }),
+        ]
+    });
     op!(add_i(a: I, b: I) -> I { both!(a, b => _mm256_add_epi32(a, b)) });
+    op!(mul_i(a: I, b: I) -> I { both!(a, b => _mm256_mullo_epi32(a, b)) });
     op!(times_128(a: I) -> I { both!(a => _mm256_slli_epi32::<7>(a)) });
     op!(or(a: I, b: I) -> I { both!(a, b => _mm256_or_si256(a, b)) });
     // `maddubs` adds pairs in 16 bits: 2 × 127 × 127 fits.
@@ -136,6 +167,10 @@ impl Simd for Avx2 {
             let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
             _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
         })
+    });
+    op!(dot2(acc: I, w: I, x: i32) -> I {
+        let x = _mm256_set1_epi32(x);
+        both!(acc, w => _mm256_add_epi32(acc, _mm256_madd_epi16(w, x)))
     });
     op!(to_f32(a: I) -> F { both!(a => _mm256_cvtepi32_ps(a)) });
 }

@@ -47,6 +47,10 @@ impl Simd for Avx512 {
     op!(store_i8(to: *mut i8, value: __m512) {
         _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(value)))
     });
+    op!(store_i16(to: *mut i16, value: __m512) {
+        let quads = _mm512_shuffle_epi32::<0b11_01_10_00>(_mm512_cvtps_epi32(value));
+        _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(quads))
+    });
     op!(add(a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) });
     op!(sub(a: __m512, b: __m512) -> __m512 { _mm512_sub_ps(a, b) });
     op!(mul(a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) });
@@ -80,12 +84,40 @@ impl Simd for Avx512 {
         };
         _mm512_and_si512(moved, _mm512_set1_epi8(0x30))
     });
+    op!(load_i8_i(from: *const i8) -> __m512i { _mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())) });
+    op!(store_bytes(to: *mut u8, bytes: __m512i) { _mm512_storeu_si512(to.cast(), bytes) });
+    op!(scaled_words(bytes: __m512i, offset: i16, scale: __m512i) -> [__m512i; 2] {
+        let scale = _mm512_mask_blend_epi16(0xaaaa_aaaa, scale, _mm512_slli_epi32::<16>(scale));
+        let offset = _mm512_set1_epi16(offset);
+        let even = _mm512_and_si512(bytes, _mm512_set1_epi16(255));
+        let odd = _mm512_srli_epi16::<8>(bytes);
+        [
+            _mm512_mullo_epi16(_mm512_sub_epi16(even, offset), scale),
+            _mm512_mullo_epi16(_mm512_sub_epi16(odd, offset), scale),
+        ]
+    });
     op!(add_i(a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) });
+    op!(mul_i(a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi32(a, b) });
     op!(times_128(a: __m512i) -> __m512i { _mm512_slli_epi32::<7>(a) });
     op!(or(a: __m512i, b: __m512i) -> __m512i { _mm512_or_si512(a, b) });
     op!(dot4(acc: __m512i, w: __m512i, x: i32) -> __m512i { _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)) });
     op!(dot4_biased(acc: __m512i, w: __m512i, x: i32) -> __m512i {
         _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x))
     });
+    op!(dot2(acc: __m512i, w: __m512i, x: i32) -> __m512i { _mm512_dpwssd_epi32(acc, w, _mm512_set1_epi32(x)) });
     op!(to_f32(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) });
+    op!(sum(a: __m512) -> f32 {
+        let a = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a));
+        let a = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+        let a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+        _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)))
+    });
+    op!(largest(a: __m512) -> f32 {
+        // The maximum is its second operand where either is NaN.
+        let a = _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_ORD_Q>(a, a), _mm512_set1_ps(f32::NEG_INFINITY), a);
+        let a = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a));
+        let a = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+        let a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+        _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)))
+    });
 }

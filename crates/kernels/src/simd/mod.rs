@@ -45,6 +45,8 @@ pub(crate) trait Simd: Copy {
     unsafe fn store(to: *mut f32, value: Self::F);
     /// Whole numbers in -127..=127.
     unsafe fn store_i8(to: *mut i8, value: Self::F);
+    /// Whole numbers in -32768..=32767, each four in the order 0, 2, 1, 3, as [`Simd::dot2`] takes them.
+    unsafe fn store_i16(to: *mut i16, value: Self::F);
     unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn sub(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
@@ -72,13 +74,23 @@ pub(crate) trait Simd: Copy {
     unsafe fn high_nibbles(bytes: Self::I) -> Self::I;
     /// Bits `2i` and `2i + 1` of each byte, moved to bits 4 and 5.
     unsafe fn bit_pair_to_4<const PAIR: usize>(bytes: Self::I) -> Self::I;
+    /// Sixteen `i8`, widened to lanes.
+    unsafe fn load_i8_i(from: *const i8) -> Self::I;
+    /// All 64 bytes.
+    unsafe fn store_bytes(to: *mut u8, bytes: Self::I);
+    /// Per lane, the four `(byte - offset) × scale` in 16 bits, where they must fit: those of bytes 0 and 2, and of 1 and 3.
+    unsafe fn scaled_words(bytes: Self::I, offset: i16, scale: Self::I) -> [Self::I; 2];
     unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
+    /// The lower 32 bits of each product.
+    unsafe fn mul_i(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn times_128(a: Self::I) -> Self::I;
     unsafe fn or(a: Self::I, b: Self::I) -> Self::I;
     /// Per lane, `acc + Σ w × x` over the four bytes `w` (0..=127) of the lane and the four `i8` of `x`.
     unsafe fn dot4(acc: Self::I, w: Self::I, x: i32) -> Self::I;
     /// As `dot4` with `w - 128` for `w` in 0..=255; see [`Simd::DOT_IS_BIASED`]. No `x` is -128.
     unsafe fn dot4_biased(acc: Self::I, w: Self::I, x: i32) -> Self::I;
+    /// Per lane, `acc + Σ w × x` over the two `i16` of `w` and of `x`, of which no `x` is -32768.
+    unsafe fn dot2(acc: Self::I, w: Self::I, x: i32) -> Self::I;
     unsafe fn to_f32(a: Self::I) -> Self::F;
 
     /// Sum of the lanes, halves first: lanes `i` and `i + 8`, then `i + 4`, `i + 2`, `i + 1`.
@@ -97,7 +109,7 @@ pub(crate) trait Simd: Copy {
         lanes[0]
     }
 
-    /// The largest lane.
+    /// The largest lane that is a number.
     #[inline(always)]
     unsafe fn largest(a: Self::F) -> f32 {
         let mut lanes = [0f32; LANES];

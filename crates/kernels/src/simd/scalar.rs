@@ -17,6 +17,11 @@ fn byte(v: &[i32; LANES], i: usize, b: usize) -> i32 {
     (v[i] >> (8 * b)) & 0xff
 }
 
+/// The two `i16` of a lane.
+fn words(v: i32) -> [i32; 2] {
+    [i32::from(v as i16), v >> 16]
+}
+
 fn bytes(v: [i32; LANES], f: impl Fn(u8) -> u8) -> [i32; LANES] {
     lanes!(i => i32::from_le_bytes(v[i].to_le_bytes().map(&f)))
 }
@@ -73,6 +78,13 @@ impl Simd for Scalar {
     unsafe fn store_i8(to: *mut i8, value: Self::F) {
         // SAFETY: see above.
         unsafe { to.cast::<[i8; LANES]>().write_unaligned(value.map(|v| v as i8)) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_i16(to: *mut i16, value: Self::F) {
+        let ordered: [i16; LANES] = lanes!(i => value[i & !3 | [0, 2, 1, 3][i % 4]] as i16);
+        // SAFETY: see above.
+        unsafe { to.cast::<[i16; LANES]>().write_unaligned(ordered) }
     }
 
     #[inline(always)]
@@ -158,8 +170,39 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
+    unsafe fn load_i8_i(from: *const i8) -> Self::I {
+        // SAFETY: see above.
+        let from = unsafe { from.cast::<[i8; LANES]>().read_unaligned() };
+        lanes!(i => i32::from(from[i]))
+    }
+
+    #[inline(always)]
+    unsafe fn store_bytes(to: *mut u8, bytes: Self::I) {
+        // SAFETY: see above.
+        unsafe {
+            to.cast::<[[u8; 4]; LANES]>()
+                .write_unaligned(bytes.map(i32::to_le_bytes))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scaled_words(bytes: Self::I, offset: i16, scale: Self::I) -> [Self::I; 2] {
+        [0, 1].map(|first| {
+            lanes!(i => {
+                let word = |b: usize| (byte(&bytes, i, b) - i32::from(offset)) * scale[i];
+                word(first) & 0xffff | word(first + 2) << 16
+            })
+        })
+    }
+
+    #[inline(always)]
     unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
         lanes!(i => a[i] + b[i])
+    }
+
+    #[inline(always)]
+    unsafe fn mul_i(a: Self::I, b: Self::I) -> Self::I {
+        lanes!(i => a[i].wrapping_mul(b[i]))
     }
 
     #[inline(always)]
@@ -182,6 +225,15 @@ impl Simd for Scalar {
     unsafe fn dot4_biased(acc: Self::I, w: Self::I, x: i32) -> Self::I {
         let x = x.to_le_bytes().map(|b| i32::from(b as i8));
         lanes!(i => acc[i] + (0..4).map(|b| (byte(&w, i, b) - 128) * x[b]).sum::<i32>())
+    }
+
+    #[inline(always)]
+    unsafe fn dot2(acc: Self::I, w: Self::I, x: i32) -> Self::I {
+        let x = words(x);
+        lanes!(i => {
+            let w = words(w[i]);
+            acc[i] + w[0] * x[0] + w[1] * x[1]
+        })
     }
 
     #[inline(always)]
