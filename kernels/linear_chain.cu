@@ -90,14 +90,6 @@ struct Ring {
     }
 };
 
-// Begins to copy weights, which are read once.
-__device__ __forceinline__ void copy_weights(void* to, const bf16* from, int bytes, uint64_t* barrier, uint64_t policy) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
-                 : "memory");
-}
-
 __device__ __forceinline__ uint64_t nanoseconds() {
     uint64_t now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
@@ -108,8 +100,7 @@ __device__ __forceinline__ uint64_t nanoseconds() {
 __device__ __forceinline__ void produce(Shared& shared, uint8_t* memory) {
     const Chain& c = shared.chain;
     Ring ring{c.stages}, landed{c.stages};
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const uint64_t policy = read_once_policy();
     int begun = 0;
     for (int link = 0; link < c.count; ++link) {
         const Link& l = c.links[link];
@@ -122,11 +113,11 @@ __device__ __forceinline__ void produce(Shared& shared, uint8_t* memory) {
                 landed.next();
             }
             uint64_t* const full = &shared.full[ring.place];
-            uint8_t* const to = memory + ring.place * c.stage_bytes;
+            const uint32_t to = shared_address(memory + ring.place * c.stage_bytes);
             const bf16* const from = l.weight + size_t(share.first + i) * l.k;
             barrier_expect_bytes(full, is_gated(l) ? 2 * bytes : bytes);
-            copy_weights(to, from, bytes, full, policy);
-            if (is_gated(l)) copy_weights(to + bytes, from + size_t(l.n) * l.k, bytes, full, policy);
+            copy_bulk(to, from, bytes, full, policy);
+            if (is_gated(l)) copy_bulk(to + bytes, from + size_t(l.n) * l.k, bytes, full, policy);
             ring.next();
         }
     }

@@ -5,16 +5,16 @@
 // The weights are the left operand. A tile is 64 rows of weights times all rows of x; it is computed in stages of 256 bytes of k, and
 // each of two warp groups multiplies half of a stage. The stages of all tiles are divided equally among the blocks (stream_k.cuh).
 //
-// Five warps copy, ahead of the two warp groups that multiply. A block takes nearly all shared memory of a multiprocessor and fills it
-// with weights before it waits for the kernel ahead. So memory stays busy during the small kernels in between, whose blocks still find
-// threads and registers.
+// Two warps copy, ahead of the two warp groups that multiply: one has the copy engine bring weights, 128 bytes of all rows of a tile at a time,
+// the other one copies inputs. A block takes nearly all shared memory of a multiprocessor and fills it with weights before it waits for
+// the kernel ahead. So memory stays busy during the small kernels in between, whose blocks still find threads and registers.
 #include "stream_k.cuh"
+#include "tensor_map.cuh"
 
 namespace {
 
 constexpr int kConsumerThreads = 2 * 128;
-constexpr int kWeightThreads = 128;
-constexpr int kThreads = kConsumerThreads + kWeightThreads + kWarp;
+constexpr int kThreads = kConsumerThreads + 2 * kWarp;
 
 // The type of weights and inputs.
 enum class Values {
@@ -25,7 +25,7 @@ enum class Values {
 
 struct Problem {
     const void* x;               // [m, k]
-    const void* weight;          // [n, k], or if gated [2 n, k]: gate, up
+    const TensorMap* weight;     // of [n, k], or if gated of [2 n, k]: gate, up, of which a copy has eight rows in turn
     const float* x_scales;       // [m], of e4m3 values, or of blocks [k / 128, x_stride]
     const float* weight_scales;  // [n] or [2 n], or of blocks [n / 128, stride]
     const bf16* bias;            // [n]; null for none
@@ -57,7 +57,7 @@ struct Linear {
         uint8_t weights[kStages][kPanels][kTileRows * kPanel];
         uint8_t inputs[kStages][kPanels][kTokens * kPanel];
         float4 second[kEights][kWarpGroup];  // sums of the second warp group
-        uint64_t full[kStages], empty[kStages];
+        uint64_t full_weights[kStages], full_inputs[kStages], empty[kStages];
     };
 
     const Problem& p;
@@ -75,19 +75,21 @@ struct Linear {
     __device__ __forceinline__ void operator()() const {
         if (threadIdx.x == 0) {
             for (int i = 0; i < kStages; ++i) {
-                barrier_init(shared.full + i, kWeightThreads + kWarp);
+                barrier_init(shared.full_weights + i, 1);
+                barrier_init(shared.full_inputs + i, kWarp);
                 barrier_init(shared.empty + i, kConsumerThreads / kWarp);
             }
+            fence_for_products();
         }
         __syncthreads();
         pdl_launch();
         const int first = shares().begin(Shares::rank()), end = shares().begin(Shares::rank() + 1);
         if (threadIdx.x < kConsumerThreads) {
             consume(first, end);
-        } else if (threadIdx.x < kConsumerThreads + kWeightThreads) {
-            produce_weights(first, end, threadIdx.x - kConsumerThreads);
-        } else {
+        } else if (threadIdx.x >= kConsumerThreads + kWarp) {
             produce_inputs(first, end, threadIdx.x % kWarp);
+        } else if (threadIdx.x == kConsumerThreads) {
+            produce_weights(first, end);
         }
     }
 
@@ -96,45 +98,26 @@ struct Linear {
 
     __device__ __forceinline__ void wait_empty(int step) const {
         if (step >= kStages) barrier_wait(shared.empty + step % kStages, (step / kStages - 1) & 1);
-        __syncwarp();
     }
 
-    // A thread copies a piece of 16 bytes of every 16th row. Weights never change, so none waits for the kernel ahead.
-    __device__ __forceinline__ void produce_weights(int first, int end, int thread) const {
-        constexpr int kRows = kWeightThreads / kPieces, kOfThread = kTileRows / kRows;
-        static_assert(kRows == 16, "rows of a gated tile alternate in eights");
-        const int piece = thread % kPieces, row = thread / kPieces, pieces = this->pieces(), stages = shares().stages;
-        const uint4* const weight = static_cast<const uint4*>(p.weight);
-        uint32_t from[kOfThread];
-        int tile = -1;
+    // By one thread. Weights never change, so it does not wait for the kernel ahead.
+    __device__ __forceinline__ void produce_weights(int first, int end) const {
+        static_assert(kTileRows == 64, "a copy has 64 rows, or of gate and up 32 each");
+        const int stages = shares().stages;
+        const bool gated = outputs().gated();
         for (int at = first, step = 0; at < end; ++at, ++step) {
-            if (at / stages != tile) {
-                tile = at / stages;
-#pragma unroll
-                for (int i = 0; i < kOfThread; ++i) from[i] = weight_row(tile, row + i * kRows) * uint32_t(pieces) + piece;
-            }
+            const int row = at / stages * outputs().of_tile(), byte = at % stages * kPanels * kPanel;
             wait_empty(step);
+            if (step >= kInFlight) barrier_wait(shared.full_weights + (step - kInFlight) % kStages, (step - kInFlight) / kStages & 1);
+            uint64_t* const full = shared.full_weights + step % kStages;
+            barrier_expect_bytes(full, kPanels * kTileRows * kPanel);
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
-                const int before = (at % stages * kPanels + panel) * kPieces;
-                const bool wanted = before + piece < pieces;
-                uint8_t* const to = shared.weights[step % kStages][panel] + place(row, piece);
-#pragma unroll
-                for (int i = 0; i < kOfThread; ++i) {
-                    copy_async_256(to + i * kRows * kPanel, weight + (wanted ? from[i] + before : 0), wanted);
-                }
+                // Zeros past the last row and past the last input.
+                const int4 from = make_int4(byte + panel * kPanel, gated ? 0 : row, 0, gated ? row / 8 : 0);
+                copy_tensor(shared.weights[step % kStages][panel], *p.weight, from, full);
             }
-            barrier_arrive_after_copies(shared.full + step % kStages);
-            commit_async();
-            wait_async<kInFlight - 1>();
         }
-    }
-
-    // Which row of the weight matrix is row `row` of a tile; rows past the end repeat the last one.
-    __device__ __forceinline__ int weight_row(int tile, int row) const {
-        const int at = tile * outputs().of_tile();
-        if (!outputs().gated()) return min(at + row, p.n - 1);
-        return min(at + row / 16 * 8 + row % 8, p.n - 1) + (row % 16 < 8 ? 0 : p.n);
     }
 
     __device__ __forceinline__ void produce_inputs(int first, int end, int lane) const {
@@ -144,6 +127,7 @@ struct Linear {
         pdl_wait();
         for (int at = first, step = 0; at < end; ++at, ++step) {
             wait_empty(step);
+            __syncwarp();
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
                 const int wanted_piece = (at % stages * kPanels + panel) * kPieces + piece;
@@ -156,7 +140,7 @@ struct Linear {
                     copy_async(to, x + (wanted ? token * pieces + wanted_piece : 0), wanted);
                 }
             }
-            barrier_arrive_after_copies(shared.full + step % kStages);
+            barrier_arrive_after_copies(shared.full_inputs + step % kStages);
         }
     }
 
@@ -207,7 +191,8 @@ struct Linear {
     // Starts the products of a stage: they are added to `acc`, or replace it.
     __device__ __forceinline__ void multiply(float (&acc)[kEights][4], uint32_t weights, uint32_t inputs, int step, bool add) const {
         const int stage = step % kStages;
-        barrier_wait(shared.full + stage, step / kStages & 1);
+        barrier_wait(shared.full_weights + stage, step / kStages & 1);
+        barrier_wait(shared.full_inputs + stage, step / kStages & 1);
         fence_for_products();
         wgmma_fence();
 #pragma unroll
@@ -284,15 +269,15 @@ __device__ __forceinline__ void run(const Problem&) {}
 
 }  // namespace
 
-// One block per multiprocessor, or per stage if there are fewer stages. The bound of two blocks keeps registers at 72 a thread, so that
-// blocks of other kernels fit beside it.
+// One block per multiprocessor, or per stage if there are fewer stages. The bound, of more threads than there are, keeps registers at 72 a
+// thread, so that blocks of other kernels fit beside it.
 #define LINEAR_HOPPER(NAME, TOKENS, VALUES)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                                       \
-        NAME##_##TOKENS(const void* x, const void* weight, const float* x_scales, const float* weight_scales, const bf16* bias,     \
-                        void* out, float4* sums, int m, int n, int k, int pitch, int mode, int activation, int x_stride,            \
-                        int stride) {                                                                                               \
+    extern "C" __global__ void __launch_bounds__(kThreads + 3 * kWarp, 2)                                                           \
+        NAME##_##TOKENS(const __grid_constant__ TensorMap weight, const void* x, const float* x_scales,                             \
+                        const float* weight_scales, const bf16* bias, void* out, float4* sums, int m, int n, int k, int pitch,      \
+                        int mode, int activation, int x_stride, int stride) {                                                       \
         run<TOKENS, VALUES>(                                                                                                        \
-            {x, weight, x_scales, weight_scales, bias, out, sums, m, n, k, pitch, mode, activation, x_stride, stride});             \
+            {x, &weight, x_scales, weight_scales, bias, out, sums, m, n, k, pitch, mode, activation, x_stride, stride});             \
     }
 #define LINEARS_HOPPER(NAME, VALUES)  \
     LINEAR_HOPPER(NAME, 8, VALUES)    \

@@ -13,13 +13,9 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool w
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool wanted) { copy_async(shared_address(to), from, wanted); }
 
 // The same, with a hint to bring the surrounding 256 bytes into L2, for rows whose next 128 bytes are needed soon. A head of 128256 x 4096
-// took 4 % less time with it (linear_hopper.cu, H100).
+// took 4 % less time with it (H100).
 __device__ __forceinline__ void copy_async_256(uint32_t to, const void* from, bool wanted) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void copy_async_256(void* to, const void* from, bool wanted) {
-    copy_async_256(shared_address(to), from, wanted);
 }
 
 // Begins to copy 4, 8 or 16 bytes.
@@ -37,7 +33,11 @@ __device__ __forceinline__ void copy_async_of(void* to, const void* from) {
     copy_async_of<kBytes>(shared_address(to), from);
 }
 
-// From an address in shared memory, where the compiler could not tell that a pointer leads there.
+// To and from addresses in shared memory, where the compiler could not tell that a pointer leads there.
+__device__ __forceinline__ void store_shared16(uint32_t to, const uint4& v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared16(uint32_t from) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
@@ -47,6 +47,12 @@ __device__ __forceinline__ uint4 load_shared16(uint32_t from) {
 __device__ __forceinline__ uint2 load_shared8(uint32_t from) {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_shared2(uint32_t from) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from));
     return v;
 }
 

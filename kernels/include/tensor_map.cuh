@@ -4,7 +4,8 @@
 
 #include "mma.cuh"
 
-// Matrices of bytes, one behind the other; a copy takes `kMapRows` rows of 128 bytes each, swizzled as products of warp groups want them.
+// Matrices of bytes, one behind the other or two in turn; a copy takes `kMapRows` rows of 128 bytes each, swizzled as products of warp groups
+// want them.
 struct __align__(64) TensorMap {
     uint8_t bytes[128];
 };
@@ -25,6 +26,29 @@ __device__ __forceinline__ void copy_tensor(void* to, const TensorMap& map, int3
             shared_address(to)),
         "l"(&map), "r"(from.x), "r"(from.y), "r"(from.z), "r"(shared_address(barrier))
         : "memory");
+}
+
+// The same with a map of a single matrix, from (byte, row, 0, 0) on, or of the eights of two matrices in turn, from (byte, 0, 0, eight) on.
+__device__ __forceinline__ void copy_tensor(void* to, const TensorMap& map, int4 from, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
+            shared_address(to)),
+        "l"(&map), "r"(from.x), "r"(from.y), "r"(from.z), "r"(from.w), "r"(shared_address(barrier))
+        : "memory");
+}
+
+// That what is read is not read again: it makes room in L2 first.
+__device__ __forceinline__ uint64_t read_once_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Begins to copy so many bytes, a multiple of 16 as both addresses are.
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint64_t* barrier, uint64_t policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+                 : "memory");
 }
 
 #endif

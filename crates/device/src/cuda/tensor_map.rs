@@ -4,8 +4,13 @@ use cudarc::driver::sys;
 
 use super::{Gpu, GpuError, check};
 
-/// Rows, and bytes of a row, that a copy takes: `kMapRows` of `kernels/include/tensor_map.cuh`.
+/// Bytes of a row, and rows, that a copy takes: `kMapRows` of `kernels/include/tensor_map.cuh`.
 const BOX: [u32; 3] = [128, 64, 1];
+/// The same of one matrix, and of a pair.
+const ROWS_BOX: [u32; 4] = [128, 64, 1, 1];
+const PAIR_BOX: [u32; 4] = [128, EIGHT as u32, 2, 4];
+/// Rows of either of a pair that are taken in turn.
+const EIGHT: usize = 8;
 
 /// Matrices of one shape at equal distances in device memory.
 #[derive(Clone, Copy, Debug)]
@@ -24,6 +29,19 @@ pub struct Matrices {
     pub stride: usize,
 }
 
+/// A matrix, or a pair of one shape that follow each other, of which copies have eight rows in turn.
+#[derive(Clone, Copy, Debug)]
+pub struct MatrixRows {
+    /// Address, a multiple of 16.
+    pub first: u64,
+    /// Of the matrix; of each of a pair, a multiple of 8.
+    pub rows: usize,
+    /// Bytes of a row, a multiple of 16. Copies that go on behind them, and behind the last row, write zeros.
+    pub row_bytes: usize,
+    /// Whether there are two.
+    pub pair: bool,
+}
+
 /// A kernel's first argument, for copies of 64 rows of 128 bytes, swizzled as matrix products of warp groups want them.
 #[derive(Clone, Debug)]
 pub struct TensorMap(sys::CUtensorMap);
@@ -34,22 +52,51 @@ impl Gpu {
     /// # Errors
     /// [`GpuError`] of the driver: what [`Matrices`] asks does not hold, or the GPU has no such engine.
     pub fn tensor_map(&self, of: &Matrices) -> Result<TensorMap, GpuError> {
-        self.bind()?;
         let sizes = [of.row_bytes as u64, of.rows as u64, of.count as u64];
         // One matrix has no next one.
         let strides = [of.pitch as u64, of.stride.max(of.pitch) as u64];
+        self.encode(of.first, sizes, &strides, BOX)
+    }
+
+    /// Describes rows of a matrix or of a pair, for copies from (byte, row, 0, 0) on, or of a pair from (byte, 0, 0, row / 8) on. The map must
+    /// not be used once their memory is given back.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver: what [`MatrixRows`] asks does not hold, or the GPU has no such engine.
+    pub fn rows_map(&self, of: &MatrixRows) -> Result<TensorMap, GpuError> {
+        let (rows, pitch) = (of.rows as u64, of.row_bytes as u64);
+        let eight = EIGHT as u64;
+        match of.pair {
+            false => self.encode(of.first, [pitch, rows, 1, 1], &[pitch; 3], ROWS_BOX),
+            true => {
+                let strides = [pitch, rows * pitch, eight * pitch];
+                self.encode(of.first, [pitch, eight, 2, rows / eight], &strides, PAIR_BOX)
+            }
+        }
+    }
+
+    /// `strides` are those of all dimensions but the first.
+    fn encode<const RANK: usize>(
+        &self,
+        first: u64,
+        sizes: [u64; RANK],
+        strides: &[u64],
+        copied: [u32; RANK],
+    ) -> Result<TensorMap, GpuError> {
+        assert_eq!(strides.len() + 1, RANK, "a stride for each further dimension");
+        self.bind()?;
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         // SAFETY: a place to write to, and arrays of as many elements as the rank says; the driver does not follow the address.
         check("cuTensorMapEncodeTiled", unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut map,
                 sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-                sizes.len() as u32,
-                of.first as *mut _,
+                RANK as u32,
+                first as *mut _,
                 sizes.as_ptr(),
                 strides.as_ptr(),
-                BOX.as_ptr(),
-                [1; 3].as_ptr(),
+                copied.as_ptr(),
+                [1; RANK].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 // The next 128 bytes of a row are wanted soon.

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Launch};
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Launch, MatrixRows};
 
 use super::LinearOutput;
 use super::choice::Choice;
@@ -113,14 +113,16 @@ impl HopperKernels {
     /// Whether they can compute a product.
     pub(super) fn can(&self, shape: &Shape, output: LinearOutput) -> bool {
         let &Shape { m, n, k, pitch, .. } = shape;
-        // Inputs and weights are copied 16 bytes at a time.
+        // Rows are copied in pieces of 16 bytes, and those of gate and up eight at a time.
+        let whole_eights = output.stacked() == 1 || n.is_multiple_of(8);
         let rows_fit = match shape.values {
-            GpuValues::Bf16 => (2 * k).is_multiple_of(PIECE),
+            GpuValues::Bf16 => (2 * k).is_multiple_of(PIECE) && whole_eights,
             GpuValues::Fp8(scaling) => {
                 // Gate and up of a tile must each lie within one block of weights.
                 let whole_blocks = output.stacked() == 1 || n.is_multiple_of(GROUP_ROWS / 2);
                 self.fp8_products
                     && k.is_multiple_of(PIECE)
+                    && whole_eights
                     && (scaling != Fp8Scaling::Blocks || whole_blocks)
             }
             // If gated, rows of gate and up are whole eights too.
@@ -133,7 +135,7 @@ impl HopperKernels {
             && m <= MOST_ROWS
             // Outputs in bf16 are stored in pairs.
             && (output == LinearOutput::F32 || n.is_multiple_of(2) && pitch.is_multiple_of(2))
-            // The kernels count pieces of weights in 32 bits.
+            // Those of int4 count pieces of weights in 32 bits.
             && u32::try_from(output.stacked() * shape.weight_bytes() / PIECE).is_ok()
     }
 
@@ -155,14 +157,17 @@ impl HopperKernels {
             LinearOutput::Glu(Activation::GeluTanh) => 1,
             LinearOutput::Glu(Activation::Silu) | LinearOutput::Bf16 | LinearOutput::F32 => 0,
         };
-        // The kernels for weights in four bits take neither strides nor factors of inputs.
+        // The kernels for weights in four bits take an address of weights instead of a map, and neither strides nor factors of inputs.
         let strides = match shape.values {
             GpuValues::Fp8(scaling) => Some([scaling.input_stride(shape.m), scaling.stride(shape.k)]),
             GpuValues::Bf16 => Some([0, 0]),
             GpuValues::Int4(_) | GpuValues::Gguf(_) => None,
         };
-        let mut args: Vec<Arg> = vec![operands.x.into(), operands.weight.into()];
-        args.extend(strides.map(|_| Arg::from(operands.x_scales)));
+        let mut args: Vec<Arg> = vec![operands.x.into()];
+        args.push(match strides {
+            Some(_) => operands.x_scales.into(),
+            None => operands.weight.into(),
+        });
         args.extend::<[Arg; 10]>([
             operands.weight_scales.into(),
             operands.bias.into(),
@@ -191,16 +196,25 @@ impl HopperKernels {
         let launch = Launch::new([grid as u32, 1, 1], tile.threads as u32)
             .shared(kernel.shared_bytes)
             .pdl(true);
-        // SAFETY: the caller's promise; the arguments are those of `LINEAR_HOPPER` in kernels/linear_hopper.cu, and of `LINEAR_HOPPER_INT4`
-        // in kernels/linear_hopper_int4.cu.
-        unsafe { self.gpu.launch(&kernel.function, launch, &args) }
+        if strides.is_none() {
+            // SAFETY: the caller's promise; the arguments are those of `LINEAR_HOPPER_INT4` in kernels/linear_hopper_int4.cu.
+            return unsafe { self.gpu.launch(&kernel.function, launch, &args) };
+        }
+        let map = self.gpu.rows_map(&MatrixRows {
+            first: operands.weight,
+            rows: shape.n,
+            row_bytes: shape.weight_bytes() / shape.n,
+            pair: output.stacked() == 2,
+        })?;
+        // SAFETY: the caller's promise; the arguments are those of `LINEAR_HOPPER` in kernels/linear_hopper.cu.
+        unsafe { self.gpu.launch_with_map(&kernel.function, launch, &map, &args) }
     }
 }
 
 fn tile(values: GpuValues) -> Tile {
     let (threads, rows, stage_inputs) = match values {
-        GpuValues::Bf16 => (416, GROUP_ROWS, STAGE_ROW_BYTES / 2),
-        GpuValues::Fp8(_) => (416, GROUP_ROWS, STAGE_ROW_BYTES),
+        GpuValues::Bf16 => (320, GROUP_ROWS, STAGE_ROW_BYTES / 2),
+        GpuValues::Fp8(_) => (320, GROUP_ROWS, STAGE_ROW_BYTES),
         GpuValues::Int4(_) => (768, 2 * GROUP_ROWS, INT4_STAGE_INPUTS),
         GpuValues::Gguf(_) => unreachable!("as `can` says"),
     };
@@ -221,6 +235,6 @@ fn shared_bytes(values: GpuValues, rows: usize, stages: usize) -> usize {
     if matches!(values, GpuValues::Int4(_)) {
         return INT4_SHARED_BYTES;
     }
-    let stage = (GROUP_ROWS + rows) * STAGE_ROW_BYTES + 2 * size_of::<u64>();
+    let stage = (GROUP_ROWS + rows) * STAGE_ROW_BYTES + 3 * size_of::<u64>();
     (stages * stage + rows * GROUP_ROWS * size_of::<f32>()).next_multiple_of(ALIGN) + ALIGN
 }
