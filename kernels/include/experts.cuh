@@ -1,4 +1,4 @@
-// What the products of experts with few rows, moe_few*.cu, and with many, moe.cu and moe_hopper*.cu, share: tiles, how weights are stored
+// What the products of experts with few rows, moe_few*.cu and moe_stream.cu, and with many, moe.cu and moe_hopper*.cu, share: tiles, how weights are stored
 // and become bf16, and what becomes of sums. moe_route.cu says what routes, places and tiles are.
 //
 // All but moe_hopper.cu take weights as the left operand of a product and rows of x as the columns of the right one. The order of k
@@ -136,13 +136,18 @@ constexpr int kPairRotation = 3;
 // when a checkpoint is read.
 __device__ __forceinline__ uint32_t e2m1_power(uint32_t exponent) { return exponent * 0x00800080u + 0x1f001f00u; }
 
+// Eight e2m1 values in bf16, times 2^-126.
+__device__ __forceinline__ uint4 place_e2m1(uint32_t codes) {
+    const uint32_t second = __funnelshift_r(codes, codes, kPairRotation), third = __funnelshift_r(codes, codes, 2 * kPairRotation);
+    const uint32_t last = (codes & kLastPairBits) * kLastPairFactor;
+    return make_uint4(codes & kE2m1Bits, second & kE2m1Bits, third & kE2m1Bits, last & kE2m1Bits);
+}
+
 // Eight e2m1 values times 2^(exponent - 127) / kSumScale.
 __device__ __forceinline__ uint4 widen_e2m1(uint32_t codes, uint32_t exponent) {
     const uint32_t power = e2m1_power(exponent);
-    const uint32_t second = __funnelshift_r(codes, codes, kPairRotation), third = __funnelshift_r(codes, codes, 2 * kPairRotation);
-    const uint32_t last = (codes & kLastPairBits) * kLastPairFactor;
-    return make_uint4(multiply(codes & kE2m1Bits, power), multiply(second & kE2m1Bits, power), multiply(third & kE2m1Bits, power),
-                      multiply(last & kE2m1Bits, power));
+    const uint4 placed = place_e2m1(codes);
+    return make_uint4(multiply(placed.x, power), multiply(placed.y, power), multiply(placed.z, power), multiply(placed.w, power));
 }
 
 // All of a word's pairs. `beside` is the exponent of MXFP4, or the word of the group of int4, whose scale is left to sums.
@@ -167,7 +172,7 @@ __device__ __forceinline__ void add_products(float (&acc)[kTokenTiles][4], const
     for (int j = 0; j < kTokenTiles; ++j) mma(acc[j], second, x[j].z, x[j].w);
 }
 
-// The same with codes of int4 weights, whose sums two scales multiply.
+// The same with codes, whose sums are multiplied by two scales.
 template <int kTokenTiles>
 __device__ __forceinline__ void add_scaled_products(float (&acc)[kTokenTiles][4], const uint4& low, const uint4& high,
                                                     const uint4 (&x)[kTokenTiles], float low_scale, float high_scale) {

@@ -1,12 +1,14 @@
 //! Mixtures of experts on the GPU: `kernels/moe_route.cu` and `moe_route_hopper.cu`, and the products of `kernels/moe_few.cu`,
-//! `moe_few_4bit.cu`, `moe_hopper.cu`, `moe_hopper_4bit.cu` and `moe.cu`, and the sums of `kernels/moe_combine.cu`.
+//! `moe_few_4bit.cu`, `moe_stream.cu`, `moe_hopper.cu`, `moe_hopper_4bit.cu` and `moe.cu`, and the sums of `kernels/moe_combine.cu`.
 //!
 //! Where rows go is known in device memory only. What is launched, and the memory that it takes, depends on the numbers of rows
-//! and experts. A row's result depends on that row and the size of tiles alone, to the bit, whatever rows are beside it.
+//! and experts. A row's result depends on that row, the size of tiles and, with MXFP4 weights, on how many rows there are, as
+//! `moe_stream.cu` takes neither one nor many; but on no other row, to the bit.
 
 mod fused_router;
 mod operands;
 mod products;
+mod stream;
 
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
@@ -19,6 +21,7 @@ use crate::{Activation, ExpertActivation, RouterSoftmax};
 use fused_router::FusedRouter;
 pub use operands::{GpuExpertOutputs, GpuExperts, GpuRouter, GpuRoutes};
 use products::{Format, Products};
+use stream::StreamKernel;
 
 /// Rows of a tile, of which the kernels have one each.
 pub const EXPERT_TILES: [usize; 3] = [16, 64, 128];
@@ -47,6 +50,8 @@ pub struct MoeKernels {
     /// On GPUs of Hopper's generation.
     fused_router: Option<FusedRouter>,
     products: Products,
+    /// On GPUs of Hopper's generation.
+    stream: Option<StreamKernel>,
     combine: Function,
     /// Of rows of which a thread keeps one vector or two; then the same with quantised outputs.
     add_rms_norm: [[Function; 2]; 2],
@@ -88,6 +93,7 @@ impl MoeKernels {
             route_few: routes.function("moe_route_few")?,
             fused_router: hopper.then(|| FusedRouter::load(gpu)).transpose()?,
             products: Products::load(gpu, hopper)?,
+            stream: hopper.then(|| StreamKernel::load(gpu)).transpose()?,
             combine: sums.function("moe_combine")?,
             add_rms_norm: [
                 [
@@ -176,6 +182,12 @@ impl MoeKernels {
         ];
         let launch = Launch::new([experts as u32, 1, 1], GROUP_THREADS);
         self.launch(&self.group, launch, &args)
+    }
+
+    /// Whether `kernels/moe_stream.cu`, whose sums have another order than those of the other kernels, computes these products.
+    pub fn streams(&self, experts: &GpuExperts, routes: &GpuRoutes<'_>) -> bool {
+        let stream = self.stream.as_ref();
+        stream.is_some_and(|stream| stream.launch_of(experts, routes).is_some())
     }
 
     /// Whether [`Self::route_inputs`] can, and should, be used; if not, the router's product, and then [`Self::route`].
@@ -337,6 +349,8 @@ impl MoeKernels {
             return Ok(());
         }
         let product = self.products.of(format, routes.tile);
+        let stream = self.stream.as_ref();
+        let stream = stream.and_then(|stream| stream.launch_of(experts, routes));
         let address = experts.addresses();
         // One row has a tile for each of its experts.
         let most_tiles = logits.map_or_else(|| routes.most_tiles(), |_| routes.top_k);
@@ -379,6 +393,10 @@ impl MoeKernels {
             activation.map_or(0, kind).into(),
             int(address.scale_stride),
         ];
+        if let Some((kernel, launch)) = stream {
+            let places = [routes.sources.into(), routes.tiles.into()];
+            return self.launch(kernel, launch, &[&operands[..], &places, &sizes].concat());
+        }
         match (logits, &product.of_one) {
             (Some((logits, router)), Some(of_one)) => {
                 router.check(logits, routes);

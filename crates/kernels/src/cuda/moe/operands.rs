@@ -236,7 +236,12 @@ impl GpuRoutes<'_> {
 
     /// Tiles that there may be.
     pub(super) fn most_tiles(&self) -> usize {
-        most_tiles(self.len(), self.experts, self.tile)
+        self.most_tiles_of(self.tile)
+    }
+
+    /// Tiles of so many rows that there may be.
+    pub(super) fn most_tiles_of(&self, rows: usize) -> usize {
+        most_tiles(self.len(), self.experts, rows)
     }
 
     /// Routes of all rows.
