@@ -4,7 +4,7 @@
 //
 // Three kernels. `delta_conv` writes what the rule takes: in bf16 q and k of unit length and v, and for each token its gates.
 // `delta_rule` keeps the state of a slice of value columns in the registers of a block and writes the outputs over v; runs of
-// prompts can go through `delta_chunks.cu` instead. `delta_norm` makes the outputs the rows of the next product.
+// prompts can go through `delta_chunks.cu` instead, and those of one token through `delta_step.cu`. `delta_norm` makes the outputs the rows of the next product.
 //
 // States are f32, indexed by slot, and found in one slot and left in the same or another. Work lists, weights and states are read
 // before `pdl_wait`: no other kernel of a step writes them or the slots of these runs, and a copy separates steps.
@@ -336,7 +336,7 @@ constexpr int kNormWarps = 8;
                    {a_log, dt_bias, gates}, runs, tiles);                                                               \
     }
 
-// For heads of up to so many elements. gridDim.x is tiles times ceil((key_heads + value_heads) / 4).
+// For heads of up to so many elements. gridDim.x is tiles times ceil((2 key_heads + value_heads) / 4).
 CONV_KERNEL(128, 1)
 CONV_KERNEL(256, 2)
 

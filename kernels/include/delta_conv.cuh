@@ -98,12 +98,16 @@ struct ConvHead {
         for (int part = 0; part < kParts; ++part) {
 #pragma unroll
             for (int i = 0; i < kLane; ++i) {
+                const float* const from = conv.weight + static_cast<int64_t>(at(part) + i) * conv.layout.taps;
+                Four taps{};
+                if (has(part) && missing == 0) {
+                    taps = load_four(from);
+                } else if (has(part)) {
 #pragma unroll
-                for (int tap = 0; tap < kTaps; ++tap) {
-                    const bool wanted = has(part) && tap >= missing;
-                    weight[part][i][tap] =
-                        wanted ? conv.weight[static_cast<int64_t>(at(part) + i) * conv.layout.taps + tap - missing] : 0.0f;
+                    for (int tap = 1; tap < kTaps; ++tap) taps.at[tap] = tap >= missing ? from[tap - missing] : 0.0f;
                 }
+#pragma unroll
+                for (int tap = 0; tap < kTaps; ++tap) weight[part][i][tap] = taps.at[tap];
             }
         }
     }
@@ -220,37 +224,30 @@ __device__ __forceinline__ void normalise(Four (&x)[kParts], float length) {
     }
 }
 
-// Goes through the rows of a tile: `each` gets the row and the heads' outputs. For a run's first tile the caller has called `recall`.
-template <int kHeads, int kParts, typename Each>
-__device__ __forceinline__ void walk(const Conv& conv, const StateRun& run, int first, int count,
-                                     ConvHead<kParts> (&heads)[kHeads], const Each& each) {
-#pragma unroll
-    for (int head = 0; head < kHeads; ++head) {
-        if (first > 0) {
-            heads[head].look_back(conv, run, first);
-        } else {
-            heads[head].remember(conv, run);
-        }
+// Goes through the rows of a tile: `each` gets the row and the head's output. For a run's first tile the caller has called `recall`.
+template <int kParts, typename Each>
+__device__ __forceinline__ void walk(const Conv& conv, const StateRun& run, int first, int count, ConvHead<kParts>& head,
+                                     const Each& each) {
+    if (first > 0) {
+        head.look_back(conv, run, first);
+    } else {
+        head.remember(conv, run);
     }
     for (int row = 0; row < count; row += kAhead) {
-        uint2 raw[kAhead][kHeads][kParts];
+        uint2 raw[kAhead][kParts];
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
-            for (int head = 0; head < kHeads; ++head) {
-#pragma unroll
-                for (int part = 0; part < kParts; ++part) {
-                    const bool wanted = row + i < count && heads[head].has(part);
-                    raw[i][head][part] = wanted ? *heads[head].raw(conv, run, first + row + i, part) : make_uint2(0, 0);
-                }
+            for (int part = 0; part < kParts; ++part) {
+                const bool wanted = row + i < count && head.has(part);
+                raw[i][part] = wanted ? *head.raw(conv, run, first + row + i, part) : make_uint2(0, 0);
             }
         }
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
             if (row + i >= count) break;
-            Four out[kHeads][kParts];
-#pragma unroll
-            for (int head = 0; head < kHeads; ++head) heads[head].step(raw[i][head], out[head]);
+            Four out[kParts];
+            head.step(raw[i], out);
             each(static_cast<int64_t>(run.first_row + first + row + i), out);
         }
     }
@@ -265,14 +262,14 @@ struct GateInputs {
 // ln(1 + e^x), which is x where that is all that f32 can tell.
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-// A warp has a tile of a head of q and of k, or of a head of v.
+// A warp has a tile of a head of q, of k or of v.
 //
 // Prompts do not let the next kernel start early: where that is the rule token by token, its few blocks would go to the multiprocessors
 // that are done first, as many as fit into each, and stay there for the whole prompt while others have none.
 template <int kParts>
 __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, const StateRun* runs, const StateTile* tiles) {
     const Layout& layout = conv.layout;
-    const int tasks = layout.key_heads + layout.value_heads;
+    const int key_tasks = 2 * layout.key_heads, tasks = key_tasks + layout.value_heads;
     const int blocks = (tasks + kConvWarps - 1) / kConvWarps;
     const int index = blockIdx.x / blocks, lane = threadIdx.x % kWarp;
     const int task = (blockIdx.x - index * blocks) * kConvWarps + threadIdx.x / kWarp;
@@ -284,33 +281,32 @@ __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, cons
         pdl_wait();
         return;
     }
-    if (task < layout.key_heads) {
-        ConvHead<kParts> heads[2];
-        heads[0].begin(conv, task * layout.key_dim, layout.key_dim);
-        heads[1].begin(conv, layout.keys() + task * layout.key_dim, layout.key_dim);
-        const float length = rsqrtf(static_cast<float>(layout.key_dim));
-        if (tile.first == 0) heads[0].recall(conv, run), heads[1].recall(conv, run);
+    const bool of_keys = task < key_tasks;
+    const int value_head = task - key_tasks;
+    ConvHead<kParts> head;
+    if (of_keys) {
+        head.begin(conv, task * layout.key_dim, layout.key_dim);
+    } else {
+        head.begin(conv, 2 * layout.keys() + value_head * layout.value_dim, layout.value_dim);
+    }
+    if (tile.first == 0) head.recall(conv, run);
+    if (of_keys) {
+        // Both get unit length; q also gets the scale of its products with k.
+        const float length = task < layout.key_heads ? rsqrtf(static_cast<float>(layout.key_dim)) : 1.0f;
         pdl_wait();
-        walk(conv, run, tile.first, count, heads, [&](int64_t row, Four (&out)[2][kParts]) {
-            normalise(out[0], length);
-            normalise(out[1], 1.0f);
-            heads[0].store(conv, row, out[0]);
-            heads[1].store(conv, row, out[1]);
+        walk(conv, run, tile.first, count, head, [&](int64_t row, Four (&out)[kParts]) {
+            normalise(out, length);
+            head.store(conv, row, out);
         });
         return;
     }
-    const int head = task - layout.key_heads;
-    ConvHead<kParts> heads[1];
-    heads[0].begin(conv, 2 * layout.keys() + head * layout.value_dim, layout.value_dim);
-    const float rate = -expf(in.a_log[head]), bias = in.dt_bias[head];
-    if (tile.first == 0) heads[0].recall(conv, run);
+    const float rate = -expf(in.a_log[value_head]), bias = in.dt_bias[value_head];
     pdl_wait();
     if (lane < count) {
         const int64_t row = run.first_row + tile.first + lane;
-        const bf16* const ba = conv.x + row * layout.width() + layout.channels() + layout.values() + head;
+        const bf16* const ba = conv.x + row * layout.width() + layout.channels() + layout.values() + value_head;
         const float b = __bfloat162float(ba[0]), a = __bfloat162float(ba[layout.value_heads]) + bias;
-        in.gates[row * layout.value_heads + head] = make_float2(expf(rate * softplus(a)), 1.0f / (1.0f + expf(-b)));
+        in.gates[row * layout.value_heads + value_head] = make_float2(expf(rate * softplus(a)), 1.0f / (1.0f + expf(-b)));
     }
-    walk(conv, run, tile.first, count, heads,
-         [&](int64_t row, Four (&out)[1][kParts]) { heads[0].store(conv, row, out[0]); });
+    walk(conv, run, tile.first, count, head, [&](int64_t row, Four (&out)[kParts]) { head.store(conv, row, out); });
 }

@@ -113,6 +113,7 @@ impl<'a> Bench<'a> {
                 tiles,
                 chunks,
                 in_chunks,
+                of_one_token: runs - in_chunks,
                 x: x.slice(),
                 conv_states: self.states[0].slice(),
                 head_states: self.states[1].slice(),

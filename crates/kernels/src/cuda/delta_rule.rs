@@ -1,3 +1,4 @@
+use bytemuck::Pod;
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
@@ -17,6 +18,9 @@ const SLICE: usize = 32;
 const TOKENS: usize = 16;
 const STAGES: usize = 2;
 const NORM_WARPS: usize = 8;
+/// Constants of `kernels/delta_step.cu`.
+const STEP_DIM: usize = 128;
+const STEP_THREADS: usize = 256;
 /// Largest heads of the kernels for the convolution, and for the rule.
 const CONV_DIMS: [usize; 2] = [128, 256];
 const KEY_DIMS: [usize; 3] = [64, 128, 256];
@@ -43,12 +47,12 @@ pub struct GpuDeltaGates<'a> {
 pub struct DeltaArgs<'a> {
     /// For which [`DeltaKernels::check`] has no complaint.
     pub layout: DeltaLayout,
-    /// Of the convolution, `[channels][taps]`, the last tap that of the token itself.
+    /// Of the convolution, `[channels][taps]`, the last tap that of the token itself; at a multiple of 16 bytes.
     pub conv: GpuSlice<'a, f32>,
     /// Of the recurrence and the output.
     pub gates: GpuDeltaGates<'a>,
-    /// The step's runs, those in chunks first, and of each kind the longest first for speed. No two share rows, and none reads or
-    /// writes a slot that another writes.
+    /// The step's runs: those in chunks first, then the others, the longest first for speed; those of one token and padding come last.
+    /// No two share rows, and none reads or writes a slot that another writes.
     pub runs: GpuSlice<'a, GpuStateRun>,
     /// [`GpuStateTile::all`] of them.
     pub tiles: GpuSlice<'a, GpuStateTile>,
@@ -56,6 +60,8 @@ pub struct DeltaArgs<'a> {
     pub chunks: GpuSlice<'a, GpuStateTile>,
     /// How many of the runs are in chunks.
     pub in_chunks: usize,
+    /// How many of the others, which come last, have one token or are padding.
+    pub of_one_token: usize,
     /// `[rows, layout.width()]`: q, k, v, z, b, a, padding. Stays as it is.
     pub x: GpuSlice<'a, bf16>,
     /// `[slots]` of [`DeltaLayout::conv_state`].
@@ -68,7 +74,7 @@ pub struct DeltaArgs<'a> {
     pub out: GpuSlice<'a, bf16>,
 }
 
-/// Gated DeltaNet and the gate of gated attention: `kernels/delta_rule.cu`.
+/// Gated DeltaNet and the gate of gated attention: `kernels/delta_rule.cu` and `delta_step.cu`.
 #[derive(Debug)]
 pub struct DeltaKernels {
     gpu: Gpu,
@@ -76,6 +82,8 @@ pub struct DeltaKernels {
     conv: [Function; 2],
     /// For each of [`KEY_DIMS`].
     rule: [Function; 3],
+    /// For runs of one token with heads of [`STEP_DIM`].
+    step: Function,
     chunks: Option<ChunkKernels>,
     norm: Function,
     sigmoid_gate: Function,
@@ -103,6 +111,7 @@ impl DeltaKernels {
             gpu: gpu.clone(),
             conv: [conv(CONV_DIMS[0])?, conv(CONV_DIMS[1])?],
             rule: [small?, middle?, large?],
+            step: load(gpu, "delta_step")?.function(&format!("delta_step_{STEP_DIM}"))?,
             chunks: ChunkKernels::load(gpu)?,
             norm: module.function("delta_norm")?,
             sigmoid_gate: module.function("sigmoid_gate")?,
@@ -171,6 +180,7 @@ impl DeltaKernels {
             "as many rows of everything"
         );
         assert_eq!(args.conv.len(), channels * layout.taps, "[channels, taps]");
+        assert!(args.conv.ptr().is_multiple_of(16), "taps in one access");
         let GpuDeltaGates {
             a_log,
             dt_bias,
@@ -195,7 +205,7 @@ impl DeltaKernels {
         let (gates, _) = split(rest, rows * 2 * heads);
         let shape = [layout.key_heads, heads, layout.key_dim, layout.value_dim].map(int);
 
-        let tasks = (layout.key_heads + heads).div_ceil(CONV_WARPS);
+        let tasks = (2 * layout.key_heads + heads).div_ceil(CONV_WARPS);
         let grid = args.tiles.len() * tasks;
         let sources = [
             args.x.into(),
@@ -232,13 +242,28 @@ impl DeltaKernels {
             _ => 0,
         };
         let rule = at_least(KEY_DIMS, layout.key_dim);
-        let single = args.runs.range(chunked..args.runs.len());
-        let grid = single.len() * heads * layout.value_dim.div_ceil(SLICE);
-        let sources = [mixed.into(), gates.into(), args.head_states.into(), single.into()];
+        let stepped = match [layout.key_dim, layout.value_dim] {
+            [STEP_DIM, STEP_DIM] => args.of_one_token,
+            _ => 0,
+        };
+        let (many, single) = split(
+            args.runs.range(chunked..args.runs.len()),
+            args.runs.len() - chunked - stepped,
+        );
+        let sources = |runs: GpuSlice<'_, GpuStateRun>| {
+            [mixed.into(), gates.into(), args.head_states.into(), runs.into()]
+        };
+        let grid = many.len() * heads * layout.value_dim.div_ceil(SLICE);
         self.launch(
             &self.rule[rule],
             Launch::new([grid as u32, 1, 1], RULE_THREADS as u32).shared(shared_bytes(KEY_DIMS[rule])),
-            &[&sources[..], &shape, &[int(layout.adjacent)]].concat(),
+            &[&sources(many)[..], &shape, &[int(layout.adjacent)]].concat(),
+        )?;
+        let shape = [layout.key_heads, heads, layout.adjacent].map(int);
+        self.launch(
+            &self.step,
+            Launch::new([(single.len() * heads) as u32, 1, 1], STEP_THREADS as u32),
+            &[&sources(single)[..], &shape].concat(),
         )?;
 
         let all_heads = rows * heads;
@@ -346,7 +371,7 @@ fn at_least<const N: usize>(sizes: [usize; N], size: usize) -> usize {
 }
 
 /// The first `len` elements, and the others.
-fn split<'a>(all: GpuSlice<'a, f32>, len: usize) -> (GpuSlice<'a, f32>, GpuSlice<'a, f32>) {
+fn split<T: Pod>(all: GpuSlice<'_, T>, len: usize) -> (GpuSlice<'_, T>, GpuSlice<'_, T>) {
     (all.range(0..len), all.range(len..all.len()))
 }
 

@@ -53,6 +53,11 @@ impl GpuStateRun {
     pub fn in_chunks(&self) -> bool {
         self.in_chunks != 0
     }
+
+    /// Whether it is one token that is not in chunks, or padding.
+    pub fn is_of_one_token(&self) -> bool {
+        !self.in_chunks() && self.len <= 1
+    }
 }
 
 /// Rows of a run that a block goes through: which run, and its first row within the run.

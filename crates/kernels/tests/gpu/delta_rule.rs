@@ -408,14 +408,14 @@ impl Layer for OnGpu<'_> {
     fn step(&mut self, runs: &[Part], x: &[bf16]) -> Vec<f32> {
         let (gpu, layout) = (self.gpu, self.case.layout);
         let rows = x.len() / layout.width();
-        // Those in chunks first, otherwise in any order, with padding among them.
+        // Those in chunks first, those of one token and padding last, otherwise in any order.
         let mut list: Vec<GpuStateRun> = runs
             .iter()
             .map(|part| GpuStateRun::new(part.rows, part.start, part.of_prompt))
             .collect();
         list.extend(vec![GpuStateRun::PADDING; self.rng.random_range(0..4)]);
         list.shuffle(&mut self.rng);
-        list.sort_by_key(|run| !run.in_chunks());
+        list.sort_by_key(|run| (!run.in_chunks(), run.is_of_one_token()));
         let tiles: Vec<GpuStateTile> = GpuStateTile::all(&list).collect();
         assert!(tiles.len() <= GpuStateTile::most(rows, list.len()));
         let chunks: Vec<GpuStateTile> = GpuStateTile::chunks(&list).collect();
@@ -442,6 +442,7 @@ impl Layer for OnGpu<'_> {
             tiles: tiles_on_gpu.slice().range(0..tiles.len()),
             chunks: chunks_on_gpu.slice().range(0..chunks.len()),
             in_chunks: list.iter().filter(|run| run.in_chunks()).count(),
+            of_one_token: list.iter().filter(|run| run.is_of_one_token()).count(),
             x: x_on_gpu.slice().range(0..x.len()),
             conv_states: floats(&self.states[0], self.case.num_slots * layout.conv_state()),
             head_states: floats(&self.states[1], self.case.num_slots * layout.head_states()),

@@ -77,6 +77,8 @@ pub(super) struct StateInput {
     pub(super) chunks: Section<GpuStateTile>,
     /// Runs in chunks, which come first.
     pub(super) in_chunks: usize,
+    /// Of one token and not in chunks, or padding, which come last.
+    pub(super) of_one_token: usize,
 }
 
 /// Elements of the sections of a [`StateInput`]; zero where no layer has a state.
@@ -86,6 +88,7 @@ pub(super) struct StateCounts {
     tiles: usize,
     chunks: usize,
     in_chunks: usize,
+    of_one_token: usize,
 }
 
 impl StateCounts {
@@ -98,6 +101,7 @@ impl StateCounts {
                 tiles: GpuStateTile::most(rows, runs),
                 chunks: GpuStateTile::most_chunks(rows, runs),
                 in_chunks: runs,
+                of_one_token: 0,
             },
         }
     }
@@ -108,6 +112,7 @@ impl StateCounts {
             tiles: layout.section(self.tiles),
             chunks: layout.section(self.chunks),
             in_chunks: self.in_chunks,
+            of_one_token: self.of_one_token,
         })
     }
 }
@@ -138,6 +143,10 @@ impl StateLists {
             }));
             first_row += len;
         }
+        self.arrange(padded);
+    }
+
+    fn arrange(&mut self, padded: usize) {
         self.runs.sort_by_key(|run| Reverse((run.in_chunks(), run.len)));
         let len = self.runs.len().max(padded);
         self.runs.resize(len, GpuStateRun::PADDING);
@@ -153,6 +162,7 @@ impl StateLists {
             tiles: self.tiles.len(),
             chunks: self.chunks.len(),
             in_chunks: self.runs.partition_point(GpuStateRun::in_chunks),
+            of_one_token: self.runs.len() - self.runs.partition_point(|run| !run.is_of_one_token()),
         }
     }
 
@@ -161,5 +171,46 @@ impl StateLists {
         staging.host(slot, input.runs).copy_from_slice(&self.runs);
         staging.host(slot, input.tiles).copy_from_slice(&self.tiles);
         staging.host(slot, input.chunks).copy_from_slice(&self.chunks);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_come_first_and_single_tokens_last() {
+        let run = |slot, len, in_chunks| {
+            let rows = StateRun {
+                first_row: 0,
+                len,
+                before: None,
+                after: slot,
+            };
+            GpuStateRun::new(rows, 0, in_chunks)
+        };
+        let mut lists = StateLists {
+            runs: vec![
+                run(0, 1, false),
+                run(1, 9, false),
+                run(2, 1, true),
+                run(3, 1, false),
+                run(4, 70, true),
+            ],
+            ..StateLists::default()
+        };
+        lists.arrange(6);
+        let slots: Vec<i32> = lists.runs.iter().map(|run| run.after).collect();
+        assert_eq!(slots, [4, 2, 1, 0, 3, -1]);
+        let counts = lists.counts();
+        assert_eq!((counts.in_chunks, counts.of_one_token), (2, 3));
+        // As in a graph.
+        let mut lists = StateLists {
+            runs: vec![run(0, 1, false), run(1, 1, false)],
+            ..StateLists::default()
+        };
+        lists.arrange(4);
+        let counts = lists.counts();
+        assert_eq!((counts.in_chunks, counts.of_one_token), (0, 4));
     }
 }

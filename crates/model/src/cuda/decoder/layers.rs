@@ -427,6 +427,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             tiles: state.inputs.device(states.tiles),
             chunks: state.inputs.device(states.chunks),
             in_chunks: states.in_chunks,
+            of_one_token: states.of_one_token,
             x: self.rows(self.act.qkv, layout.width()),
             conv_states,
             head_states,
