@@ -16,7 +16,8 @@ const MOST_CALLS: usize = 8;
 /// Up to so many rows, products of FP8 weights are computed in bf16 if they can be.
 const LONE_ROWS: usize = 2;
 /// Up to so many rows, products are measured with a small kernel after each, except those that apply the activation. With 16 and 32 rows
-/// the choices were not better for it (tests/bench/h200/kernels.md).
+/// the choices were not better for it (tests/bench/h200/kernels.md). A product that one with the activation is compared with has it up to
+/// [`MANY_ROWS`], unless its weights are FP8.
 const PAUSED_ROWS: usize = 8;
 /// From so many rows on, one product is long enough.
 const MANY_ROWS: usize = 512;
@@ -310,14 +311,26 @@ impl Clock<'_> {
             return Ok(());
         }
         let plain = first.key(rows, LinearOutput::Bf16);
-        let known = found.iter().find(|(key, ..)| *key == plain).map(|known| known.2);
-        let apart = match known {
-            Some(us) => us,
+        let known = found.iter().find(|(key, ..)| *key == plain);
+        let (choice, us) = match known.and_then(|&(_, choice, us)| Some((choice?, us))) {
+            Some(known) => known,
             None => {
                 let (choice, us) = self.fastest(one, &plain, agree)??;
                 found.push((plain, Some(choice), us));
-                us
+                (choice, us)
             }
+        };
+        let apart = match rows > PAUSED_ROWS && rows < MANY_ROWS && plain.shape.scaling().is_none() {
+            true => {
+                let paused = self.time(one, &plain, choice, f32::INFINITY, true);
+                let mut ways = [TimedWay {
+                    way: choice.number(),
+                    us: paused.unwrap_or(f32::INFINITY),
+                }];
+                agree(&mut ways)?;
+                ways[0].us
+            }
+            false => us,
         };
         let linears = self.linears;
         let fuses = linears.hopper.can(&key.shape, key.output)
@@ -327,7 +340,8 @@ impl Clock<'_> {
             false => None,
         };
         found.push(match fused {
-            // Up to `PAUSED_ROWS` rows, `apart` includes a pause, which stands for the activation's launch. With more, nothing does.
+            // `apart` includes a pause, which stands for the launch of the activation. Not so from `MANY_ROWS` on, where products take
+            // much longer, nor for FP8 weights with more than `PAUSED_ROWS` rows: what is activated must be quantised, which stays a launch.
             Some((choice, us)) if us < apart => (key, Some(choice), us),
             _ => (key, None, apart),
         });
@@ -376,7 +390,10 @@ impl Clock<'_> {
         let mut failure = GpuError::NoCommonWay;
         let mut fastest = f32::INFINITY;
         let times = candidates.iter().map(|&choice| {
-            let time = self.time(one, key, choice, fastest);
+            // In a step small kernels lie between products, and products that start early load weights meanwhile. A product that
+            // applies the activation is followed directly by the next product.
+            let is_paused = shape.m <= PAUSED_ROWS && key.output.stacked() == 1;
+            let time = self.time(one, key, choice, fastest, is_paused);
             let us = time.unwrap_or_else(|error| {
                 failure = error;
                 f32::INFINITY
@@ -397,8 +414,16 @@ impl Clock<'_> {
         Ok(best.map(|(choice, time)| (choice, time.us)).ok_or(failure))
     }
 
-    /// Microseconds of one product, among others like it in a graph; `fastest` is the time of the fastest way so far.
-    fn time(&self, one: &LinearUse<'_>, key: &Key, choice: Choice, fastest: f32) -> Result<f32, GpuError> {
+    /// Microseconds of one product, among others like it in a graph, and perhaps of a pause after each; `fastest` is the time of the
+    /// fastest way so far.
+    fn time(
+        &self,
+        one: &LinearUse<'_>,
+        key: &Key,
+        choice: Choice,
+        fastest: f32,
+        is_paused: bool,
+    ) -> Result<f32, GpuError> {
         let m = key.shape.m;
         let calls = match m < MANY_ROWS {
             true => (BYTES / (key.output.stacked() * key.shape.weight_bytes())).clamp(2, MOST_CALLS),
@@ -416,9 +441,7 @@ impl Clock<'_> {
             };
             // SAFETY: the scratch was found large enough; the stream orders what follows.
             unsafe { self.linears.launch(key, choice, &operands)? };
-            // In a step small kernels lie between products, and products that start early load weights meanwhile. A product that
-            // applies the activation is followed directly by the next product.
-            match m <= PAUSED_ROWS && key.output.stacked() == 1 {
+            match is_paused {
                 true => self.linears.stream.pause(),
                 false => Ok(()),
             }
