@@ -91,7 +91,10 @@ fn report(error: &Error) {
         // It may be that there is nobody to read it.
         error => {
             let text = format!("error: {}", CommandLine::of_process().explain(error));
-            let _ = writeln!(std::io::stderr(), "{}", terminal::prose(&text));
+            let mut stderr = std::io::stderr().lock();
+            let _ = writeln!(stderr, "{}", terminal::prose(&text));
+            // Held to the end of the process: what still works logs nothing behind it.
+            std::mem::forget(stderr);
         }
     }
 }
