@@ -1,4 +1,4 @@
-// Mixtures of experts: the products of few rows with MXFP4 weights by blocks that stay (sm_90a), in place of those of moe_few_4bit.cu, where
+// Mixtures of experts: the products of few rows with MXFP4 weights by persistent blocks (sm_90a), in place of those of moe_few_4bit.cu, where
 // each tile of weights reads its rows of x again, which takes as much as a third of the time. For int4 weights, whose groups a second copy
 // would have to bring, these were slower.
 //

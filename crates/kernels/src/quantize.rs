@@ -20,7 +20,7 @@ const MANY: usize = 48;
 
 /// How the 64 bytes of the codes of a group lie, for few rows or for many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Codes {
+pub(crate) enum CodeLayout {
     /// 32 bytes of `high` in -127..=127, then 32 of `low` in -64..=64: the code is `128 × high + low`.
     Planes,
     /// 32 `i16`, each four in the order 0, 2, 1, 3.
@@ -32,7 +32,7 @@ pub(crate) enum Codes {
 pub(crate) struct Activations<'a> {
     pub(crate) inputs: usize,
     pub(crate) rows: usize,
-    pub(crate) form: Codes,
+    pub(crate) layout: CodeLayout,
     /// 64 bytes of each group.
     pub(crate) codes: &'a [i8],
     /// One of each group.
@@ -67,7 +67,11 @@ impl<'a> Activations<'a> {
     ) -> Result<Self, Oom> {
         let rows = x.len() / inputs;
         let [codes, groups, half_groups] = row_lens(inputs, halves);
-        let form = if rows < MANY { Codes::Planes } else { Codes::Words };
+        let layout = if rows < MANY {
+            CodeLayout::Planes
+        } else {
+            CodeLayout::Words
+        };
         let codes: &'a mut [i8] = &mut frame.alloc(room * codes)?[..rows * codes];
         let scales: &'a mut [f32] = &mut frame.alloc(room * groups)?[..rows * groups];
         let exact: &'a mut [i32] = &mut frame.alloc(room * groups)?[..rows * groups];
@@ -82,7 +86,7 @@ impl<'a> Activations<'a> {
                 for row in range {
                     let kernel = QuantizeRow {
                         x: &x[row * inputs..(row + 1) * inputs],
-                        form,
+                        layout,
                         tile: tile(rows, groups, row),
                         halves,
                         codes: &codes,
@@ -106,7 +110,7 @@ impl<'a> Activations<'a> {
         Ok(Self {
             inputs,
             rows,
-            form,
+            layout,
             codes,
             scales,
             sums,
@@ -148,7 +152,7 @@ pub(crate) fn quantize_scratch(rows: usize, inputs: usize, halves: bool, arena: 
 
 struct QuantizeRow<'a> {
     x: &'a [f32],
-    form: Codes,
+    layout: CodeLayout,
     /// Where this row's groups lie in all that follows.
     tile: Tile,
     halves: bool,
@@ -181,14 +185,14 @@ impl Kernel for QuantizeRow<'_> {
                 });
                 for half in 0..2 {
                     let code = S::round(S::mul(x[half], inverse));
-                    match self.form {
-                        Codes::Planes => {
+                    match self.layout {
+                        CodeLayout::Planes => {
                             let upper = S::round(S::mul(code, S::splat(1.0 / 128.0)));
                             S::store_i8(codes.add(half * LANES), upper);
                             let low = S::fma(upper, S::splat(-128.0), code);
                             S::store_i8(codes.add(X_GROUP + half * LANES), low);
                         }
-                        Codes::Words => S::store_i16(codes.cast::<i16>().add(half * LANES), code),
+                        CodeLayout::Words => S::store_i16(codes.cast::<i16>().add(half * LANES), code),
                     }
                     halves[half] = S::sum(code) as i32;
                 }

@@ -22,7 +22,7 @@ use crate::format::{Codes, FORMATS, Format, Spec, panel_bytes};
 use crate::pack;
 use crate::panel::{PANEL, Target};
 use crate::parallel::{Disjoint, run};
-use crate::quantize::{self, Activations, X_GROUP};
+use crate::quantize::{Activations, CodeLayout, X_GROUP};
 use crate::simd::{Kernel, Level, Simd, dispatch};
 
 use many::Many;
@@ -100,9 +100,9 @@ impl Quantized {
                             panels,
                             target,
                         };
-                        match x.form {
-                            quantize::Codes::Planes => dispatch(level, Few(panels)),
-                            quantize::Codes::Words => dispatch(level, Many(panels)),
+                        match x.layout {
+                            CodeLayout::Planes => dispatch(level, Few(panels)),
+                            CodeLayout::Words => dispatch(level, Many(panels)),
                         }
                     })*
                 }
@@ -181,6 +181,7 @@ impl<const FORMAT: usize> Few<'_, FORMAT> {
                 w = w.add(spec.header_bytes());
                 let (mut scaled, mut minima) = ([S::splat(0.0); M], [S::splat(0.0); M]);
                 for _ in 0..spec.steps() {
+                    let step = w;
                     let mut dots = [S::splat_i(0); M];
                     for g in 0..per_step {
                         let mut start = [S::splat_i(0); M];
@@ -211,9 +212,7 @@ impl<const FORMAT: usize> Few<'_, FORMAT> {
                                 minima[r] = S::fma(min, S::splat(sum), minima[r]);
                             }
                         }
-                        if spec.is_super() {
-                            w = w.add(spec.group_bytes());
-                        }
+                        w = w.add(spec.group_bytes());
                     }
                     for r in 0..M {
                         let x_scale = S::splat(*x.scales.as_ptr().add(at + r));
@@ -221,17 +220,14 @@ impl<const FORMAT: usize> Few<'_, FORMAT> {
                         if spec.is_super() {
                             scaled[r] = S::fma(dot, x_scale, scaled[r]);
                         } else {
-                            let scale = S::load_f16(w.cast());
+                            let scale = S::load_f16(step.cast());
                             acc[r] = S::fma(dot, S::mul(scale, x_scale), acc[r]);
                             if spec.min {
-                                let min = S::load_f16(w.add(2 * PANEL).cast());
+                                let min = S::load_f16(step.add(2 * PANEL).cast());
                                 let sum = *sums.scaled.as_ptr().add(at + r);
                                 acc[r] = S::fma(min, S::splat(sum), acc[r]);
                             }
                         }
-                    }
-                    if !spec.is_super() {
-                        w = w.add(spec.group_bytes());
                     }
                     x_codes = x_codes.add(tile.stride * 2 * X_GROUP);
                     at += tile.stride;

@@ -186,8 +186,11 @@ impl MoeKernels {
 
     /// Whether `kernels/moe_stream.cu`, whose sums have another order than those of the other kernels, computes these products.
     pub fn streams(&self, experts: &GpuExperts, routes: &GpuRoutes<'_>) -> bool {
-        let stream = self.stream.as_ref();
-        stream.is_some_and(|stream| stream.launch_of(experts, routes).is_some())
+        self.stream_launch(experts, routes).is_some()
+    }
+
+    fn stream_launch(&self, experts: &GpuExperts, routes: &GpuRoutes<'_>) -> Option<(&Function, Launch)> {
+        self.stream.as_ref()?.launch_of(experts, routes)
     }
 
     /// Whether [`Self::route_inputs`] can, and should, be used; if not, the router's product, and then [`Self::route`].
@@ -349,8 +352,6 @@ impl MoeKernels {
             return Ok(());
         }
         let product = self.products.of(format, routes.tile);
-        let stream = self.stream.as_ref();
-        let stream = stream.and_then(|stream| stream.launch_of(experts, routes));
         let address = experts.addresses();
         // One row has a tile for each of its experts.
         let most_tiles = logits.map_or_else(|| routes.most_tiles(), |_| routes.top_k);
@@ -393,7 +394,7 @@ impl MoeKernels {
             activation.map_or(0, kind).into(),
             int(address.scale_stride),
         ];
-        if let Some((kernel, launch)) = stream {
+        if let Some((kernel, launch)) = self.stream_launch(experts, routes) {
             let places = [routes.sources.into(), routes.tiles.into()];
             return self.launch(kernel, launch, &[&operands[..], &places, &sizes].concat());
         }

@@ -111,7 +111,7 @@ impl<const FORMAT: usize> Many<'_, FORMAT> {
                 w = w.add(spec.header_bytes());
             }
             for step in &mut to.steps[..steps.len()] {
-                // Steps behind these are asked for now, to be here when the rows are done with these.
+                // Prefetches the weights of the next `STEPS` steps: they arrive while all rows are multiplied by these.
                 let bytes = spec.groups_per_step() * spec.group_bytes();
                 for line in (0..bytes).step_by(64) {
                     S::prefetch(w.wrapping_add(STEPS * bytes + line));

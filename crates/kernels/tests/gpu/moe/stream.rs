@@ -10,9 +10,9 @@ use crate::common;
 /// more than eight; with an odd number of eights of outputs.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn blocks_that_stay_have_many_tiles() {
+fn persistent_blocks_have_many_tiles() {
     let gpu = common::gpu();
-    let mut rng = common::rng("blocks_that_stay_have_many_tiles");
+    let mut rng = common::rng("persistent_blocks_have_many_tiles");
     let kernels = MoeKernels::load(&gpu).unwrap();
     // Six stages of a block, no multiple of the teams, to sixteen, the most; and inputs of the second projection that are too long.
     for (sizes, streams) in [
