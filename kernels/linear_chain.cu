@@ -1,21 +1,16 @@
 // Linear layers of one row that follow each other, in one launch (sm_90a): a mixer's output projection, the two of an MLP, and the
-// projections that the next mixer begins with, with the residual sums and the norms between them.
+// projections that the next mixer begins with, with the residual sums and the norms between them. chain.cuh says how.
 //
-// One block runs on each multiprocessor, and has its share of the outputs of each layer, whose weights are one range of memory (if gated,
-// two). One thread copies them to a ring of stages by the copy engine, layer after layer: it never waits for inputs, so the memory stays
-// busy while the blocks wait for each other. Bulk copies of 16 KiB and more read at 4.6 TB/s on an H200, copies of 16 bytes a lane at 4.3. The ring
-// is deep, but few copies are under way at once: what blocks read of each other would queue behind them.
-//
-// All other warps multiply each row of weights, a thread always by the same inputs, which it keeps in registers. Sums of the warps are
-// added in a fixed order.
+// Each block has its share of the outputs of each layer, whose weights are one range of memory (if gated, two). The thread that copies them
+// waits for no inputs, so the memory stays busy while the blocks wait for each other. All warps multiply each row of weights, a thread always
+// by the same inputs, which it keeps in registers. Sums of the warps are added in a fixed order.
 #include "activation.cuh"
-#include "rows.cuh"
-#include "tensor_map.cuh"
-#include "wgmma.cuh"
+#include "chain.cuh"
 
 namespace {
 
-constexpr int kChainThreads = 9 * kWarp;
+constexpr int kConsumers = 8;  // warps
+constexpr int kChainThreads = (kConsumers + 1) * kWarp;
 
 // What becomes of sums.
 enum class Take { kAdd, kGlu, kStore };
@@ -45,15 +40,10 @@ struct Chain {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // As crates/kernels/src/cuda/linear/chain.rs has them too.
-constexpr int kConsumers = 8;  // warps
-constexpr int kMostStages = 8;
 constexpr int kMostVecs = 14;     // of inputs of a thread
 constexpr int kMostNormVecs = 4;  // of those that are normalised
 constexpr int kStageRows = 16;
 constexpr int kSumRows = 128;
-
-constexpr int kConsumerThreads = kConsumers * kWarp;
-constexpr uint64_t kLongestWait = 10'000'000'000;  // nanoseconds
 
 __device__ __forceinline__ bool is_gated(const Link& l) { return l.take == Take::kGlu; }
 
@@ -77,48 +67,26 @@ struct Share {
 struct Shared {
     Chain chain;
     Share shares[kMostLinks];
-    uint64_t full[kMostStages], empty[kMostStages];
+    StageBarriers barriers;
     float sums[kConsumers][kSumRows];  // if gated, first those of the gates, then of up
     float squares[kConsumers];
 };
 
-struct Ring {
-    int stages, place = 0, phase = 0;
-
-    __device__ __forceinline__ void next() {
-        if (++place == stages) place = 0, phase ^= 1;
-    }
-};
-
-__device__ __forceinline__ uint64_t nanoseconds() {
-    uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
-}
-
 // Copies the weights of all layers, by one thread.
 __device__ __forceinline__ void produce(Shared& shared, uint8_t* memory) {
     const Chain& c = shared.chain;
-    Ring ring{c.stages}, landed{c.stages};
-    const uint64_t policy = read_once_policy();
-    int begun = 0;
+    Producer producer(shared.barriers, c.stages);
     for (int link = 0; link < c.count; ++link) {
         const Link& l = c.links[link];
         const Share share = shared.shares[link];
         for (int i = 0; i < share.count; i += share.at_once) {
             const int bytes = min(share.at_once, share.count - i) * share.row_bytes;
-            barrier_wait(&shared.empty[ring.place], ring.phase ^ 1);
-            if (begun++ >= c.in_flight) {
-                barrier_wait(&shared.full[landed.place], landed.phase);
-                landed.next();
-            }
-            uint64_t* const full = &shared.full[ring.place];
-            const uint32_t to = shared_address(memory + ring.place * c.stage_bytes);
+            const int stage = producer.begin(is_gated(l) ? 2 * bytes : bytes, c.in_flight);
+            const uint32_t to = shared_address(memory + stage * c.stage_bytes);
             const bf16* const from = l.weight + size_t(share.first + i) * l.k;
-            barrier_expect_bytes(full, is_gated(l) ? 2 * bytes : bytes);
-            copy_bulk(to, from, bytes, full, policy);
-            if (is_gated(l)) copy_bulk(to + bytes, from + size_t(l.n) * l.k, bytes, full, policy);
-            ring.next();
+            producer.copy(to, from, bytes);
+            if (is_gated(l)) producer.copy(to + bytes, from + size_t(l.n) * l.k, bytes);
+            producer.ring.next();
         }
     }
 }
@@ -129,102 +97,17 @@ __device__ __forceinline__ void keep_narrow(Bf16x8& x) {
     asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
 }
 
-// The sums over a warp of one, two or four values; a lane gets that of value `lane * kValues / kWarp`.
-template <int kValues>
-__device__ __forceinline__ float sum_values(float (&x)[kValues]) {
-    int offset = kWarp / 2;
-#pragma unroll
-    for (int half = kValues / 2; half > 0; half /= 2, offset /= 2) {
-        const bool upper = threadIdx.x & offset;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(kAllLanes, upper ? x[i] : x[i + half], offset);
-        }
-    }
-#pragma unroll
-    for (; offset > 0; offset /= 2) x[0] += __shfl_xor_sync(kAllLanes, x[0], offset);
-    return x[0];
-}
-
-struct Consumer {
+struct Consumer : Consumers<kConsumers> {
     const Chain& c;
     Shared& shared;
     uint32_t memory;
     Ring ring;
-    int waits = 0;
     Bf16x8 x[kMostVecs];  // vectors `thread`, `thread + threads`, ... of the inputs
     Float8 norm[kMostNormVecs];
     bf16 residual;  // of the output that this thread adds to: the host sees to it that a block has one batch of those
 
     __device__ __forceinline__ Consumer(Shared& shared, uint8_t* memory)
-        : c(shared.chain), shared(shared), memory(shared_address(memory)), ring{shared.chain.stages} {}
-
-    __device__ __forceinline__ static void sync() { named_sync<kConsumerThreads>(1); }
-
-    // What this block has written is there for all; waits until so is what the others have.
-    __device__ __forceinline__ void meet() {
-        sync();
-        ++waits;
-        if (threadIdx.x == 0) {
-            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(c.arrived) : "memory");
-            const uint64_t begin = nanoseconds();
-            while (true) {
-                unsigned arrived;
-                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(c.arrived) : "memory");
-                if (arrived >= waits * gridDim.x) break;
-                // Another kernel of this kind would have to have the other multiprocessors.
-                if (nanoseconds() - begin > kLongestWait) __trap();
-                __nanosleep(20);
-            }
-        }
-        sync();
-    }
-
-    // The last block to end leaves the counter at zero.
-    __device__ __forceinline__ void leave() const {
-        if (threadIdx.x == 0 && atomicAdd(c.arrived, 1) + 1 == (waits + 1) * gridDim.x) atomicExch(c.arrived, 0);
-    }
-
-    // Past the cache of the multiprocessor, as other blocks have just written them.
-    __device__ __forceinline__ void load(const Link& l) {
-#pragma unroll
-        for (int i = 0; i < kMostVecs; ++i) {
-            const int vec = threadIdx.x + i * kConsumerThreads;
-            if (vec * kVec >= l.k) continue;
-            const uint4 v = __ldcg(reinterpret_cast<const uint4*>(l.x) + vec);
-            x[i] = reinterpret_cast<const Bf16x8&>(v);
-        }
-    }
-
-    __device__ __forceinline__ void load_norm(const Link& l) {
-#pragma unroll
-        for (int i = 0; i < kMostNormVecs; ++i) {
-            const int vec = threadIdx.x + i * kConsumerThreads;
-            if (vec * kVec < l.k) norm[i] = load_floats(l.norm + vec * kVec);
-        }
-    }
-
-    __device__ __forceinline__ void normalise(const Link& l) {
-        float squares = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kMostNormVecs; ++i) {
-            if ((int(threadIdx.x) + i * kConsumerThreads) * kVec < l.k) squares += sum_of_squares(widen(x[i]));
-        }
-        squares = warp_sum(squares);
-        if (threadIdx.x % kWarp == 0) shared.squares[threadIdx.x / kWarp] = squares;
-        sync();
-        squares = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kConsumers; ++i) squares += shared.squares[i];
-        const float scale = rsqrtf(squares / float(l.k) + l.eps);
-#pragma unroll
-        for (int i = 0; i < kMostNormVecs; ++i) {
-            Float8 wide = widen(x[i]);
-#pragma unroll
-            for (int j = 0; j < kVec; ++j) wide.at[j] = wide.at[j] * scale * norm[i].at[j];
-            x[i] = narrow(wide);
-        }
-    }
+        : Consumers<kConsumers>{shared.chain.arrived}, c(shared.chain), shared(shared), memory(shared_address(memory)), ring{shared.chain.stages} {}
 
     // The sums of each warp of so many outputs, `kRows` rows of weights at a time.
     template <int kVecs, int kRows>
@@ -234,7 +117,7 @@ struct Consumer {
 #pragma unroll 1
         for (int first = 0; first < outputs; first += share.at_once) {
             const int given = min(share.at_once, outputs - first), rows = given << int(gated);
-            barrier_wait(&shared.full[ring.place], ring.phase);
+            barrier_wait(&shared.barriers.full[ring.place], ring.phase);
             const uint32_t from = memory + ring.place * c.stage_bytes + threadIdx.x * kVecBytes;
 #pragma unroll 1
             for (int low = 0; low < rows; low += kRows) {
@@ -265,7 +148,7 @@ struct Consumer {
                     shared.sums[warp][first + (row < given ? row : kSumRows / 2 + row - given)] = sum;
                 }
             }
-            if (lane == 0) barrier_arrive(&shared.empty[ring.place]);
+            if (lane == 0) barrier_arrive(&shared.barriers.empty[ring.place]);
             ring.next();
         }
     }
@@ -319,10 +202,10 @@ struct Consumer {
 #pragma unroll 1
         for (int link = 0; link < c.count; ++link) {
             const Link& l = c.links[link];
-            if (l.norm != nullptr) load_norm(l);
+            if (l.norm != nullptr) load_norm(norm, l.norm, l.k);
             if (link > 0) meet();
-            load(l);
-            if (l.norm != nullptr) normalise(l);
+            load(x, l.x, l.k);
+            if (l.norm != nullptr) normalise(x, norm, shared.squares, l.k, l.eps);
             compute(l, shared.shares[link]);
         }
         leave();
@@ -336,25 +219,18 @@ __device__ __forceinline__ void run(const Chain& chain) {
     if (threadIdx.x == 0) {
         shared.chain = chain;
         for (int i = 0; i < chain.count; ++i) shared.shares[i].set(shared.chain.links[i], chain.stage_bytes);
-        for (int i = 0; i < chain.stages; ++i) {
-            barrier_init(&shared.full[i], 1);
-            barrier_init(&shared.empty[i], kConsumers);
-        }
-        fence_for_products();
+        shared.barriers.init(chain.stages, kConsumers);
     }
     __syncthreads();
-    if (threadIdx.x < kConsumerThreads) {
+    if (threadIdx.x < kConsumers * kWarp) {
         Consumer(shared, memory).run();
         return;
     }
-    const int lane = threadIdx.x % kWarp;
     for (int link = 0; link < chain.count && blockIdx.x == 0; ++link) {
-        // Weights of norms wait in L2 for when they are needed.
         const Link& l = shared.chain.links[link];
-        if (l.norm == nullptr) continue;
-        for (int i = lane * kWarp; i < l.k; i += kWarp * kWarp) asm volatile("prefetch.global.L2 [%0];" ::"l"(l.norm + i));
+        if (l.norm != nullptr) prefetch_norm(l.norm, l.k);
     }
-    if (lane == 0) produce(shared, memory);
+    if (threadIdx.x % kWarp == 0) produce(shared, memory);
 }
 
 #else

@@ -299,7 +299,7 @@ impl Launch {
             attrs: attributes.as_mut_ptr().cast(),
             numAttrs: count as u32,
         };
-        const MAX_ARGS: usize = 32;
+        const MAX_ARGS: usize = 64;
         let map = map.map(|map| map.as_ptr().cast_mut().cast());
         assert!(args.len() < MAX_ARGS, "{} kernel arguments", args.len());
         let args = args.iter().map(|arg| (&raw const arg.0).cast_mut().cast());

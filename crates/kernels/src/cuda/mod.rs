@@ -8,6 +8,7 @@ mod all_reduce;
 mod attention_decode;
 mod attention_options;
 mod attention_prefill;
+mod chain;
 mod delta_chunks;
 mod delta_rule;
 mod encoder;
@@ -45,7 +46,8 @@ pub use linear::{
 };
 pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
 pub use moe::{
-    EXPERT_TILES, GpuExpertOutputs, GpuExperts, GpuRouter, GpuRoutes, MOST_EXPERTS, MOST_ROUTES, MoeKernels,
+    EXPERT_TILES, GpuExpertOutputs, GpuExperts, GpuMoeChain, GpuRouter, GpuRoutes, MOST_EXPERTS, MOST_ROUTES,
+    MoeChainLayers, MoeKernels, SharedExpertLayers,
 };
 pub use sample::{
     RankArgs, RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias, TokenRank,

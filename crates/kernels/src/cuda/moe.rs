@@ -1,10 +1,12 @@
 //! Mixtures of experts on the GPU: `kernels/moe_route.cu` and `moe_route_hopper.cu`, and the products of `kernels/moe_few.cu`,
 //! `moe_few_4bit.cu`, `moe_stream.cu`, `moe_hopper.cu`, `moe_hopper_4bit.cu` and `moe.cu`, and the sums of `kernels/moe_combine.cu`.
+//! `kernels/moe_chain.cu` is all of it for one row, with the products around it.
 //!
 //! Where rows go is known in device memory only. What is launched, and the memory that it takes, depends on the numbers of rows
 //! and experts. A row's result depends on that row, the size of tiles and, with MXFP4 weights, on how many rows there are, as
 //! `moe_stream.cu` takes neither one nor many; but on no other row, to the bit.
 
+mod chain;
 mod fused_router;
 mod operands;
 mod products;
@@ -18,6 +20,8 @@ use super::linear::{FP8_BLOCK, Fp8Scaling, GpuLinear, GpuRows, mxfp4_pitch};
 use super::{FusedKernels, GpuNorm, has_hopper_kernels};
 use crate::{Activation, ExpertActivation, RouterSoftmax};
 
+use chain::MoeChainKernel;
+pub use chain::{GpuMoeChain, MoeChainLayers, SharedExpertLayers};
 use fused_router::FusedRouter;
 pub use operands::{GpuExpertOutputs, GpuExperts, GpuRouter, GpuRoutes};
 use products::{Format, Products};
@@ -52,6 +56,7 @@ pub struct MoeKernels {
     products: Products,
     /// On GPUs of Hopper's generation.
     stream: Option<StreamKernel>,
+    chain: MoeChainKernel,
     combine: Function,
     /// Of rows of which a thread keeps one vector or two; then the same with quantised outputs.
     add_rms_norm: [[Function; 2]; 2],
@@ -94,6 +99,7 @@ impl MoeKernels {
             fused_router: hopper.then(|| FusedRouter::load(gpu)).transpose()?,
             products: Products::load(gpu, hopper)?,
             stream: hopper.then(|| StreamKernel::load(gpu)).transpose()?,
+            chain: MoeChainKernel::load(gpu)?,
             combine: sums.function("moe_combine")?,
             add_rms_norm: [
                 [

@@ -1,5 +1,6 @@
 //! Mixtures of experts: products and sums against definitions in `f64`, and what a row may depend on.
 
+mod chain;
 mod routes;
 mod stream;
 mod weights;

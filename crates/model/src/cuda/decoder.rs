@@ -370,10 +370,8 @@ impl Decoder {
         if let Some(images) = &images {
             images.put(act.hidden, input.rows)?;
         }
-        let kinds = self.kinds.iter().map(|&first| {
-            let layer = &decoder.layers[first];
-            Kind::new(self, layer, input.rows, state, state.places[first])
-        });
+        let kinds = self.kinds.iter();
+        let kinds = kinds.map(|&first| Kind::new(self, first, input.rows, state));
         let mut step = Step {
             decoder: self,
             kinds: kinds.collect(),
@@ -403,8 +401,13 @@ fn is_of_kind(layer: &GpuLayer, other: &GpuLayer) -> bool {
         [Some(a), Some(b)] => a.gate_up.is_like(&b.gate_up) && a.down.is_like(&b.down),
         [a, b] => a.is_none() && b.is_none(),
     };
+    let experts_are_alike = match [layer, other].map(|layer| layer.mlp.experts()) {
+        [Some(a), Some(b)] => a.gate_up[0].is_like(&b.gate_up[0]) && a.down[0].is_like(&b.down[0]),
+        [a, b] => a.is_none() && b.is_none(),
+    };
     layer.spec == other.spec
         && layer.mixer.projections().is_like(other.mixer.projections())
         && layer.mixer.output().is_like(other.mixer.output())
         && mlps_are_alike
+        && experts_are_alike
 }

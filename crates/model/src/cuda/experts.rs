@@ -134,7 +134,7 @@ impl ExpertLayout {
 pub(super) struct ExpertSlices<'a> {
     pub(super) logits: GpuSlice<'a, f32>,
     chosen: GpuSlice<'a, u16>,
-    weights: GpuSlice<'a, f32>,
+    pub(super) weights: GpuSlice<'a, f32>,
     places: GpuSlice<'a, i32>,
     sources: GpuSlice<'a, i32>,
     tiles: GpuSlice<'a, i32>,

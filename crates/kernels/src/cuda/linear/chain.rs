@@ -11,29 +11,20 @@ use super::hopper::SUM_BYTES;
 use super::tune::{Kind, Timer};
 use super::{GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
 use crate::Activation;
-use crate::cuda::{GpuNorm, has_hopper_kernels};
+use crate::cuda::GpuNorm;
+use crate::cuda::chain::{self, BYTES_IN_FLIGHT, PIECE, Ring, VEC};
 
-/// Constants of the kernel: threads that multiply and all threads, inputs of a vector, most vectors of a thread, and of one whose inputs are
-/// normalised, most stages, and outputs of which a block adds all sums at once, however many a stage has (`kSumRows - kStageRows`).
+/// Constants of the kernel: threads that multiply and all threads, most vectors of a thread, and of one whose inputs are normalised, and outputs of which a block adds all sums
+/// at once, however many a stage has (`kSumRows - kStageRows`).
 const CONSUMERS: usize = 256;
 const THREADS: usize = 288;
-const VEC: usize = 8;
 const MOST_VECS: usize = 14;
 const MOST_NORM_VECS: usize = 4;
-const MOST_STAGES: usize = 8;
 const LEAST_SUMS: usize = 112;
-/// Copies in bulk are multiples of this.
-const PIECE: usize = 16;
 /// Shared memory beside the stages: at least `sizeof(Shared)`.
 const STATIC_BYTES: usize = 5 << 10;
-/// Of a stage, unless a row is longer: copies of 32 KiB read as fast as longer ones.
-const STAGE_BYTES: usize = 32 << 10;
 /// A measurement makes at least so many calls.
 const LEAST_CALLS: usize = 2;
-/// With fewer, the copies under way would be too few between two waits.
-const LEAST_STAGES: usize = 3;
-/// Under way at once: enough to read as fast as the memory can. Inputs of the next layer queue behind what is more.
-const BYTES_IN_FLIGHT: usize = 64 << 10;
 
 /// Behind the workspace of the others: how many blocks have arrived. Zero between launches.
 pub(super) const COUNTER_BYTES: usize = 256;
@@ -92,27 +83,6 @@ pub(super) struct ChainKernel {
     faster: HashSet<[Kind; 3]>,
 }
 
-/// How the weights of a chain go through shared memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Ring {
-    stage_bytes: usize,
-    stages: usize,
-    in_flight: usize,
-}
-
-impl Ring {
-    /// For stages of at least so many bytes in so many bytes of shared memory; `None` if there would be too few.
-    fn new(least: usize, shared: usize) -> Option<Self> {
-        let stage_bytes = least.max(STAGE_BYTES);
-        let stages = (shared.checked_sub(STATIC_BYTES)? / stage_bytes).min(MOST_STAGES);
-        (stages >= LEAST_STAGES).then(|| Self {
-            stage_bytes,
-            stages,
-            in_flight: (BYTES_IN_FLIGHT / stage_bytes).max(2),
-        })
-    }
-}
-
 /// Bytes of a row of weights of a layer that the kernel can compute.
 fn row_bytes(linear: &GpuLinear) -> Option<usize> {
     let bytes = linear.k * size_of::<bf16>();
@@ -126,21 +96,10 @@ fn row_bytes(linear: &GpuLinear) -> Option<usize> {
 impl ChainKernel {
     /// `workspace` has [`COUNTER_BYTES`] behind what the other kernels use.
     pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>) -> Result<Self, GpuError> {
-        let function = match has_hopper_kernels(gpu) {
-            false => None,
-            true => {
-                let (info, function) = (
-                    gpu.info(),
-                    crate::cuda::load(gpu, "linear_chain")?.function("linear_chain")?,
-                );
-                let shared = info.max_shared_bytes - STATIC_BYTES;
-                function.allow_shared(shared)?;
-                gpu.fill(counter(workspace), 0)?;
-                // Its blocks wait for each other: all must run at once.
-                let at_once = function.clusters_at_once(1, THREADS, shared)?;
-                (at_once >= info.sm_count).then_some(function)
-            }
-        };
+        let function = chain::load(gpu, "linear_chain", THREADS, STATIC_BYTES)?;
+        if function.is_some() {
+            gpu.fill(counter(workspace), 0)?;
+        }
         Ok(Self {
             gpu: gpu.clone(),
             function,
@@ -172,7 +131,7 @@ impl ChainKernel {
             },
         ];
         let longest = stages.into_iter().max().unwrap_or_default();
-        Ring::new(longest, self.gpu.info().max_shared_bytes).filter(|_| fit)
+        Ring::new(longest, self.gpu.info().max_shared_bytes - STATIC_BYTES).filter(|_| fit)
     }
 }
 
@@ -263,6 +222,11 @@ impl Linears {
         Ok(Some([us, apart]))
     }
 
+    /// Where the blocks of chains count that they have arrived: zero between launches, of which there is one at a time.
+    pub(crate) fn chain_counter(&self) -> GpuSlice<'_, u8> {
+        counter(&self.chain.workspace)
+    }
+
     /// Computes the layers of a chain in one launch, for one row.
     ///
     /// # Errors
@@ -341,10 +305,10 @@ impl Linears {
             }),
             int(ring.stage_bytes),
             int(ring.stages),
-            int(ring.in_flight),
+            int((BYTES_IN_FLIGHT / ring.stage_bytes).max(2)),
         ];
         let launch = Launch::new([kernel.gpu.info().sm_count as u32, 1, 1], THREADS as u32)
-            .shared(ring.stages * ring.stage_bytes)
+            .shared(ring.bytes())
             .pdl(true);
         // SAFETY: the lengths were checked; the arguments are those of `linear_chain` in kernels/linear_chain.cu. Its blocks wait for each
         // other: there is one for each multiprocessor, which has room for it once the kernels ahead have ended. The GPU has one stream for
@@ -361,20 +325,4 @@ fn of_one_row(linear: &GpuLinear) -> Kind {
 fn counter(workspace: &GpuSlab) -> GpuSlice<'_, u8> {
     let start = WORKSPACE + SUM_BYTES;
     workspace.slice().range(start..start + COUNTER_BYTES)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::Ring;
-
-    #[test]
-    fn rings_have_room_for_a_row_and_three_stages() {
-        let shared = 227 << 10;
-        let ring = |least: usize| Ring::new(least, shared).map(|ring| (ring.stages, ring.in_flight));
-        // Rows of 4,096, 14,336 and 28,672 weights in bf16, and more than three times of which fit.
-        assert_eq!(ring(2 * 4096), Some((6, 2)));
-        assert_eq!(ring(2 * 14336), Some((6, 2)));
-        assert_eq!(ring(2 * 28672), Some((3, 2)));
-        assert_eq!(ring(80 << 10), None);
-    }
 }

@@ -72,7 +72,7 @@ pub(super) struct Addresses {
 }
 
 impl Addresses {
-    fn of(linear: &GpuLinear) -> Self {
+    pub(super) fn of(linear: &GpuLinear) -> Self {
         let (weight, scales, scale_stride) = match linear.matrix() {
             GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0, 0),
             GpuMatrix::Fp8 {
@@ -183,6 +183,10 @@ impl GpuExperts {
 
     pub(super) fn map(&self) -> Option<&TensorMap> {
         self.map.as_ref()
+    }
+
+    pub(super) fn first(&self) -> &GpuLinear {
+        &self.first
     }
 
     pub(super) fn matrix(&self) -> &GpuMatrix {

@@ -52,6 +52,8 @@ impl Format {
 pub(super) struct Experts {
     pub(super) format: Format,
     pub(super) device: GpuExperts,
+    /// The same one by one.
+    pub(super) linears: Vec<GpuLinear>,
     /// Of each expert, as products take it.
     pub(super) wide: Vec<Vec<f64>>,
     pub(super) biases: Option<Vec<Vec<bf16>>>,
@@ -122,6 +124,7 @@ impl Experts {
         Self {
             format,
             device: GpuExperts::new(gpu, &linears).expect("a tensor map"),
+            linears,
             wide,
             biases: bias.then_some(biases),
             k,

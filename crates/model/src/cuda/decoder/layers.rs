@@ -51,20 +51,16 @@ struct Fusion {
 }
 
 impl Kind {
-    pub(super) fn new(
-        decoder: &Decoder,
-        layer: &GpuLayer,
-        rows: usize,
-        state: &StepState,
-        place: LayerPlace,
-    ) -> Self {
+    /// Of layers like this one.
+    pub(super) fn new(decoder: &Decoder, index: usize, rows: usize, state: &StepState) -> Self {
+        let (layer, place) = (&decoder.weights.decoder.layers[index], state.places[index]);
         let attention = layer.spec.attention();
         let (linears, projections) = (&decoder.linears, layer.mixer.projections());
         Self {
             attention: attention.map(|spec| AttentionChoice::new(decoder, spec, state, place)),
             projections: Fusion::new(linears, rows, projections, LinearOutput::Bf16),
             gate_up: Self::gate_up(decoder, layer, rows),
-            chains: decoder.chains(layer, rows),
+            chains: decoder.chains(index, rows),
         }
     }
 
@@ -537,6 +533,9 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         norms: &Norms<'_, GpuVector>,
         moe: &Moe<GpuLinear>,
     ) -> Result<(), GpuError> {
+        if self.chain.is_some() {
+            return Ok(());
+        }
         let normed = self.rows(self.act.normed, moe.router.inputs());
         self.add_norm(norms, normed.into())?;
         self.route_to_experts(spec, moe, normed)

@@ -6,7 +6,7 @@ use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{ChainUse, GpuLinear, LinearOutput, LinearScratch, LinearUse};
 
 use super::Decoder;
-use super::chain::chain_of;
+use super::chain::dense_chain_of;
 use crate::blocks::{LayerInput, Widths};
 use crate::cuda::experts::Experts;
 use crate::cuda::step::{dequantised, dequantised_head};
@@ -167,7 +167,7 @@ impl Decoder {
         }
         let layers = &self.weights.decoder.layers;
         let chain = |index: usize| {
-            let [output, gate_up, down] = chain_of(&layers[index])?;
+            let (_, [output, gate_up, down]) = dense_chain_of(&layers[index])?;
             let next = layers.get(index + 1)?.mixer.projections();
             Some([output, gate_up, down, next])
         };

@@ -1,0 +1,73 @@
+//! Layers of one row that follow each other in one launch: what `kernels/linear_chain.cu` and `kernels/moe_chain.cu` share
+//! (`kernels/include/chain.cuh`).
+
+use plimsoll_device::cuda::{Function, Gpu, GpuError};
+
+use super::has_hopper_kernels;
+
+/// Constants of the kernels: inputs of a vector, and most stages.
+pub(super) const VEC: usize = 8;
+const MOST_STAGES: usize = 8;
+/// Copies in bulk are multiples of this.
+pub(super) const PIECE: usize = 16;
+/// Of a stage, unless a row is longer: copies of 32 KiB read as fast as longer ones.
+const STAGE_BYTES: usize = 32 << 10;
+/// With fewer, the copies under way would be too few between two waits.
+const LEAST_STAGES: usize = 3;
+/// Under way at once: enough to read as fast as the memory can. Inputs of the next layer queue behind what is more.
+pub(super) const BYTES_IN_FLIGHT: usize = 64 << 10;
+
+/// A kernel whose blocks wait for each other; `None` where they do not all run at once, and on GPUs that are not of Hopper's
+/// generation. A block has so many threads, and `beside` bytes of shared memory that are no stages.
+pub(super) fn load(
+    gpu: &Gpu,
+    name: &str,
+    threads: usize,
+    beside: usize,
+) -> Result<Option<Function>, GpuError> {
+    if !has_hopper_kernels(gpu) {
+        return Ok(None);
+    }
+    let (info, function) = (gpu.info(), super::load(gpu, name)?.function(name)?);
+    let shared = info.max_shared_bytes - beside;
+    function.allow_shared(shared)?;
+    let at_once = function.clusters_at_once(1, threads, shared)?;
+    Ok((at_once >= info.sm_count).then_some(function))
+}
+
+/// How the weights of a chain go through shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ring {
+    pub(super) stage_bytes: usize,
+    pub(super) stages: usize,
+}
+
+impl Ring {
+    /// For stages of at least so many bytes in so many bytes of shared memory; `None` if there would be too few.
+    pub(super) fn new(least: usize, shared: usize) -> Option<Self> {
+        let stage_bytes = least.max(STAGE_BYTES);
+        let stages = (shared / stage_bytes).min(MOST_STAGES);
+        (stages >= LEAST_STAGES).then_some(Self { stage_bytes, stages })
+    }
+
+    /// Of all stages.
+    pub(super) fn bytes(self) -> usize {
+        self.stages * self.stage_bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Ring;
+
+    #[test]
+    fn rings_have_room_for_a_row_and_three_stages() {
+        let shared = 222 << 10;
+        let stages = |least: usize| Ring::new(least, shared).map(|ring| ring.stages);
+        // Rows of 4,096, 14,336 and 28,672 weights in bf16, and more than three times of which fit.
+        assert_eq!(stages(2 * 4096), Some(6));
+        assert_eq!(stages(2 * 14336), Some(6));
+        assert_eq!(stages(2 * 28672), Some(3));
+        assert_eq!(stages(80 << 10), None);
+    }
+}

@@ -1,0 +1,300 @@
+//! A layer of one row with experts, from its mixer's output on, in one launch: `kernels/moe_chain.cu`.
+
+use half::bf16;
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
+
+use super::operands::Addresses;
+use super::{GpuExperts, GpuRouter, MOST_ROUTES, MoeKernels, address_of, int, kind};
+use crate::cuda::GpuNorm;
+use crate::cuda::chain::{self, BYTES_IN_FLIGHT, PIECE, Ring, VEC};
+use crate::cuda::linear::{FP8_BLOCK, Fp8Scaling, GpuChainEnd, GpuLinear, GpuMatrix, GpuValues, Linears};
+use crate::{ExpertActivation, RouterSoftmax};
+
+/// Constants of the kernel: all threads, most experts, width of the residual stream, and outputs of a block that are added to that.
+const THREADS: usize = 17 * super::WARP;
+const MOST_EXPERTS: usize = 16 * super::WARP;
+const MOST_WIDTH: usize = 16 * super::WARP * VEC;
+const MOST_RESIDUALS: usize = 32;
+/// Shared memory beside the stages and inputs: at least `sizeof(Shared)`.
+const STATIC_BYTES: usize = 9 << 10;
+/// Experts whose second projections have more inputs would leave warps idle, as a stage has too few of their rows.
+const MOST_INNER: usize = 2048;
+
+/// Its products; those of the experts have no biases.
+#[derive(Clone, Copy, Debug)]
+pub struct MoeChainLayers<'a> {
+    /// The mixer's last projection.
+    pub output: &'a GpuLinear,
+    /// `[experts, width]`, without a bias.
+    pub router: &'a GpuLinear,
+    /// Of each expert, gate, then up.
+    pub gate_up: &'a GpuExperts,
+    /// Of each expert.
+    pub down: &'a GpuExperts,
+    /// Experts of the row.
+    pub top_k: usize,
+    /// An expert that every row goes to, like the others.
+    pub shared: Option<SharedExpertLayers<'a>>,
+}
+
+/// See [`MoeChainLayers::shared`].
+#[derive(Clone, Copy, Debug)]
+pub struct SharedExpertLayers<'a> {
+    /// Gate, then up.
+    pub gate_up: &'a GpuLinear,
+    /// Back to the residual stream.
+    pub down: &'a GpuLinear,
+    /// To one logit, whose sigmoid multiplies the output.
+    pub gate: &'a GpuLinear,
+}
+
+/// From what a mixer gives to the projections that the next mixer begins with, for one row; the residual stream is complete before and
+/// after.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuMoeChain<'a> {
+    /// Its products.
+    pub layers: MoeChainLayers<'a>,
+    /// What the mixer gives: `[output.inputs()]`.
+    pub x: GpuSlice<'a, bf16>,
+    /// The residual stream, to which the outputs of `output` and of the experts are added.
+    pub hidden: GpuSlice<'a, bf16>,
+    /// Of the residual stream, for the router and the experts.
+    pub norm: GpuNorm<'a>,
+    /// How logits become weights.
+    pub router: GpuRouter<'a>,
+    /// Takes the router's, `[experts]`.
+    pub logits: GpuSlice<'a, f32>,
+    /// Of the gates of all experts.
+    pub activation: ExpertActivation,
+    /// Takes `activation(gate) * up` of the row's experts, those of the largest logits first: `[top_k, inner]`.
+    pub activated: GpuSlice<'a, bf16>,
+    /// The same of the expert that every row goes to, `[inner]`, and its logit, `[1]`.
+    pub shared: Option<(GpuSlice<'a, bf16>, GpuSlice<'a, f32>)>,
+    /// What follows, if it is to be computed too.
+    pub next: Option<GpuChainEnd<'a>>,
+}
+
+/// Its blocks wait for each other.
+#[derive(Debug)]
+pub(super) struct MoeChainKernel {
+    gpu: Gpu,
+    /// On GPUs of Hopper's generation.
+    function: Option<Function>,
+}
+
+/// Bytes of a row of weights that the kernel can multiply.
+fn row_bytes(linear: &GpuLinear) -> Option<usize> {
+    let element = match linear.matrix().values()? {
+        GpuValues::Bf16 => size_of::<bf16>(),
+        GpuValues::Fp8(_) => 1,
+        GpuValues::Int4(_) | GpuValues::Gguf(_) => return None,
+    };
+    let bytes = linear.inputs() * element;
+    let whole = bytes.is_multiple_of(PIECE) && linear.inputs().is_multiple_of(VEC);
+    // Of blocks, a piece has inputs of one.
+    (whole && Addresses::of(linear).weight.is_multiple_of(PIECE as u64)).then_some(bytes)
+}
+
+/// Weight, scales or null, and scales from one row of blocks to the next.
+fn operands(address: &Addresses) -> [Arg; 3] {
+    [
+        address.weight.into(),
+        address.scales.into(),
+        int(address.scale_stride),
+    ]
+}
+
+impl MoeChainKernel {
+    pub(super) fn load(gpu: &Gpu) -> Result<Self, GpuError> {
+        Ok(Self {
+            gpu: gpu.clone(),
+            function: chain::load(gpu, "moe_chain", THREADS, STATIC_BYTES)?,
+        })
+    }
+
+    /// The stages of these layers and the bytes of inputs beside them, if the kernel can compute them.
+    fn ring(&self, layers: &MoeChainLayers<'_>, next: Option<&GpuLinear>) -> Option<(Ring, usize)> {
+        let &MoeChainLayers {
+            output,
+            router,
+            gate_up,
+            down,
+            top_k,
+            shared,
+        } = layers;
+        let info = self.gpu.info();
+        let (width, inner) = (output.outputs(), down.inputs());
+        let [first_gate_up, first_down] = [gate_up, down].map(GpuExperts::first);
+        let is_like_experts = |shared: SharedExpertLayers<'_>| {
+            let is_plain =
+                shared.gate.matrix().values() == Some(GpuValues::Bf16) && shared.gate.bias().is_none();
+            shared.gate_up.is_like(first_gate_up)
+                && shared.down.is_like(first_down)
+                && is_plain
+                && (shared.gate.outputs(), shared.gate.inputs()) == (1, width)
+        };
+        let is_bf16 = |linear: &GpuLinear| matches!(linear.matrix(), GpuMatrix::Bf16(_));
+        let is_in_blocks = first_gate_up.matrix().values() == Some(GpuValues::Fp8(Fp8Scaling::Blocks));
+        let fit = self.function.is_some()
+            && width <= MOST_WIDTH
+            && width.div_ceil(info.sm_count) <= MOST_RESIDUALS
+            && (is_bf16(router) && router.bias().is_none())
+            && (router.outputs(), router.inputs()) == (gate_up.count(), width)
+            && gate_up.count() <= MOST_EXPERTS
+            && top_k <= MOST_ROUTES
+            && (first_gate_up.outputs(), first_gate_up.inputs()) == (2 * inner, width)
+            && (first_down.outputs(), down.count()) == (width, gate_up.count())
+            && [first_gate_up, first_down].iter().all(|of| of.bias().is_none())
+            && inner.is_multiple_of(if is_in_blocks { FP8_BLOCK } else { VEC })
+            && inner <= MOST_INNER
+            && shared.is_none_or(is_like_experts)
+            && next.is_none_or(|next| next.inputs() == width);
+        let stages = [
+            row_bytes(output)?,
+            row_bytes(router)?,
+            2 * row_bytes(first_gate_up)?,
+            row_bytes(first_down)?,
+            match next {
+                None => 0,
+                Some(next) => row_bytes(next)?,
+            },
+        ];
+        let slots = top_k + usize::from(shared.is_some());
+        let inputs = output.inputs().max(width).max(slots * inner) * size_of::<bf16>();
+        let room = info.max_shared_bytes.checked_sub(STATIC_BYTES + inputs)?;
+        let ring = Ring::new(stages.into_iter().max().unwrap_or_default(), room)?;
+        fit.then_some((ring, inputs))
+    }
+}
+
+impl MoeKernels {
+    /// Whether [`Self::forward_chain`] can compute these layers for one row, and these projections of what follows if they are to be a
+    /// part of it. It is faster than the kernels one by one (tests/bench/h200/kernels.md).
+    pub fn can_chain(&self, layers: &MoeChainLayers<'_>, next: Option<&GpuLinear>) -> bool {
+        self.chain.ring(layers, next).is_some()
+    }
+
+    /// Computes a layer in one launch, for one row.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// If a length does not fit, or it cannot be used: ask [`Self::can_chain`].
+    pub fn forward_chain(&self, linears: &Linears, chain: &GpuMoeChain<'_>) -> Result<(), GpuError> {
+        let &GpuMoeChain {
+            layers,
+            x,
+            hidden,
+            norm,
+            router,
+            logits,
+            activation,
+            activated,
+            shared,
+            next,
+        } = chain;
+        let kernel = &self.chain;
+        let ring = kernel.ring(&layers, next.map(|next| next.linear));
+        let (Some(function), Some((ring, inputs))) = (&kernel.function, ring) else {
+            panic!("ask `can_chain`");
+        };
+        let (output, gate_up, down) = (layers.output, layers.gate_up, layers.down);
+        let (width, inner, experts) = (output.outputs(), down.inputs(), gate_up.count());
+        assert_eq!((x.len(), hidden.len()), (output.inputs(), width), "one row");
+        assert_eq!(
+            (norm.weight.len(), activated.len(), logits.len()),
+            (width, layers.top_k * inner, experts),
+            "one row"
+        );
+        router.check_experts(experts);
+        let shared = match (layers.shared, shared) {
+            (None, None) => None,
+            (Some(layers), Some((activated, logit))) => {
+                assert_eq!((activated.len(), logit.len()), (inner, 1), "one row");
+                Some((layers, activated, logit))
+            }
+            _ => panic!("room for the expert that every row goes to"),
+        };
+        if let Some(next) = &next {
+            assert_eq!(
+                (next.norm.weight.len(), next.out.len()),
+                (width, next.linear.outputs()),
+                "one row"
+            );
+        }
+        let aligned = [
+            x.ptr(),
+            hidden.ptr(),
+            activated.ptr(),
+            norm.weight.ptr(),
+            shared.map_or(0, |(_, activated, _)| activated.ptr()),
+            next.map_or(0, |next| next.norm.weight.ptr()),
+        ];
+        assert!(
+            aligned.iter().all(|at| at.is_multiple_of(PIECE as u64)),
+            "rows at multiples of {PIECE} bytes"
+        );
+        let of_shared = |linear: fn(&super::SharedExpertLayers<'_>) -> Addresses| {
+            let address = shared.map(|(layers, ..)| linear(&layers));
+            let [weight, scales] = address.map_or([0; 2], |address| [address.weight, address.scales]);
+            [weight.into(), scales.into()]
+        };
+        let [output_at, gate_up_at, down_at] = [Addresses::of(output), gate_up.addresses(), down.addresses()];
+        let end = next.map(|next| Addresses::of(next.linear));
+        let null = || Arg::from(0_u64);
+        let args: Vec<Arg> = [
+            &[x.into()][..],
+            &operands(&output_at),
+            &[
+                output_at.bias.into(),
+                hidden.into(),
+                norm.weight.into(),
+                norm.eps.into(),
+                layers.router.weight().into(),
+                router.bias.map_or(0, |bias| bias.ptr()).into(),
+                i32::from(router.softmax == RouterSoftmax::All).into(),
+                router.scale.into(),
+                address_of(router.expert_scale),
+                logits.into(),
+            ],
+            &operands(&gate_up_at),
+            &[(gate_up.stride() as u64).into()],
+            &operands(&down_at),
+            &[(down.stride() as u64).into()],
+            &of_shared(|layers| Addresses::of(layers.gate_up)),
+            &of_shared(|layers| Addresses::of(layers.down)),
+            &[
+                shared.map_or_else(null, |(layers, ..)| layers.gate.weight().into()),
+                shared.map_or_else(null, |(.., logit)| logit.into()),
+                activated.into(),
+                shared.map_or_else(null, |(_, activated, _)| activated.into()),
+                next.map_or_else(null, |next| next.norm.weight.into()),
+                next.map_or(0.0, |next| next.norm.eps).into(),
+            ],
+            &end.as_ref().map_or_else(|| [null(), null(), int(0)], operands),
+            &[
+                end.map_or(0, |end| end.bias).into(),
+                next.map_or_else(null, |next| next.out.into()),
+                linears.chain_counter().into(),
+                int(x.len()),
+                int(width),
+                int(experts),
+                int(layers.top_k),
+                int(inner),
+                int(next.map_or(0, |next| next.linear.outputs())),
+                kind(activation).into(),
+                int(ring.stage_bytes),
+                int(ring.stages),
+                int(BYTES_IN_FLIGHT),
+            ],
+        ]
+        .concat();
+        let launch = Launch::new([kernel.gpu.info().sm_count as u32, 1, 1], THREADS as u32)
+            .shared(ring.bytes() + inputs)
+            .pdl(true);
+        // SAFETY: the lengths were checked; the arguments are those of `moe_chain` in kernels/moe_chain.cu. For its blocks that wait for
+        // each other holds what is said of `Linears::forward_chain`.
+        unsafe { kernel.gpu.launch(function, launch, &args) }
+    }
+}

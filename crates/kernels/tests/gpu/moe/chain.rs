@@ -1,0 +1,506 @@
+//! A layer with experts in one launch, against a reference in `f64` that goes on from what the kernel found.
+
+use std::sync::Arc;
+
+use half::bf16;
+use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_kernels::cuda::{
+    GpuChainEnd, GpuLinear, GpuMatrix, GpuMoeChain, GpuNorm, GpuRouter, GpuWeight, Linears, MoeChainLayers,
+    MoeKernels, SharedExpertLayers, has_hopper_kernels,
+};
+use plimsoll_kernels::{ExpertActivation, Route, Router, RouterSoftmax, route};
+use rand::Rng;
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+
+use super::weights::{Experts, Format};
+use super::{ACTIVATIONS, activate};
+use crate::common;
+
+const EPS: f32 = 1e-6;
+/// Rounded inputs may differ where the sums before them were next to a tie.
+const TOLERANCE: f64 = 8e-3;
+const GUARD: usize = 64;
+
+/// How large a layer is, and how its weights are stored.
+#[derive(Clone, Copy, Debug)]
+struct Size {
+    attended: usize,
+    width: usize,
+    inner: usize,
+    /// Outputs of what follows; 0 for nothing.
+    next: usize,
+    experts: usize,
+    top_k: usize,
+    shared: bool,
+    format: Format,
+    /// Of the products around the experts.
+    dense: Format,
+}
+
+/// An expert that every row goes to.
+struct Shared {
+    gate_up: Experts,
+    down: Experts,
+    gate: Table,
+}
+
+/// Rows of weights in bf16, without a bias.
+struct Table {
+    device: GpuLinear,
+    wide: Vec<Vec<f64>>,
+}
+
+impl Table {
+    /// Of which the outputs of normal inputs are of this size.
+    fn random(gpu: &Gpu, rng: &mut StdRng, [n, k]: [usize; 2], size: f32) -> Self {
+        let scale = size * (3.0 / k as f32).sqrt();
+        let values: Vec<bf16> = (0..n * k)
+            .map(|_| bf16::from_f32(rng.random_range(-1.0..1.0) * scale))
+            .collect();
+        let slab = Arc::new(common::upload(gpu, &values));
+        Self {
+            device: GpuLinear::new(GpuMatrix::Bf16(GpuWeight::new(&slab, 0..n * k)), None, n, k),
+            wide: values.chunks_exact(k).map(widen).collect(),
+        }
+    }
+
+    fn product(&self, x: &[f64]) -> Vec<f64> {
+        self.wide
+            .iter()
+            .map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum())
+            .collect()
+    }
+}
+
+struct Case {
+    size: Size,
+    x: Vec<bf16>,
+    hidden: Vec<bf16>,
+    norms: [Vec<f32>; 2],
+    output: Experts,
+    router: Table,
+    router_bias: Option<Vec<bf16>>,
+    softmax: RouterSoftmax,
+    gate_up: Experts,
+    down: Experts,
+    shared: Option<Shared>,
+    next: Option<Experts>,
+    activation: ExpertActivation,
+}
+
+/// What the kernel left; of every row of activated inputs the last is that of the expert that all rows go to.
+#[derive(Debug, PartialEq)]
+struct Outputs {
+    logits: Vec<f32>,
+    shared_logit: Vec<f32>,
+    activated: Vec<bf16>,
+    shared_activated: Vec<bf16>,
+    hidden: Vec<bf16>,
+    out: Vec<bf16>,
+}
+
+fn widen(x: &[bf16]) -> Vec<f64> {
+    x.iter().map(|x| x.to_f64()).collect()
+}
+
+fn round(x: f64) -> f64 {
+    bf16::from_f64(x).to_f64()
+}
+
+fn normalise(x: &[f64], weight: &[f32]) -> Vec<f64> {
+    let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
+    let scale = 1.0 / (square + f64::from(EPS)).sqrt();
+    let both = x.iter().zip(weight);
+    both.map(|(x, weight)| round(x * scale * f64::from(*weight)))
+        .collect()
+}
+
+/// What was added to `x`, rounded as it is.
+fn add(x: &[f64], delta: &[f64]) -> Vec<f64> {
+    x.iter().zip(delta).map(|(x, y)| round(x + round(*y))).collect()
+}
+
+impl Case {
+    fn random(gpu: &Gpu, rng: &mut StdRng, size: Size) -> Self {
+        let Size {
+            attended,
+            width,
+            inner,
+            experts,
+            ..
+        } = size;
+        let mut norm = || (0..width).map(|_| rng.random_range(0.5..1.5)).collect();
+        let norms = [norm(), norm()];
+        let bias = |rng: &mut StdRng| rng.random_bool(0.5);
+        let of = |rng: &mut StdRng, count: usize, rows: [usize; 2]| {
+            Experts::random(gpu, rng, size.format, count, rows, false)
+        };
+        let around = |rng: &mut StdRng, rows: [usize; 2]| {
+            let bias = bias(rng);
+            Experts::random(gpu, rng, size.dense, 1, rows, bias)
+        };
+        Self {
+            size,
+            x: common::random(rng, attended),
+            hidden: common::random(rng, width),
+            norms,
+            output: around(rng, [width, attended]),
+            router: Table::random(gpu, rng, [experts, width], 2.0),
+            router_bias: rng.random_bool(0.5).then(|| common::random(rng, experts)),
+            softmax: *[RouterSoftmax::All, RouterSoftmax::Chosen].choose(rng).unwrap(),
+            gate_up: of(rng, experts, [2 * inner, width]),
+            down: of(rng, experts, [width, inner]),
+            shared: size.shared.then(|| Shared {
+                gate_up: of(rng, 1, [2 * inner, width]),
+                down: of(rng, 1, [width, inner]),
+                gate: Table::random(gpu, rng, [1, width], 2.0),
+            }),
+            next: (size.next > 0).then(|| around(rng, [size.next, width])),
+            activation: *ACTIVATIONS.choose(rng).unwrap(),
+        }
+    }
+
+    fn layers(&self) -> MoeChainLayers<'_> {
+        MoeChainLayers {
+            output: &self.output.linears[0],
+            router: &self.router.device,
+            gate_up: &self.gate_up.device,
+            down: &self.down.device,
+            top_k: self.size.top_k,
+            shared: self.shared.as_ref().map(|shared| SharedExpertLayers {
+                gate_up: &shared.gate_up.linears[0],
+                down: &shared.down.linears[0],
+                gate: &shared.gate.device,
+            }),
+        }
+    }
+
+    fn next(&self) -> Option<&GpuLinear> {
+        self.next.as_ref().map(|next| &next.linears[0])
+    }
+
+    fn run(&self, gpu: &Gpu, kernels: &MoeKernels, linears: &Linears) -> Outputs {
+        let Size {
+            width,
+            inner,
+            next,
+            experts,
+            top_k,
+            ..
+        } = self.size;
+        let (x, hidden) = (common::upload(gpu, &self.x), common::upload(gpu, &self.hidden));
+        let norms = self.norms.each_ref().map(|norm| common::upload(gpu, norm));
+        let [norm, next_norm] = norms.each_ref().map(|norm| GpuNorm {
+            weight: norm.slice().range(0..width),
+            eps: EPS,
+        });
+        let bias = common::upload(gpu, self.router_bias.as_deref().unwrap_or_default());
+        let floats = |len: usize| common::poisoned::<f32>(gpu, len + GUARD);
+        let (logits, shared_logit) = (floats(experts), floats(1));
+        let poisoned = |len: usize| common::poisoned::<bf16>(gpu, len + GUARD);
+        let (activated, shared_activated, out) = (poisoned(top_k * inner), poisoned(inner), poisoned(next));
+        let router_bias = self.router_bias.as_ref().map(|_| bias.slice().range(0..experts));
+        kernels
+            .forward_chain(
+                linears,
+                &GpuMoeChain {
+                    layers: self.layers(),
+                    x: x.slice().range(0..self.x.len()),
+                    hidden: hidden.slice().range(0..width),
+                    norm,
+                    router: GpuRouter::plain(router_bias, self.softmax),
+                    logits: logits.slice().range(0..experts),
+                    activation: self.activation,
+                    activated: activated.slice().range(0..top_k * inner),
+                    shared: self.shared.as_ref().map(|_| {
+                        (
+                            shared_activated.slice().range(0..inner),
+                            shared_logit.slice().range(0..1),
+                        )
+                    }),
+                    next: self.next().map(|linear| GpuChainEnd {
+                        norm: next_norm,
+                        linear,
+                        out: out.slice().range(0..next),
+                    }),
+                },
+            )
+            .expect("a launch");
+        let shared = usize::from(self.size.shared);
+        Outputs {
+            logits: unguarded(gpu, &logits, experts, f32::is_nan),
+            shared_logit: unguarded(gpu, &shared_logit, shared, f32::is_nan),
+            activated: unguarded(gpu, &activated, top_k * inner, bf16::is_nan),
+            shared_activated: unguarded(gpu, &shared_activated, shared * inner, bf16::is_nan),
+            hidden: common::download(gpu, &hidden, width),
+            out: unguarded(gpu, &out, next, bf16::is_nan),
+        }
+    }
+
+    /// Each part from what was found before it.
+    fn check(&self, found: &Outputs) {
+        let close = |part: &str, found: &[f32], want: &[f64]| {
+            let what = format!("{:?}: {part}", self.size);
+            common::assert_close(&what, found, want, TOLERANCE);
+        };
+        let Size {
+            experts,
+            top_k,
+            inner,
+            ..
+        } = self.size;
+        let hidden = add(&widen(&self.hidden), &self.output.product(0, &widen(&self.x)));
+        let normed = normalise(&hidden, &self.norms[0]);
+        close("logits", &found.logits, &self.router.product(&normed));
+
+        let bias = self.router_bias.iter().flatten().map(|bias| bias.to_f32());
+        let mut logits = found.logits.clone();
+        logits
+            .iter_mut()
+            .zip(bias)
+            .for_each(|(logit, bias)| *logit += bias);
+        let keys = logits.clone();
+        let mut routes = vec![
+            Route {
+                row: 0,
+                expert: 0,
+                weight: 0.0
+            };
+            top_k
+        ];
+        route(&mut logits, experts, Router::plain(self.softmax), &mut routes);
+        // The largest first; of equal ones they stay in the order of experts.
+        routes.sort_by(|a, b| keys[b.expert as usize].total_cmp(&keys[a.expert as usize]));
+        let activated = |gate_up: Vec<f64>| {
+            let (gate, up) = gate_up.split_at(inner);
+            let both = gate.iter().zip(up);
+            both.map(|(gate, up)| activate(self.activation, *gate, *up))
+                .collect::<Vec<_>>()
+        };
+        let mut delta = vec![0.0; hidden.len()];
+        let mut add_scaled = |part: Vec<f64>, weight: f64| {
+            delta.iter_mut().zip(part).for_each(|(sum, x)| *sum += weight * x);
+        };
+        for (route, own) in routes.iter().zip(found.activated.chunks_exact(inner)) {
+            let expert = route.expert as usize;
+            let want = activated(self.gate_up.product(expert, &normed));
+            close(
+                &format!("activated of expert {expert}"),
+                &common::widen(own),
+                &want,
+            );
+            add_scaled(self.down.product(expert, &widen(own)), f64::from(route.weight));
+        }
+        if let Some(shared) = &self.shared {
+            close("gate", &found.shared_logit, &shared.gate.product(&normed));
+            let want = activated(shared.gate_up.product(0, &normed));
+            close(
+                "activated of all rows' expert",
+                &common::widen(&found.shared_activated),
+                &want,
+            );
+            let weight = 1.0 / (1.0 + (-f64::from(found.shared_logit[0])).exp());
+            add_scaled(shared.down.product(0, &widen(&found.shared_activated)), weight);
+        }
+        let hidden = add(&hidden, &delta);
+        close("residual stream", &common::widen(&found.hidden), &hidden);
+        if let Some(next) = &self.next {
+            let want = next.product(0, &normalise(&widen(&found.hidden), &self.norms[1]));
+            close("what follows", &common::widen(&found.out), &want);
+        }
+    }
+}
+
+/// What was written, and nothing behind it.
+fn unguarded<T: plimsoll_device::Pod + Copy>(
+    gpu: &Gpu,
+    slab: &GpuSlab,
+    len: usize,
+    is_nan: fn(T) -> bool,
+) -> Vec<T> {
+    let mut all: Vec<T> = common::download(gpu, slab, len + GUARD);
+    let beyond = all.split_off(len);
+    assert!(beyond.into_iter().all(is_nan), "written past the end");
+    all
+}
+
+const BF16: Size = Size {
+    attended: 4096,
+    width: 2048,
+    inner: 768,
+    next: 5120,
+    experts: 16,
+    top_k: 8,
+    shared: false,
+    format: Format::Bf16,
+    dense: Format::Bf16,
+};
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn a_layer_with_experts_in_one_launch() {
+    let gpu = common::gpu();
+    let (linears, kernels) = (crate::linear::linears(&gpu), MoeKernels::load(&gpu).unwrap());
+    let mut rng = common::rng("a_layer_with_experts_in_one_launch");
+    let [blocks, rows] = [Format::Fp8Blocks, Format::Fp8].map(|format| Size {
+        format,
+        dense: format,
+        ..BF16
+    });
+    let sizes = [
+        // Qwen3-30B-A3B, Qwen3.5-35B-A3B, Qwen3-Next.
+        BF16,
+        blocks,
+        rows,
+        Size {
+            inner: 512,
+            shared: true,
+            next: 0,
+            ..BF16
+        },
+        Size {
+            inner: 512,
+            shared: true,
+            next: 12_288,
+            ..blocks
+        },
+        Size {
+            inner: 512,
+            shared: true,
+            experts: 512,
+            top_k: 10,
+            width: 256,
+            attended: 512,
+            ..blocks
+        },
+        Size {
+            attended: 8192,
+            width: 4096,
+            inner: 1536,
+            experts: 9,
+            ..blocks
+        },
+        Size {
+            attended: 8192,
+            width: 4096,
+            inner: 384,
+            experts: 9,
+            ..rows
+        },
+        // Parts of pieces, of rows and of shares.
+        Size {
+            attended: 80,
+            width: 72,
+            inner: 24,
+            next: 40,
+            experts: 3,
+            top_k: 2,
+            ..BF16
+        },
+        Size {
+            attended: 528,
+            width: 1040,
+            inner: 272,
+            next: 1000,
+            experts: 7,
+            top_k: 7,
+            shared: true,
+            ..rows
+        },
+        Size {
+            attended: 640,
+            width: 3968,
+            inner: 2048,
+            next: 16,
+            experts: 5,
+            top_k: 1,
+            ..blocks
+        },
+        Size {
+            width: 2880,
+            inner: 1000,
+            experts: 40,
+            top_k: 32,
+            shared: true,
+            ..BF16
+        },
+        // Other formats around the experts than theirs.
+        Size {
+            dense: Format::Bf16,
+            ..blocks
+        },
+    ];
+    for size in sizes {
+        let case = Case::random(&gpu, &mut rng, size);
+        let chains = kernels.can_chain(&case.layers(), case.next());
+        assert_eq!(chains, has_hopper_kernels(&gpu), "{size:?}");
+        if !chains {
+            return;
+        }
+        let found = case.run(&gpu, &kernels, &linears);
+        case.check(&found);
+        for _ in 0..5 {
+            assert!(
+                case.run(&gpu, &kernels, &linears) == found,
+                "{size:?}: other bits"
+            );
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn experts_that_do_not_fit_a_chain_go_one_by_one() {
+    let gpu = common::gpu();
+    let kernels = MoeKernels::load(&gpu).unwrap();
+    let mut rng = common::rng("experts_that_do_not_fit_a_chain_go_one_by_one");
+    let small = Size {
+        attended: 128,
+        width: 128,
+        inner: 128,
+        next: 64,
+        experts: 4,
+        top_k: 2,
+        ..BF16
+    };
+    let four_bits = Size {
+        format: Format::Mxfp4,
+        ..small
+    };
+    let others = [
+        (small, has_hopper_kernels(&gpu)),
+        (four_bits, false),
+        (
+            Size {
+                dense: Format::Fp8,
+                ..small
+            },
+            has_hopper_kernels(&gpu),
+        ),
+        // Inner widths for which a stage has too few rows, and a stream that is too wide.
+        (Size { inner: 2056, ..small }, false),
+        (Size { width: 4104, ..small }, false),
+    ];
+    for (size, fits) in others {
+        let case = Case::random(&gpu, &mut rng, size);
+        assert_eq!(kernels.can_chain(&case.layers(), case.next()), fits, "{size:?}");
+    }
+    // A bias of the experts, and a router of other experts.
+    let case = Case::random(&gpu, &mut rng, small);
+    let biased = Experts::random(&gpu, &mut rng, Format::Bf16, 4, [256, 128], true);
+    let router = Table::random(&gpu, &mut rng, [5, 128], 1.0);
+    let layers = case.layers();
+    for layers in [
+        MoeChainLayers {
+            gate_up: &biased.device,
+            ..layers
+        },
+        MoeChainLayers {
+            router: &router.device,
+            ..layers
+        },
+    ] {
+        assert!(!kernels.can_chain(&layers, None));
+    }
+}

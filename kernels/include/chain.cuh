@@ -1,0 +1,181 @@
+// Layers of one row that follow each other in one launch (sm_90a): what linear_chain.cu and moe_chain.cu share.
+//
+// One block runs on each multiprocessor. One thread of it copies the block's shares of the weights to a ring of stages by the copy engine, one
+// layer after the other; bulk copies of 16 KiB and more read at 4.6 TB/s on an H200, copies of 16 bytes a lane at 4.3. The ring is deep, but
+// few copies are under way at once: what blocks read of each other would queue behind them. All other warps multiply, and wait for the other blocks
+// between layers.
+#pragma once
+
+#include "rows.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// As crates/kernels/src/cuda/chain.rs has it too.
+constexpr int kMostStages = 8;
+constexpr uint64_t kLongestWait = 10'000'000'000;  // nanoseconds
+
+__device__ __forceinline__ uint64_t nanoseconds() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Where a thread is on its way around the stages.
+struct Ring {
+    int stages, place = 0, phase = 0;
+
+    __device__ __forceinline__ void next() {
+        if (++place == stages) place = 0, phase ^= 1;
+    }
+};
+
+// Of the stages: that copies have landed, and that all consumers have read them.
+struct StageBarriers {
+    uint64_t full[kMostStages], empty[kMostStages];
+
+    // By one thread, before all others use them. So many warps multiply.
+    __device__ __forceinline__ void init(int stages, int consumers) {
+        for (int i = 0; i < stages; ++i) {
+            barrier_init(&full[i], 1);
+            barrier_init(&empty[i], consumers);
+        }
+        fence_for_products();
+    }
+};
+
+// The thread that copies.
+struct Producer {
+    StageBarriers& barriers;
+    Ring ring, landed;
+    int under_way = 0;
+    uint64_t policy = read_once_policy();
+
+    __device__ __forceinline__ Producer(StageBarriers& barriers, int stages) : barriers(barriers), ring{stages}, landed{stages} {}
+
+    // Waits for the next stage, and until fewer than `most` stages are on their way; so many bytes are to come. Returns which stage it is.
+    __device__ __forceinline__ int begin(int bytes, int most) {
+        barrier_wait(&barriers.empty[ring.place], ring.phase ^ 1);
+        for (; under_way >= most; --under_way) {
+            barrier_wait(&barriers.full[landed.place], landed.phase);
+            landed.next();
+        }
+        ++under_way;
+        barrier_expect_bytes(&barriers.full[ring.place], bytes);
+        return ring.place;
+    }
+
+    // A part of the bytes of the stage that was begun last.
+    __device__ __forceinline__ void copy(uint32_t to, const void* from, int bytes) {
+        copy_bulk(to, from, bytes, &barriers.full[ring.place], policy);
+    }
+};
+
+// The sums over a warp of one, two or four values; a lane gets that of value `lane * kValues / kWarp`.
+template <int kValues>
+__device__ __forceinline__ float sum_values(float (&x)[kValues]) {
+    int offset = kWarp / 2;
+#pragma unroll
+    for (int half = kValues / 2; half > 0; half /= 2, offset /= 2) {
+        const bool upper = threadIdx.x & offset;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(kAllLanes, upper ? x[i] : x[i + half], offset);
+        }
+    }
+#pragma unroll
+    for (; offset > 0; offset /= 2) x[0] += __shfl_xor_sync(kAllLanes, x[0], offset);
+    return x[0];
+}
+
+// The threads that multiply, so many warps: what they do together.
+template <int kConsumers>
+struct Consumers {
+    static constexpr int kConsumerThreads = kConsumers * kWarp;
+
+    unsigned* arrived;  // blocks; zero between launches
+    int waits = 0;
+
+    __device__ __forceinline__ static void sync() { named_sync<kConsumerThreads>(1); }
+
+    // What this block has written is there for all; waits until so is what the others have.
+    __device__ __forceinline__ void meet() {
+        sync();
+        ++waits;
+        if (threadIdx.x == 0) {
+            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
+            const uint64_t begin = nanoseconds();
+            while (true) {
+                unsigned now;
+                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
+                if (now >= waits * gridDim.x) break;
+                // Another kernel of this kind would have to have the other multiprocessors.
+                if (nanoseconds() - begin > kLongestWait) __trap();
+                __nanosleep(20);
+            }
+        }
+        sync();
+    }
+
+    // The last block to end leaves the counter at zero.
+    __device__ __forceinline__ void leave() const {
+        if (threadIdx.x == 0 && atomicAdd(arrived, 1) + 1 == (waits + 1) * gridDim.x) atomicExch(arrived, 0);
+    }
+
+    // Vectors `thread`, `thread + threads`, ... of a row of k elements, past the cache of the multiprocessor, as other blocks have just written
+    // them.
+    template <int kVecs>
+    __device__ __forceinline__ static void load(Bf16x8 (&x)[kVecs], const bf16* from, int k) {
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            const int vec = threadIdx.x + i * kConsumerThreads;
+            if (vec * kVec >= k) continue;
+            const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from) + vec);
+            x[i] = reinterpret_cast<const Bf16x8&>(v);
+        }
+    }
+
+    // The same of the weights of a norm.
+    template <int kVecs>
+    __device__ __forceinline__ static void load_norm(Float8 (&norm)[kVecs], const float* from, int k) {
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            const int vec = threadIdx.x + i * kConsumerThreads;
+            if (vec * kVec < k) norm[i] = load_floats(from + vec * kVec);
+        }
+    }
+
+    // The norm of a row that was loaded so; `squares` is used once between two waits of all threads.
+    template <int kVecs, int kAll>
+    __device__ __forceinline__ static void normalise(Bf16x8 (&x)[kAll], const Float8 (&norm)[kVecs], float (&squares)[kConsumers], int k,
+                                                     float eps) {
+        static_assert(kVecs <= kAll);
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            if ((int(threadIdx.x) + i * kConsumerThreads) * kVec < k) sum += sum_of_squares(widen(x[i]));
+        }
+        sum = warp_sum(sum);
+        if (threadIdx.x % kWarp == 0) squares[threadIdx.x / kWarp] = sum;
+        sync();
+        sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kConsumers; ++i) sum += squares[i];
+        const float scale = rsqrtf(sum / float(k) + eps);
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            Float8 wide = widen(x[i]);
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) wide.at[j] = wide.at[j] * scale * norm[i].at[j];
+            x[i] = narrow(wide);
+        }
+    }
+};
+
+// Brings the weights of a norm into L2, by a warp.
+__device__ __forceinline__ void prefetch_norm(const float* weight, int k) {
+    for (int i = threadIdx.x % kWarp * kWarp; i < k; i += kWarp * kWarp) asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + i));
+}
+
+#endif
