@@ -44,6 +44,7 @@ constexpr int kMostVecs = 14;     // of inputs of a thread
 constexpr int kMostNormVecs = 4;  // of those that are normalised
 constexpr int kStageRows = 16;
 constexpr int kSumRows = 128;
+constexpr int kStaticBytes = 5 << 10;
 
 __device__ __forceinline__ bool is_gated(const Link& l) { return l.take == Take::kGlu; }
 
@@ -71,6 +72,7 @@ struct Shared {
     float sums[kConsumers][kSumRows];  // if gated, first those of the gates, then of up
     float squares[kConsumers];
 };
+static_assert(sizeof(Shared) <= kStaticBytes);
 
 // Copies the weights of all layers, by one thread.
 __device__ __forceinline__ void produce(Shared& shared, uint8_t* memory) {

@@ -59,9 +59,10 @@ struct MoeChain {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// As crates/kernels/src/cuda/moe/chain.rs has them too.
+// As crates/kernels/src/cuda/moe.rs (MOST_ROUTES, and the expert for all rows) and moe/chain.rs have them too.
 constexpr int kMostSlots = 33;      // experts of a row
 constexpr int kMostResiduals = 32;  // outputs of a block that are added to the residual stream
+constexpr int kStaticBytes = 9 << 10;
 
 constexpr int kRoutedExperts = kConsumers * kWarp;
 constexpr int kSlotsOfWarp = (kMostSlots + kConsumers - 1) / kConsumers;
@@ -97,8 +98,9 @@ struct Shared {
     bf16 residual[kMostResiduals];
     __align__(16) uint32_t keys[kRoutedExperts];  // logits, as to_key makes them
     uint32_t top_key;
-    float down_scales[kMostSlots][kWarp];  // of this block's rows, or of their blocks
+    float down_scales[kMostSlots][kWarp];  // of this block's rows, or of their blocks: of two rows of blocks, of up to 2,048 inputs
 };
+static_assert(sizeof(Shared) <= kStaticBytes);
 
 // The outputs of a product that a block computes.
 struct Share {
@@ -213,7 +215,7 @@ struct Consumer : Consumers<kConsumers> {
         for (int vec = threadIdx.x; vec * kVec < count; vec += kConsumerThreads) to[vec] = __ldcg(reinterpret_cast<const uint4*>(from) + vec);
     }
 
-    // The norm of the residual stream, which all blocks have written.
+    // The norm of the residual stream, which all blocks have written. It has no more than a vector for each thread.
     __device__ __forceinline__ void take_norm(const Float8 (&norm)[1], float eps) {
         Bf16x8 x[1];
         load(x, c.hidden, c.width);
@@ -421,7 +423,7 @@ struct Consumer : Consumers<kConsumers> {
         if (int(threadIdx.x) < own.count) shared.residual[threadIdx.x] = residual;
         sync();
         const int phases = shared.links[kNext].n == 0 ? kLast : kLast + 1;
-        float scales[kSlotsOfWarp];  // of second projections
+        float scales[kSlotsOfWarp] = {};  // of second projections
 #pragma unroll 1
         for (int phase = kOutput; phase < phases; ++phase) {
             const bool norms = phase == kRouter || phase == kLast;

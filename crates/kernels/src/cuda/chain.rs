@@ -64,7 +64,7 @@ mod tests {
     fn rings_have_room_for_a_row_and_three_stages() {
         let shared = 222 << 10;
         let stages = |least: usize| Ring::new(least, shared).map(|ring| ring.stages);
-        // Rows of 4,096, 14,336 and 28,672 weights in bf16, and more than three times of which fit.
+        // Rows of 4,096, 14,336 and 28,672 weights in bf16, and rows of which three do not fit.
         assert_eq!(stages(2 * 4096), Some(6));
         assert_eq!(stages(2 * 14336), Some(6));
         assert_eq!(stages(2 * 28672), Some(3));

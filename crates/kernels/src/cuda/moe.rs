@@ -3,8 +3,8 @@
 //! `kernels/moe_chain.cu` is all of it for one row, with the products around it.
 //!
 //! Where rows go is known in device memory only. What is launched, and the memory that it takes, depends on the numbers of rows
-//! and experts. A row's result depends on that row, the size of tiles and, with MXFP4 weights, on how many rows there are, as
-//! `moe_stream.cu` takes neither one nor many; but on no other row, to the bit.
+//! and experts. A row's result depends on that row, the size of tiles and on how many rows there are, as `moe_chain.cu` takes one and
+//! `moe_stream.cu`, with MXFP4 weights, neither one nor many; but on no other row, to the bit.
 
 mod chain;
 mod fused_router;
@@ -56,7 +56,7 @@ pub struct MoeKernels {
     products: Products,
     /// On GPUs of Hopper's generation.
     stream: Option<StreamKernel>,
-    chain: MoeChainKernel,
+    chain: Option<MoeChainKernel>,
     combine: Function,
     /// Of rows of which a thread keeps one vector or two; then the same with quantised outputs.
     add_rms_norm: [[Function; 2]; 2],
@@ -99,7 +99,7 @@ impl MoeKernels {
             fused_router: hopper.then(|| FusedRouter::load(gpu)).transpose()?,
             products: Products::load(gpu, hopper)?,
             stream: hopper.then(|| StreamKernel::load(gpu)).transpose()?,
-            chain: MoeChainKernel::load(gpu)?,
+            chain: hopper.then(|| MoeChainKernel::load(gpu)).transpose()?.flatten(),
             combine: sums.function("moe_combine")?,
             add_rms_norm: [
                 [

@@ -370,8 +370,10 @@ impl Decoder {
         if let Some(images) = &images {
             images.put(act.hidden, input.rows)?;
         }
-        let kinds = self.kinds.iter();
-        let kinds = kinds.map(|&first| Kind::new(self, first, input.rows, state));
+        let kinds = self
+            .kinds
+            .iter()
+            .map(|&first| Kind::new(self, first, input.rows, state));
         let mut step = Step {
             decoder: self,
             kinds: kinds.collect(),
@@ -402,7 +404,19 @@ fn is_of_kind(layer: &GpuLayer, other: &GpuLayer) -> bool {
         [a, b] => a.is_none() && b.is_none(),
     };
     let experts_are_alike = match [layer, other].map(|layer| layer.mlp.experts()) {
-        [Some(a), Some(b)] => a.gate_up[0].is_like(&b.gate_up[0]) && a.down[0].is_like(&b.down[0]),
+        [Some(a), Some(b)] => {
+            let gates = [a, b].map(|moe| moe.shared.as_ref().map(|shared| &shared.gate));
+            let gates_are_alike = match gates {
+                [Some(a), Some(b)] => a.is_like(b),
+                [a, b] => a.is_none() && b.is_none(),
+            };
+            let pairs = [
+                (&a.router, &b.router),
+                (&a.gate_up[0], &b.gate_up[0]),
+                (&a.down[0], &b.down[0]),
+            ];
+            gates_are_alike && pairs.iter().all(|(a, b)| a.is_like(b))
+        }
         [a, b] => a.is_none() && b.is_none(),
     };
     layer.spec == other.spec

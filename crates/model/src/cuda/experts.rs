@@ -138,7 +138,7 @@ pub(super) struct ExpertSlices<'a> {
     places: GpuSlice<'a, i32>,
     sources: GpuSlice<'a, i32>,
     tiles: GpuSlice<'a, i32>,
-    /// `[rows * top_k, inner]`, in the order of places.
+    /// `[rows * top_k, inner]`, in the order of places; of a row whose layer is one launch, in the order of logits.
     pub(super) activated: GpuSlice<'a, bf16>,
     quantised: GpuSlice<'a, u8>,
     scales: GpuSlice<'a, f32>,

@@ -11,11 +11,11 @@ use super::hopper::SUM_BYTES;
 use super::tune::{Kind, Timer};
 use super::{GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
 use crate::Activation;
-use crate::cuda::GpuNorm;
 use crate::cuda::chain::{self, BYTES_IN_FLIGHT, PIECE, Ring, VEC};
+use crate::cuda::{GpuNorm, has_hopper_kernels};
 
-/// Constants of the kernel: threads that multiply and all threads, most vectors of a thread, and of one whose inputs are normalised, and outputs of which a block adds all sums
-/// at once, however many a stage has (`kSumRows - kStageRows`).
+/// Constants of the kernel: threads that multiply and all threads, most vectors of a thread, and of one whose inputs are normalised, and
+/// outputs of which a block adds all sums at once, however many a stage has (`kSumRows - kStageRows`).
 const CONSUMERS: usize = 256;
 const THREADS: usize = 288;
 const MOST_VECS: usize = 14;
@@ -53,7 +53,7 @@ pub struct GpuChain<'a> {
     pub next: Option<GpuChainEnd<'a>>,
 }
 
-/// The last layer of a [`GpuChain`].
+/// The last layer of a [`GpuChain`] or a [`GpuMoeChain`](crate::cuda::GpuMoeChain).
 #[derive(Clone, Copy, Debug)]
 pub struct GpuChainEnd<'a> {
     /// Of the residual stream.
@@ -97,7 +97,7 @@ impl ChainKernel {
     /// `workspace` has [`COUNTER_BYTES`] behind what the other kernels use.
     pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>) -> Result<Self, GpuError> {
         let function = chain::load(gpu, "linear_chain", THREADS, STATIC_BYTES)?;
-        if function.is_some() {
+        if has_hopper_kernels(gpu) {
             gpu.fill(counter(workspace), 0)?;
         }
         Ok(Self {

@@ -12,15 +12,16 @@ use crate::{ExpertActivation, RouterSoftmax};
 
 /// Constants of the kernel: all threads, most experts, width of the residual stream, and outputs of a block that are added to that.
 const THREADS: usize = 17 * super::WARP;
-const MOST_EXPERTS: usize = 16 * super::WARP;
+const MOST_ROUTED: usize = 16 * super::WARP;
 const MOST_WIDTH: usize = 16 * super::WARP * VEC;
 const MOST_RESIDUALS: usize = 32;
 /// Shared memory beside the stages and inputs: at least `sizeof(Shared)`.
 const STATIC_BYTES: usize = 9 << 10;
-/// Experts whose second projections have more inputs would leave warps idle, as a stage has too few of their rows.
+/// Of an expert. Lanes of a warp have the scales of the second projections' blocks, of which the outputs of a block of the kernel touch two
+/// rows; with more inputs most warps would be idle, too.
 const MOST_INNER: usize = 2048;
 
-/// Its products; those of the experts have no biases.
+/// The products of a [`GpuMoeChain`]; those of the experts have no biases.
 #[derive(Clone, Copy, Debug)]
 pub struct MoeChainLayers<'a> {
     /// The mixer's last projection.
@@ -48,8 +49,8 @@ pub struct SharedExpertLayers<'a> {
     pub gate: &'a GpuLinear,
 }
 
-/// From what a mixer gives to the projections that the next mixer begins with, for one row; the residual stream is complete before and
-/// after.
+/// A layer with experts, from what its mixer gives to the projections that the next mixer begins with, for one row; the residual stream is
+/// complete before and after.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuMoeChain<'a> {
     /// Its products.
@@ -78,8 +79,7 @@ pub struct GpuMoeChain<'a> {
 #[derive(Debug)]
 pub(super) struct MoeChainKernel {
     gpu: Gpu,
-    /// On GPUs of Hopper's generation.
-    function: Option<Function>,
+    function: Function,
 }
 
 /// Bytes of a row of weights that the kernel can multiply.
@@ -90,9 +90,8 @@ fn row_bytes(linear: &GpuLinear) -> Option<usize> {
         GpuValues::Int4(_) | GpuValues::Gguf(_) => return None,
     };
     let bytes = linear.inputs() * element;
-    let whole = bytes.is_multiple_of(PIECE) && linear.inputs().is_multiple_of(VEC);
-    // Of blocks, a piece has inputs of one.
-    (whole && Addresses::of(linear).weight.is_multiple_of(PIECE as u64)).then_some(bytes)
+    (bytes.is_multiple_of(PIECE) && Addresses::of(linear).weight.is_multiple_of(PIECE as u64))
+        .then_some(bytes)
 }
 
 /// Weight, scales or null, and scales from one row of blocks to the next.
@@ -105,11 +104,13 @@ fn operands(address: &Addresses) -> [Arg; 3] {
 }
 
 impl MoeChainKernel {
-    pub(super) fn load(gpu: &Gpu) -> Result<Self, GpuError> {
-        Ok(Self {
+    /// `None` where its blocks do not all run at once.
+    pub(super) fn load(gpu: &Gpu) -> Result<Option<Self>, GpuError> {
+        let function = chain::load(gpu, "moe_chain", THREADS, STATIC_BYTES)?;
+        Ok(function.map(|function| Self {
             gpu: gpu.clone(),
-            function: chain::load(gpu, "moe_chain", THREADS, STATIC_BYTES)?,
-        })
+            function,
+        }))
     }
 
     /// The stages of these layers and the bytes of inputs beside them, if the kernel can compute them.
@@ -125,27 +126,31 @@ impl MoeChainKernel {
         let info = self.gpu.info();
         let (width, inner) = (output.outputs(), down.inputs());
         let [first_gate_up, first_down] = [gate_up, down].map(GpuExperts::first);
+        let to_logits = |linear: &GpuLinear, count: usize| {
+            let is_bf16 = matches!(linear.matrix(), GpuMatrix::Bf16(_));
+            is_bf16 && linear.bias().is_none() && (linear.outputs(), linear.inputs()) == (count, width)
+        };
         let is_like_experts = |shared: SharedExpertLayers<'_>| {
-            let is_plain =
-                shared.gate.matrix().values() == Some(GpuValues::Bf16) && shared.gate.bias().is_none();
+            let all = [shared.gate_up, shared.down, shared.gate];
             shared.gate_up.is_like(first_gate_up)
                 && shared.down.is_like(first_down)
-                && is_plain
-                && (shared.gate.outputs(), shared.gate.inputs()) == (1, width)
+                && to_logits(shared.gate, 1)
+                && all.iter().all(|linear| row_bytes(linear).is_some())
         };
-        let is_bf16 = |linear: &GpuLinear| matches!(linear.matrix(), GpuMatrix::Bf16(_));
-        let is_in_blocks = first_gate_up.matrix().values() == Some(GpuValues::Fp8(Fp8Scaling::Blocks));
-        let fit = self.function.is_some()
-            && width <= MOST_WIDTH
+        let blocks = Some(GpuValues::Fp8(Fp8Scaling::Blocks));
+        let are_in_blocks = [first_gate_up, first_down]
+            .iter()
+            .any(|of| of.matrix().values() == blocks);
+        let fit = width <= MOST_WIDTH
             && width.div_ceil(info.sm_count) <= MOST_RESIDUALS
-            && (is_bf16(router) && router.bias().is_none())
-            && (router.outputs(), router.inputs()) == (gate_up.count(), width)
-            && gate_up.count() <= MOST_EXPERTS
-            && top_k <= MOST_ROUTES
+            && to_logits(router, gate_up.count())
+            && gate_up.count() <= MOST_ROUTED
+            && (1..=gate_up.count().min(MOST_ROUTES)).contains(&top_k)
             && (first_gate_up.outputs(), first_gate_up.inputs()) == (2 * inner, width)
             && (first_down.outputs(), down.count()) == (width, gate_up.count())
             && [first_gate_up, first_down].iter().all(|of| of.bias().is_none())
-            && inner.is_multiple_of(if is_in_blocks { FP8_BLOCK } else { VEC })
+            && (!are_in_blocks || inner.is_multiple_of(FP8_BLOCK))
+            && inner.is_multiple_of(VEC)
             && inner <= MOST_INNER
             && shared.is_none_or(is_like_experts)
             && next.is_none_or(|next| next.inputs() == width);
@@ -169,9 +174,10 @@ impl MoeChainKernel {
 
 impl MoeKernels {
     /// Whether [`Self::forward_chain`] can compute these layers for one row, and these projections of what follows if they are to be a
-    /// part of it. It is faster than the kernels one by one (tests/bench/h200/kernels.md).
+    /// part of it. It was faster than the kernels one by one for all shapes that were measured (tests/bench/h200/kernels.md).
     pub fn can_chain(&self, layers: &MoeChainLayers<'_>, next: Option<&GpuLinear>) -> bool {
-        self.chain.ring(layers, next).is_some()
+        let ring = self.chain.as_ref().and_then(|chain| chain.ring(layers, next));
+        ring.is_some()
     }
 
     /// Computes a layer in one launch, for one row.
@@ -194,11 +200,9 @@ impl MoeKernels {
             shared,
             next,
         } = chain;
-        let kernel = &self.chain;
+        let kernel = self.chain.as_ref().expect("ask `can_chain`");
         let ring = kernel.ring(&layers, next.map(|next| next.linear));
-        let (Some(function), Some((ring, inputs))) = (&kernel.function, ring) else {
-            panic!("ask `can_chain`");
-        };
+        let (ring, inputs) = ring.expect("ask `can_chain`");
         let (output, gate_up, down) = (layers.output, layers.gate_up, layers.down);
         let (width, inner, experts) = (output.outputs(), down.inputs(), gate_up.count());
         assert_eq!((x.len(), hidden.len()), (output.inputs(), width), "one row");
@@ -295,6 +299,6 @@ impl MoeKernels {
             .pdl(true);
         // SAFETY: the lengths were checked; the arguments are those of `moe_chain` in kernels/moe_chain.cu. For its blocks that wait for
         // each other holds what is said of `Linears::forward_chain`.
-        unsafe { kernel.gpu.launch(function, launch, &args) }
+        unsafe { kernel.gpu.launch(&kernel.function, launch, &args) }
     }
 }

@@ -89,7 +89,7 @@ struct Case {
     activation: ExpertActivation,
 }
 
-/// What the kernel left; of every row of activated inputs the last is that of the expert that all rows go to.
+/// What the kernel left.
 #[derive(Debug, PartialEq)]
 struct Outputs {
     logits: Vec<f32>,
@@ -478,19 +478,34 @@ fn experts_that_do_not_fit_a_chain_go_one_by_one() {
             },
             has_hopper_kernels(&gpu),
         ),
-        // Inner widths for which a stage has too few rows, and a stream that is too wide.
+        // An inner width and a stream that are too wide, and too many experts.
         (Size { inner: 2056, ..small }, false),
         (Size { width: 4104, ..small }, false),
+        (
+            Size {
+                experts: 513,
+                ..small
+            },
+            false,
+        ),
     ];
     for (size, fits) in others {
         let case = Case::random(&gpu, &mut rng, size);
         assert_eq!(kernels.can_chain(&case.layers(), case.next()), fits, "{size:?}");
     }
-    // A bias of the experts, and a router of other experts.
+    // A bias of the experts, a router of other experts, too few or too many experts of a row, and an expert for all rows that is not like the
+    // others.
     let case = Case::random(&gpu, &mut rng, small);
     let biased = Experts::random(&gpu, &mut rng, Format::Bf16, 4, [256, 128], true);
     let router = Table::random(&gpu, &mut rng, [5, 128], 1.0);
+    let other = Experts::random(&gpu, &mut rng, Format::Fp8, 1, [256, 128], false);
+    let gate = Table::random(&gpu, &mut rng, [1, 128], 1.0);
     let layers = case.layers();
+    let shared = SharedExpertLayers {
+        gate_up: &other.linears[0],
+        down: &case.down.linears[0],
+        gate: &gate.device,
+    };
     for layers in [
         MoeChainLayers {
             gate_up: &biased.device,
@@ -500,7 +515,15 @@ fn experts_that_do_not_fit_a_chain_go_one_by_one() {
             router: &router.device,
             ..layers
         },
+        MoeChainLayers { top_k: 0, ..layers },
+        MoeChainLayers { top_k: 5, ..layers },
+        MoeChainLayers {
+            shared: Some(shared),
+            ..layers
+        },
     ] {
         assert!(!kernels.can_chain(&layers, None));
     }
+    let portable = MoeKernels::load_portable(&gpu).unwrap();
+    assert!(!portable.can_chain(&layers, None));
 }

@@ -12,11 +12,12 @@ use crate::blocks::{MlpKind, Norms};
 use crate::cuda::weights::{GpuLayer, GpuVector};
 use crate::spec::{DenseMlpSpec, Mlp, MoeSpec};
 
-/// The products of a layer from its mixer's output on, where nothing but residual sums and norms lies between them.
+/// The products of a layer from its mixer's output on, where nothing but residual sums and norms lies between them and, with experts, their
+/// choice.
 pub(super) enum Chain<'a> {
     /// Of the mixer, gate and up, down.
     Dense(&'a DenseMlpSpec, [&'a GpuLinear; 3]),
-    /// With experts, the router's bias, and whether every row goes to another one.
+    /// Of the mixer, the router and the experts.
     Experts(&'a MoeSpec, MoeChainLayers<'a>),
 }
 
@@ -117,13 +118,13 @@ impl Step<'_, '_> {
                 next,
             })?,
             Chain::Experts(spec, layers) => {
-                let (act, bias) = (
-                    self.act.experts,
-                    layer.mlp.experts().and_then(|moe| moe.router.bias()),
-                );
+                let act = self.act.experts;
+                let bias = layer.mlp.experts().and_then(|moe| moe.router.bias());
                 let inner = spec.intermediate_size;
                 // The row's weights are known to the kernel alone, so their place has room for the logit of the gate.
-                let shared = || (self.rows(self.act.activated, inner), act.weights.range(0..1));
+                let shared = layers
+                    .shared
+                    .map(|_| (self.rows(self.act.activated, inner), act.weights.range(0..1)));
                 self.of_experts().kernels.forward_chain(
                     linears,
                     &GpuMoeChain {
@@ -135,7 +136,7 @@ impl Step<'_, '_> {
                         logits: act.logits.range(0..spec.experts),
                         activation: spec.activation,
                         activated: act.activated.range(0..spec.top_k * inner),
-                        shared: layers.shared.map(|_| shared()),
+                        shared,
                         next,
                     },
                 )?;
