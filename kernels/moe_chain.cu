@@ -180,7 +180,7 @@ __device__ __forceinline__ void produce(const MoeChain& c, Shared& shared, uint8
     }
 }
 
-// Its code is read anew in each launch, and each time the blocks go on to another product: so there is little of it, and loops are short.
+// Instruction caches are cold at each launch and each new product, so the code is kept small and loops are not unrolled.
 struct Consumer : Consumers<kConsumers> {
     const MoeChain& c;
     Shared& shared;

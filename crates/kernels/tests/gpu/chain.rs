@@ -15,9 +15,9 @@ use rand::seq::IndexedRandom;
 use crate::common;
 use crate::fused::{ACTIVATIONS, activate};
 
-const EPS: f32 = 1e-5;
+pub(crate) const EPS: f32 = 1e-5;
 /// Rounded inputs may differ where the sums before them were next to a tie.
-const TOLERANCE: f64 = 8e-3;
+pub(crate) const TOLERANCE: f64 = 8e-3;
 
 /// A layer of which the weights keep the size of their inputs, near enough.
 struct Layer {
@@ -61,11 +61,11 @@ fn round(x: f64) -> f64 {
     bf16::from_f64(x).to_f64()
 }
 
-fn widen(x: &[bf16]) -> Vec<f64> {
+pub(crate) fn widen(x: &[bf16]) -> Vec<f64> {
     x.iter().map(|x| x.to_f64()).collect()
 }
 
-fn normalise(x: &[f64], weight: &[f32]) -> Vec<f64> {
+pub(crate) fn normalise(x: &[f64], weight: &[f32]) -> Vec<f64> {
     let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
     let scale = 1.0 / (square + f64::from(EPS)).sqrt();
     let both = x.iter().zip(weight);
@@ -74,7 +74,7 @@ fn normalise(x: &[f64], weight: &[f32]) -> Vec<f64> {
 }
 
 /// What was added to `x`, rounded as it is.
-fn add(x: &[f64], delta: &[f64]) -> Vec<f64> {
+pub(crate) fn add(x: &[f64], delta: &[f64]) -> Vec<f64> {
     x.iter().zip(delta).map(|(x, y)| round(x + round(*y))).collect()
 }
 

@@ -15,11 +15,9 @@ use rand::seq::IndexedRandom;
 
 use super::weights::{Experts, Format};
 use super::{ACTIVATIONS, activate};
+use crate::chain::{EPS, TOLERANCE, add, normalise, widen};
 use crate::common;
 
-const EPS: f32 = 1e-6;
-/// Rounded inputs may differ where the sums before them were next to a tie.
-const TOLERANCE: f64 = 8e-3;
 const GUARD: usize = 64;
 
 /// How large a layer is, and how its weights are stored.
@@ -98,27 +96,6 @@ struct Outputs {
     shared_activated: Vec<bf16>,
     hidden: Vec<bf16>,
     out: Vec<bf16>,
-}
-
-fn widen(x: &[bf16]) -> Vec<f64> {
-    x.iter().map(|x| x.to_f64()).collect()
-}
-
-fn round(x: f64) -> f64 {
-    bf16::from_f64(x).to_f64()
-}
-
-fn normalise(x: &[f64], weight: &[f32]) -> Vec<f64> {
-    let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
-    let scale = 1.0 / (square + f64::from(EPS)).sqrt();
-    let both = x.iter().zip(weight);
-    both.map(|(x, weight)| round(x * scale * f64::from(*weight)))
-        .collect()
-}
-
-/// What was added to `x`, rounded as it is.
-fn add(x: &[f64], delta: &[f64]) -> Vec<f64> {
-    x.iter().zip(delta).map(|(x, y)| round(x + round(*y))).collect()
 }
 
 impl Case {
