@@ -114,9 +114,14 @@ fn ids_beyond_the_vocabulary_are_refused_before_weights_are_read() {
 fn a_context_beyond_the_models_is_refused_before_weights_are_read() {
     let model = written(&Model::tiny());
     fs::write(model.path().join(SAFETENSORS), "no weights").unwrap();
-    for command in ["plan", "profile", "serve"] {
+    for (command, flags) in [("plan", ""), ("profile", ""), ("serve", "--port 0")] {
         let parts = ["--max-model-len", "at most 256 tokens", "257"];
-        refused(command, model.path(), "--max-model-len 257", &parts);
+        refused(
+            command,
+            model.path(),
+            &format!("--max-model-len 257 {flags}"),
+            &parts,
+        );
     }
 }
 
