@@ -238,6 +238,20 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(start, environment):
         assert chat.end() == 0
 
 
+def test_keys_typed_during_an_answer_wait_for_the_prompt(start, environment):
+    with start("sim:0.05", "--max-model-len", "4096", "--served-model-name", "sim") as server, terminal(environment, "--url", server.url) as chat:
+        chat.prompt()
+        chat.type(f"<say>{'word ' * 20}</say>\r")
+        chat.wait(PASTE_OFF)
+        chat.wait("word word")
+        chat.type("<say>typed ahead</say>\r\x04")
+        answer = chat.wait("first after")
+        assert "typed ahead" not in answer, answer
+        assert "typed ahead" in plain(chat.wait("first after"))
+        # Ctrl-D was the key after that.
+        assert chat.child.wait(PATIENCE) == 0
+
+
 @pytest.mark.parametrize("setting", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
 def test_plain_text_for_who_wants_it(sim, environment, setting):
     with terminal(environment | setting, "--url", sim.url) as chat:

@@ -5,7 +5,7 @@ use std::io::{Stdin, stdin};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
+use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcsetattr};
 use rustyline::completion::Completer;
 use rustyline::error::ReadlineError;
 use rustyline::highlight::Highlighter;
@@ -20,6 +20,9 @@ use crate::error::Error;
 /// Lines of history that are kept.
 const HISTORY: usize = 1000;
 const PROMPT: &str = ">>> ";
+
+/// Values of `TERM` for which the line editor leaves editing to the terminal.
+const UNEDITED: [&str; 3] = ["dumb", "cons25", "emacs"];
 
 /// What was typed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -175,6 +178,23 @@ impl TerminalMode {
     pub(super) fn saved() -> Self {
         let mode = tcgetattr(stdin()).ok();
         Self(mode.map(|mode| (stdin(), mode)))
+    }
+
+    /// Lets keys that are typed while an answer comes wait for the line editor: without an echo in the midst of the answer, and Ctrl-D as a
+    /// key, which a terminal that edits lines would turn into an end of input that the editor never sees.
+    ///
+    /// # Errors
+    /// Where the terminal refuses the mode.
+    pub(super) fn keep_keys_for_the_editor(&self) -> Result<(), Error> {
+        let term = std::env::var("TERM").unwrap_or_default();
+        if let Some((terminal, mode)) = &self.0
+            && !UNEDITED.iter().any(|name| name.eq_ignore_ascii_case(&term))
+        {
+            let mut mode = mode.clone();
+            mode.local_modes.remove(LocalModes::ICANON | LocalModes::ECHO);
+            tcsetattr(terminal, OptionalActions::Drain, &mode).map_err(std::io::Error::from)?;
+        }
+        Ok(())
     }
 }
 

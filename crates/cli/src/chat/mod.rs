@@ -89,10 +89,10 @@ pub async fn run(args: ChatCommandArgs) -> Result<(), Error> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut hangup = signal(SignalKind::hangup())?;
     // A signal may come while the line editor has it.
-    let _mode = TerminalMode::saved();
+    let mode = TerminalMode::saved();
     let mut own = None;
     let result = {
-        let chat = pin!(chat(args, &mut own));
+        let chat = pin!(chat(args, &mode, &mut own));
         tokio::select! {
             result = chat => result,
             _ = terminate.recv() => Err(Error::Stopped(Signal::Terminate)),
@@ -105,7 +105,7 @@ pub async fn run(args: ChatCommandArgs) -> Result<(), Error> {
     }
 }
 
-async fn chat(args: ChatCommandArgs, own: &mut Option<OwnServer>) -> Result<(), Error> {
+async fn chat(args: ChatCommandArgs, mode: &TerminalMode, own: &mut Option<OwnServer>) -> Result<(), Error> {
     let interactive = stdin().is_terminal() && stdout().is_terminal();
     // Read first: whoever writes it may take its time, and an empty one needs no server.
     let question = match interactive {
@@ -121,7 +121,10 @@ async fn chat(args: ChatCommandArgs, own: &mut Option<OwnServer>) -> Result<(), 
     };
     let session = Session::new(server, args.system, args.sampling);
     match question {
-        None => converse(session, &mut interrupt, own).await,
+        None => {
+            mode.keep_keys_for_the_editor()?;
+            converse(session, &mut interrupt, own).await
+        }
         Some(question) => answer_once(session, question, &mut interrupt).await,
     }
 }
