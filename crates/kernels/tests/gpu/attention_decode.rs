@@ -9,6 +9,7 @@ use plimsoll_kernels::{KvLayout, PagedKv, RunMeta, attention};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::cache::Cache;
 use crate::common::{
@@ -121,33 +122,31 @@ impl Case {
 
     /// Rows of the runs, in their order.
     fn reference(&self) -> Vec<f64> {
-        let mut out = Vec::new();
         let dim = self.layout.head_dim;
-        for run in &self.runs {
-            let end = run.context_end as usize;
-            let start = self.first_seen(run);
-            for head in 0..self.heads {
-                let at = |position| self.offset(run, head / self.group(), position);
-                let product = |position| {
-                    let key = &self.k[at(position)..][..dim];
-                    let products = self
-                        .query(run, head)
-                        .iter()
-                        .zip(key)
-                        .map(|(q, k)| q.to_f64() * k.to_f64());
-                    products.sum::<f64>() * f64::from(self.cache.k_scale)
-                };
-                let products: Vec<f64> = (start..end).map(product).collect();
-                let mut row = vec![0.0; dim];
-                for (position, weight) in (start..end).zip(self.scores.softmax(head, &products)) {
-                    for (sum, value) in row.iter_mut().zip(&self.v[at(position)..]) {
-                        *sum += weight * value.to_f64() * f64::from(self.cache.v_scale);
-                    }
+        let of_head = |at: usize| {
+            let (run, head) = (&self.runs[at / self.heads], at % self.heads);
+            let (start, end) = (self.first_seen(run), run.context_end as usize);
+            let offset = |position| self.offset(run, head / self.group(), position);
+            let product = |position| {
+                let key = &self.k[offset(position)..][..dim];
+                let products = self
+                    .query(run, head)
+                    .iter()
+                    .zip(key)
+                    .map(|(q, k)| q.to_f64() * k.to_f64());
+                products.sum::<f64>() * f64::from(self.cache.k_scale)
+            };
+            let products: Vec<f64> = (start..end).map(product).collect();
+            let mut row = vec![0.0; dim];
+            for (position, weight) in (start..end).zip(self.scores.softmax(head, &products)) {
+                for (sum, value) in row.iter_mut().zip(&self.v[offset(position)..]) {
+                    *sum += weight * value.to_f64() * f64::from(self.cache.v_scale);
                 }
-                out.extend(row);
             }
-        }
-        out
+            row
+        };
+        let heads = 0..self.runs.len() * self.heads;
+        heads.into_par_iter().flat_map_iter(of_head).collect()
     }
 
     fn check(&self, run: &impl Fn(&Case) -> Vec<f32>, tolerance: f64) {

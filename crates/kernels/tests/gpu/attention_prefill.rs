@@ -9,6 +9,7 @@ use plimsoll_kernels::{AttentionOptions, KvLayout, PagedKv, RunMeta, Sees, atten
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use crate::cache::Cache;
 use crate::common::{
@@ -327,7 +328,8 @@ impl Case {
         covered.truncate(40 * 128 / self.layout.head_dim);
         let of = |row: &usize| out[row * self.width()..][..self.width()].to_vec();
         let got: Vec<f32> = covered.iter().flat_map(of).collect();
-        let reference: Vec<f64> = covered.iter().flat_map(|&row| self.naive(&data, row)).collect();
+        let reference = covered.par_iter().flat_map_iter(|&row| self.naive(&data, row));
+        let reference: Vec<f64> = reference.collect();
         assert_close(&what, &got, &reference, tolerance);
     }
 }

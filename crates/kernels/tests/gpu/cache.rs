@@ -1,10 +1,13 @@
 //! What a test's KV cache holds, of 16 or of 8 bits.
 
+use std::sync::LazyLock;
+
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::{GpuKv, GpuKvElement};
 use rand::Rng;
 use rand::rngs::StdRng;
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use crate::common::{random, upload};
 
@@ -22,19 +25,20 @@ pub(crate) fn from_e4m3(bits: u8) -> f32 {
 /// The nearest element, of two the even one; 448 for more, and NaN for NaN.
 pub(crate) fn to_e4m3(value: f32) -> u8 {
     const LARGEST: u8 = 0x7e;
+    /// What is not negative, in order.
+    static ELEMENTS: LazyLock<Vec<f32>> = LazyLock::new(|| (0..=LARGEST).map(from_e4m3).collect());
     if value.is_nan() {
         return 0x7f;
     }
     let size = value.abs();
-    // Elements are in order.
-    let above = (0..=LARGEST)
-        .find(|&bits| from_e4m3(bits) >= size)
-        .unwrap_or(LARGEST);
+    let above = ELEMENTS.partition_point(|&element| element < size) as u8;
+    let above = above.min(LARGEST);
     let below = above.saturating_sub(1);
-    let (up, down) = (from_e4m3(above) - size, size - from_e4m3(below));
+    let element = |bits: u8| ELEMENTS[usize::from(bits)];
+    let (up, down) = (element(above) - size, size - element(below));
     let nearest = match () {
         () if up < down || (up == down && above.is_multiple_of(2)) => above,
-        () if from_e4m3(above) < size => above,
+        () if element(above) < size => above,
         () => below,
     };
     nearest | u8::from(value.is_sign_negative()) << 7
@@ -82,7 +86,7 @@ impl Cache {
         match self.element {
             GpuKvElement::Bf16 => upload(gpu, values),
             GpuKvElement::Fp8 => {
-                let bytes: Vec<u8> = values.iter().map(|x| to_e4m3(x.to_f32())).collect();
+                let bytes: Vec<u8> = values.par_iter().map(|x| to_e4m3(x.to_f32())).collect();
                 upload(gpu, &bytes)
             }
         }

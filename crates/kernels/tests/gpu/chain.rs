@@ -12,7 +12,7 @@ use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 
-use crate::common;
+use crate::common::{self, wide};
 use crate::fused::{ACTIVATIONS, activate};
 
 pub(crate) const EPS: f32 = 1e-5;
@@ -40,7 +40,7 @@ impl Layer {
             .as_ref()
             .map(|bias| GpuWeight::new(&slab(bytemuck::cast_slice(bias)), 0..n));
         Self {
-            weight: widen(&values),
+            weight: wide(&values),
             bias,
             k,
             device: GpuLinear::new(matrix, device_bias, n, k),
@@ -48,21 +48,12 @@ impl Layer {
     }
 
     fn forward(&self, x: &[f64]) -> Vec<f64> {
-        let rows = self.weight.chunks_exact(self.k).enumerate();
-        rows.map(|(at, row)| {
-            let dot: f64 = row.iter().zip(x).map(|(w, x)| w * x).sum();
-            dot + self.bias.as_ref().map_or(0.0, |bias| bias[at].to_f64())
-        })
-        .collect()
+        common::product(x, &self.weight, self.k, self.bias.as_deref())
     }
 }
 
 fn round(x: f64) -> f64 {
     bf16::from_f64(x).to_f64()
-}
-
-pub(crate) fn widen(x: &[bf16]) -> Vec<f64> {
-    x.iter().map(|x| x.to_f64()).collect()
 }
 
 pub(crate) fn normalise(x: &[f64], weight: &[f32]) -> Vec<f64> {
@@ -179,7 +170,7 @@ impl Case {
             let what = format!("{}: {part}", self.what);
             common::assert_close(&what, &common::widen(found), want, TOLERANCE);
         };
-        let hidden = add(&widen(&self.hidden), &self.output.forward(&widen(&self.x)));
+        let hidden = add(&wide(&self.hidden), &self.output.forward(&wide(&self.x)));
         let gate_up = self.gate_up.forward(&normalise(&hidden, &self.norms[0]));
         let (gate, up) = gate_up.split_at(self.down.k);
         let activated = gate
@@ -187,10 +178,10 @@ impl Case {
             .zip(up)
             .map(|(x, up)| activate(self.activation, *x) * up);
         close("activated", &found.activated, &activated.collect::<Vec<_>>());
-        let hidden = add(&hidden, &self.down.forward(&widen(&found.activated)));
+        let hidden = add(&hidden, &self.down.forward(&wide(&found.activated)));
         close("residual stream", &found.hidden, &hidden);
         if let Some(next) = &self.next {
-            let out = next.forward(&normalise(&widen(&found.hidden), &self.norms[1]));
+            let out = next.forward(&normalise(&wide(&found.hidden), &self.norms[1]));
             close("what follows", &found.out, &out);
         }
     }

@@ -9,6 +9,7 @@ use plimsoll_kernels::{AttentionOptions, KvLayout, Sees};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 /// The first GPU.
 pub(crate) fn gpu() -> Gpu {
@@ -32,6 +33,10 @@ pub(crate) fn random(rng: &mut StdRng, len: usize) -> Vec<bf16> {
 
 pub(crate) fn widen(values: &[bf16]) -> Vec<f32> {
     values.iter().map(|x| x.to_f32()).collect()
+}
+
+pub(crate) fn wide(values: &[bf16]) -> Vec<f64> {
+    values.iter().map(|x| x.to_f64()).collect()
 }
 
 /// Device memory that holds `values`.
@@ -176,6 +181,30 @@ impl Tables {
             total,
         }
     }
+}
+
+/// `x Wᵀ + b` in `f64`: `x` has rows of `k` inputs, `weight` is `[n, k]`, and the result has rows of `n` outputs.
+pub(crate) fn product(x: &[f64], weight: &[f64], k: usize, bias: Option<&[bf16]>) -> Vec<f64> {
+    let (rows, n) = (x.len() / k, weight.len() / k);
+    let output = |at: usize| {
+        let (row, output) = (at / n, at % n);
+        let sum = dot(&x[row * k..][..k], &weight[output * k..][..k]);
+        sum + bias.map_or(0.0, |bias| bias[output].to_f64())
+    };
+    (0..rows * n).into_par_iter().map(output).collect()
+}
+
+/// The sum of products, as eight partial sums, so that additions need not wait for each other.
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
+    let mut sums = [0.0; 8];
+    for (a, b) in a.iter().zip(b) {
+        for (sum, (a, b)) in sums.iter_mut().zip(a.iter().zip(b)) {
+            *sum += a * b;
+        }
+    }
+    let rest = a_rest.iter().zip(b_rest).map(|(a, b)| a * b);
+    sums.into_iter().chain(rest).sum()
 }
 
 /// ‖out − reference‖ / ‖reference‖ is at most `tolerance`, and no element is NaN.

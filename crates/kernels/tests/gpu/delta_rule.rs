@@ -8,6 +8,7 @@ use plimsoll_kernels::{DeltaGates, DeltaLayout, StateRun};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::common::{assert_close, download, gpu, poisoned, random, rng, upload, widen};
 
@@ -159,7 +160,7 @@ impl Case {
     }
 
     /// The definition in `f64`, token by token.
-    fn exact(&self, request: &Request, rounded: impl Fn(f64) -> f64) -> [Vec<f64>; 2] {
+    fn exact(&self, request: &Request, rounded: fn(f64) -> f64) -> [Vec<f64>; 2] {
         let layout = &self.layout;
         let DeltaLayout {
             value_heads,
@@ -171,15 +172,15 @@ impl Case {
         } = *layout;
         let silu = |x: f64| x / (1.0 + (-x).exp());
         let at = |token: usize, channel: usize| request.x[token * layout.width() + channel].to_f64();
-        let (mut out, mut states) = (Vec::new(), vec![0.0; layout.head_states()]);
-        for token in 0..request.tokens {
-            let mixed = |channel: usize| {
-                let seen = (0..taps.min(token + 1)).map(|back| {
-                    f64::from(self.conv[channel * taps + taps - 1 - back]) * at(token - back, channel)
-                });
-                silu(seen.sum())
-            };
-            for head in 0..value_heads {
+        let of_head = |head: usize| {
+            let (mut out, mut state) = (Vec::new(), vec![0.0; key_dim * value_dim]);
+            for token in 0..request.tokens {
+                let mixed = |channel: usize| {
+                    let seen = (0..taps.min(token + 1)).map(|back| {
+                        f64::from(self.conv[channel * taps + taps - 1 - back]) * at(token - back, channel)
+                    });
+                    silu(seen.sum())
+                };
                 let unit = |first: usize, scale: f64| {
                     let key_head = match adjacent {
                         1 => head % key_heads,
@@ -196,8 +197,6 @@ impl Case {
                 let rate = f64::from(self.a_log[head]).exp();
                 let decay = (-rate * (ba(1) + f64::from(self.dt_bias[head])).exp().ln_1p()).exp();
                 let beta = 1.0 / (1.0 + (-ba(0)).exp());
-                let size = key_dim * value_dim;
-                let state = &mut states[head * size..(head + 1) * size];
                 let first = head * value_dim;
                 let mut values: Vec<f64> = (0..value_dim)
                     .map(|column| {
@@ -215,10 +214,14 @@ impl Case {
                     let gate = at(token, layout.channels() + first + column);
                     *value *= factor * f64::from(self.norm[column]) * silu(gate);
                 }
-                out.extend(values);
+                out.push(values);
             }
-        }
-        [out, states]
+            (out, state)
+        };
+        let heads = (0..value_heads).into_par_iter().map(of_head);
+        let (outs, states): (Vec<Vec<Vec<f64>>>, Vec<Vec<f64>>) = heads.unzip();
+        let rows = (0..request.tokens).flat_map(|token| outs.iter().flat_map(move |head| &head[token]));
+        [rows.copied().collect(), states.concat()]
     }
 
     /// The last inputs of the convolution, oldest first.

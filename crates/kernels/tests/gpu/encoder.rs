@@ -14,6 +14,7 @@ use plimsoll_kernels::{self as cpu, AttentionOptions, Gelu, KvLayout, PagedKv, R
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::common::{assert_close, download, gpu, poisoned, random, rng, upload, widen};
 
@@ -67,31 +68,30 @@ impl Attention {
     }
 
     fn reference(&self) -> Vec<f64> {
-        let mut out = Vec::new();
-        for row in 0..self.segment * self.segments {
+        let of_head = |at: usize| {
+            let (row, head) = (at / self.heads, at % self.heads);
             let first = row / self.segment * self.segment;
-            for head in 0..self.heads {
-                let q = self.row(row, 0, head);
-                let scores = (first..first + self.segment).map(|key| {
-                    let k = self.row(key, 1, head);
-                    let product: f64 = q.iter().zip(k).map(|(&x, &y)| f64::from(x) * f64::from(y)).sum();
-                    product * f64::from(self.scale)
-                });
-                let scores: Vec<f64> = scores.collect();
-                let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let weights: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
-                let total: f64 = weights.iter().sum();
-                let mut sum = vec![0.0; self.dim];
-                for (key, weight) in weights.iter().enumerate() {
-                    let v = self.row(first + key, 2, head);
-                    sum.iter_mut()
-                        .zip(v)
-                        .for_each(|(sum, &v)| *sum += weight / total * f64::from(v));
-                }
-                out.extend(sum);
+            let q = self.row(row, 0, head);
+            let scores = (first..first + self.segment).map(|key| {
+                let k = self.row(key, 1, head);
+                let product: f64 = q.iter().zip(k).map(|(&x, &y)| f64::from(x) * f64::from(y)).sum();
+                product * f64::from(self.scale)
+            });
+            let scores: Vec<f64> = scores.collect();
+            let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let weights: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            let mut sum = vec![0.0; self.dim];
+            for (key, weight) in weights.iter().enumerate() {
+                let v = self.row(first + key, 2, head);
+                sum.iter_mut()
+                    .zip(v)
+                    .for_each(|(sum, &v)| *sum += weight / total * f64::from(v));
             }
-        }
-        out
+            sum
+        };
+        let heads = 0..self.segment * self.segments * self.heads;
+        heads.into_par_iter().flat_map_iter(of_head).collect()
     }
 
     fn on_gpu(&self, gpu: &Gpu, kernels: &EncoderKernels) -> Vec<f32> {

@@ -12,8 +12,9 @@ use plimsoll_kernels::cuda::{
 };
 use rand::Rng;
 use rand::rngs::StdRng;
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
-use crate::common;
+use crate::common::{self, wide};
 use crate::fused::{ACTIVATIONS, activate};
 use crate::linear::paths;
 
@@ -143,10 +144,6 @@ impl Quantised {
             }
         }
     }
-}
-
-fn wide(values: &[bf16]) -> Vec<f64> {
-    values.iter().map(|x| x.to_f64()).collect()
 }
 
 #[test]
@@ -296,22 +293,12 @@ impl Case {
     fn reference(&self, x: &[f64]) -> Vec<f64> {
         let &Self { scaling, n, k, .. } = self;
         let table: Vec<f64> = (0..=255).map(decode).collect();
-        let weight: Vec<f64> = (0..n * k)
-            .map(|at| {
-                let scale = self.weight_scales[weight_scale(scaling, k, at / k, at % k)];
-                table[usize::from(self.weight[at])] * f64::from(scale)
-            })
-            .collect();
-        let rows = x.chunks_exact(k);
-        rows.flat_map(|x| {
-            let outputs = weight.chunks_exact(k).enumerate();
-            let outputs = outputs.map(|(at, w)| {
-                let dot: f64 = x.iter().zip(w).map(|(x, w)| x * w).sum();
-                dot + self.bias.as_ref().map_or(0.0, |bias| bias[at].to_f64())
-            });
-            outputs.collect::<Vec<f64>>()
-        })
-        .collect()
+        let weight = (0..n * k).into_par_iter().map(|at| {
+            let scale = self.weight_scales[weight_scale(scaling, k, at / k, at % k)];
+            table[usize::from(self.weight[at])] * f64::from(scale)
+        });
+        let weight: Vec<f64> = weight.collect();
+        common::product(x, &weight, k, self.bias.as_deref())
     }
 
     fn layer(&self, gpu: &Gpu) -> GpuLinear {

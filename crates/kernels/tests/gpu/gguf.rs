@@ -12,7 +12,7 @@ use plimsoll_kernels::{Activation, GgufFormat};
 use rand::Rng;
 use rand::rngs::StdRng;
 
-use crate::common;
+use crate::common::{self, wide};
 use crate::fused::{ACTIVATIONS, activate};
 use crate::linear::{linears, paths, written};
 
@@ -130,16 +130,7 @@ impl Case {
             .flat_map(|part| &part.weight)
             .map(|w| f64::from(*w))
             .collect();
-        let rows = x.chunks_exact(self.k);
-        rows.flat_map(|x| {
-            let outputs = weight.chunks_exact(self.k).enumerate();
-            let outputs = outputs.map(|(at, w)| {
-                let dot: f64 = x.iter().zip(w).map(|(x, w)| x * w).sum();
-                dot + self.bias.as_ref().map_or(0.0, |bias| bias[at].to_f64())
-            });
-            outputs.collect::<Vec<f64>>()
-        })
-        .collect()
+        common::product(x, &weight, self.k, self.bias.as_deref())
     }
 
     fn layer(&self, gpu: &Gpu) -> GpuLinear {
@@ -263,10 +254,6 @@ impl Case {
         let reference = self.reference(&normed.collect::<Vec<f64>>());
         common::assert_close(&format!("{what} norm"), &common::widen(&out), &reference, 6e-3);
     }
-}
-
-fn wide(values: &[bf16]) -> Vec<f64> {
-    values.iter().map(|value| value.to_f64()).collect()
 }
 
 fn inputs_of(format: GgufFormat, blocks: usize) -> usize {

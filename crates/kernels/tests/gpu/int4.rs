@@ -12,8 +12,10 @@ use plimsoll_kernels::cuda::{
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
+use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
+use rayon::slice::ParallelSliceMut;
 
-use crate::common;
+use crate::common::{self, wide};
 use crate::fused::{ACTIVATIONS, activate};
 use crate::linear::{linears, paths, written};
 
@@ -75,44 +77,45 @@ impl Case {
     /// The product of these inputs.
     fn reference(&self, x: &[f64]) -> Vec<f64> {
         let &Self { n, k, .. } = self;
-        let weight: Vec<f64> = (0..n * k).map(|at| self.weight(at / k, at % k)).collect();
+        let weight = (0..n * k).into_par_iter().map(|at| self.weight(at / k, at % k));
+        let weight: Vec<f64> = weight.collect();
         let input = |place: usize| self.order.as_ref().map_or(place, |order| order[place] as usize);
         let rows = x.chunks_exact(k);
-        rows.flat_map(|x| {
-            let x: Vec<f64> = (0..k).map(|place| x[input(place)]).collect();
-            let outputs = weight.chunks_exact(k).enumerate();
-            let outputs = outputs.map(|(at, w)| {
-                let dot: f64 = x.iter().zip(w).map(|(x, w)| x * w).sum();
-                dot + self.bias.as_ref().map_or(0.0, |bias| bias[at].to_f64())
-            });
-            outputs.collect::<Vec<f64>>()
-        })
-        .collect()
+        let ordered = rows.flat_map(|x| (0..k).map(|place| x[input(place)]));
+        let ordered: Vec<f64> = ordered.collect();
+        common::product(&ordered, &weight, k, self.bias.as_deref())
     }
 
     /// As `kernels/include/int4.cuh` says.
     fn matrix(&self, gpu: &Gpu) -> GpuMatrix {
         let &Self { group, n, k, .. } = self;
-        let (pitch, stride, windows) = (int4_pitch(k), group.stride(k), k.div_ceil(128));
+        let (pitch, stride) = (int4_pitch(k), group.stride(k));
         let mut rows = vec![0x5a_u8; n * pitch];
         let mut words = vec![0; n * stride];
-        for row in 0..n {
-            for input in 0..k {
-                let (window, part, eight, place) = (input / 128, input % 128 / 32, input % 32 / 8, input % 8);
-                let of_eight = (row / 8 * windows + window) * 8 + row % 8;
-                let byte = 4 * (16 * of_eight + 4 * (place / 2) + part) + place % 2 * 2 + eight / 2;
-                let shift = eight % 2 * 4;
-                rows[byte] = rows[byte] & !(15 << shift) | self.codes[row * k + input] << shift;
+        let eights = rows
+            .par_chunks_mut(8 * pitch)
+            .zip(words.par_chunks_mut(8 * stride));
+        eights.enumerate().for_each(|(at, (rows, words))| {
+            for of_eight in 0..8 {
+                let row = 8 * at + of_eight;
+                for input in 0..k {
+                    let (window, part, eight, place) =
+                        (input / 128, input % 128 / 32, input % 32 / 8, input % 8);
+                    let piece = 16 * (window * 8 + of_eight) + 4 * (place / 2) + part;
+                    let byte = 4 * piece + place % 2 * 2 + eight / 2;
+                    let shift = eight % 2 * 4;
+                    rows[byte] = rows[byte] & !(15 << shift) | self.codes[row * k + input] << shift;
+                }
+                let groups = k.div_ceil(group.inputs());
+                for at in 0..stride {
+                    let from = row * groups + at.min(groups - 1);
+                    let in_window = 128 / group.inputs();
+                    let of_window = at / in_window * 8 + of_eight;
+                    words[of_window * in_window + at % in_window] =
+                        Int4Group::word(self.scales[from], self.zeros[from]);
+                }
             }
-            let groups = k.div_ceil(group.inputs());
-            for at in 0..stride {
-                let from = row * groups + at.min(groups - 1);
-                let in_window = 128 / group.inputs();
-                let of_eight = (row / 8 * windows + at / in_window) * 8 + row % 8;
-                words[of_eight * in_window + at % in_window] =
-                    Int4Group::word(self.scales[from], self.zeros[from]);
-            }
-        }
+        });
         let order = self.order.as_ref().map(|order| {
             let slab = Arc::new(common::upload(gpu, order));
             GpuWeight::new(&slab, 0..k)
@@ -270,10 +273,6 @@ impl Case {
         let reference = self.reference(&normed.collect::<Vec<f64>>());
         common::assert_close(&format!("{what} norm"), &common::widen(&out), &reference, 6e-3);
     }
-}
-
-fn wide(values: &[bf16]) -> Vec<f64> {
-    values.iter().map(|value| value.to_f64()).collect()
 }
 
 #[test]

@@ -43,14 +43,8 @@ impl Case {
     }
 
     fn reference(&self) -> Vec<f64> {
-        let dot =
-            |x: &[bf16], w: &[bf16]| -> f64 { x.iter().zip(w).map(|(x, w)| x.to_f64() * w.to_f64()).sum() };
-        let rows = self.x.chunks_exact(self.k);
-        rows.flat_map(|x| {
-            let outputs = self.weight.chunks_exact(self.k).enumerate();
-            outputs.map(move |(at, w)| dot(x, w) + self.bias.as_ref().map_or(0.0, |bias| bias[at].to_f64()))
-        })
-        .collect()
+        let [x, weight] = [&self.x, &self.weight].map(|values| common::wide(values));
+        common::product(&x, &weight, self.k, self.bias.as_deref())
     }
 
     /// `activation(gate) * up` of the reference.

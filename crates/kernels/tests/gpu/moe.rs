@@ -15,6 +15,7 @@ use plimsoll_kernels::{Activation, ExpertActivation, Route, Router, RouterSoftma
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::common;
 use crate::fp8::Quantised;
@@ -279,21 +280,22 @@ impl Case {
             _ => TOLERANCE,
         };
         let experts = self.experts_of_places();
-        let (mut activated, mut projected) = (Vec::new(), Vec::new());
-        for (place, &expert) in experts.iter().enumerate() {
-            let row = found.sources[place] as usize / self.top_k;
+        let of_place = |place: usize| -> (Vec<f64>, Vec<f64>) {
+            let (expert, row) = (experts[place], found.sources[place] as usize / self.top_k);
             let x = &found.taken[row * self.hidden..][..self.hidden];
             let gate_up = self.gate_up.product(expert, x);
             let (gate, up) = gate_up.split_at(self.inner);
-            activated.extend(
-                gate.iter()
-                    .zip(up)
-                    .map(|(g, u)| activate(self.activation, *g, *u)),
-            );
+            let both = gate.iter().zip(up);
             // Of what the device rounded.
             let inner = &found.inner_taken[place * self.inner..][..self.inner];
-            projected.extend(self.down.product(expert, inner));
-        }
+            (
+                both.map(|(g, u)| activate(self.activation, *g, *u)).collect(),
+                self.down.product(expert, inner),
+            )
+        };
+        let places = (0..experts.len()).into_par_iter().map(of_place);
+        let (activated, projected): (Vec<_>, Vec<_>) = places.unzip();
+        let [activated, projected] = [activated, projected].map(|rows| rows.concat());
         common::assert_close(
             &format!("{what}: gate and up"),
             &common::widen(&found.activated),

@@ -1,6 +1,7 @@
 //! Sums with norms where no norm follows, and gates that lie elsewhere.
 
 use super::*;
+use crate::common::wide;
 
 /// What is added to rows, and what the sums are multiplied by.
 struct Case {
@@ -25,17 +26,13 @@ impl Case {
         sizes.into_iter().map(case).collect()
     }
 
-    fn wide(values: &[bf16]) -> Vec<f64> {
-        values.iter().map(|&x| x.into()).collect()
-    }
-
     /// The sum with what is added, normalised or not, times `factor`.
     fn added(&self, is_normalised: bool, factor: f64) -> Vec<f64> {
         let y = match is_normalised {
-            true => normalised(&Self::wide(&self.y), &self.weights[0]),
-            false => Self::wide(&self.y),
+            true => normalised(&wide(&self.y), &self.weights[0]),
+            false => wide(&self.y),
         };
-        let sums = Self::wide(&self.x).into_iter().zip(y);
+        let sums = wide(&self.x).into_iter().zip(y);
         sums.map(|(x, y)| (x + y) * factor).collect()
     }
 
@@ -136,7 +133,7 @@ fn fused_sum_norms() {
             .sum_norms(x.slice().range(0..len), y.slice().range(0..len), slices, EPS)
             .unwrap();
         let norms = [(&case.x, &case.weights[0]), (&case.y, &case.weights[1])]
-            .map(|(values, weight)| normalised(&Case::wide(values), weight));
+            .map(|(values, weight)| normalised(&wide(values), weight));
         let reference: Vec<f64> = norms[0].iter().zip(&norms[1]).map(|(a, b)| a + b).collect();
         assert_close(&case.what(), &widen(&written(&gpu, &x, len)), &reference, BF16);
     }

@@ -15,8 +15,8 @@ use rand::seq::IndexedRandom;
 
 use super::weights::{Experts, Format};
 use super::{ACTIVATIONS, activate};
-use crate::chain::{EPS, TOLERANCE, add, normalise, widen};
-use crate::common;
+use crate::chain::{EPS, TOLERANCE, add, normalise};
+use crate::common::{self, wide};
 
 const GUARD: usize = 64;
 
@@ -46,7 +46,7 @@ struct Shared {
 /// Rows of weights in bf16, without a bias.
 struct Table {
     device: GpuLinear,
-    wide: Vec<Vec<f64>>,
+    wide: Vec<f64>,
 }
 
 impl Table {
@@ -59,15 +59,12 @@ impl Table {
         let slab = Arc::new(common::upload(gpu, &values));
         Self {
             device: GpuLinear::new(GpuMatrix::Bf16(GpuWeight::new(&slab, 0..n * k)), None, n, k),
-            wide: values.chunks_exact(k).map(widen).collect(),
+            wide: wide(&values),
         }
     }
 
     fn product(&self, x: &[f64]) -> Vec<f64> {
-        self.wide
-            .iter()
-            .map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum())
-            .collect()
+        common::product(x, &self.wide, x.len(), None)
     }
 }
 
@@ -227,7 +224,7 @@ impl Case {
             inner,
             ..
         } = self.size;
-        let hidden = add(&widen(&self.hidden), &self.output.product(0, &widen(&self.x)));
+        let hidden = add(&wide(&self.hidden), &self.output.product(0, &wide(&self.x)));
         let normed = normalise(&hidden, &self.norms[0]);
         close("logits", &found.logits, &self.router.product(&normed));
 
@@ -267,7 +264,7 @@ impl Case {
                 &common::widen(own),
                 &want,
             );
-            add_scaled(self.down.product(expert, &widen(own)), f64::from(route.weight));
+            add_scaled(self.down.product(expert, &wide(own)), f64::from(route.weight));
         }
         if let Some(shared) = &self.shared {
             close("gate", &found.shared_logit, &shared.gate.product(&normed));
@@ -278,12 +275,12 @@ impl Case {
                 &want,
             );
             let weight = 1.0 / (1.0 + (-f64::from(found.shared_logit[0])).exp());
-            add_scaled(shared.down.product(0, &widen(&found.shared_activated)), weight);
+            add_scaled(shared.down.product(0, &wide(&found.shared_activated)), weight);
         }
         let hidden = add(&hidden, &delta);
         close("residual stream", &common::widen(&found.hidden), &hidden);
         if let Some(next) = &self.next {
-            let want = next.product(0, &normalise(&widen(&found.hidden), &self.norms[1]));
+            let want = next.product(0, &normalise(&wide(&found.hidden), &self.norms[1]));
             close("what follows", &common::widen(&found.out), &want);
         }
     }

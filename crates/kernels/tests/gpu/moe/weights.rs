@@ -133,15 +133,8 @@ impl Experts {
 
     /// An expert's outputs of one row.
     pub(super) fn product(&self, expert: usize, x: &[f64]) -> Vec<f64> {
-        let rows = self.wide[expert].chunks_exact(self.k).enumerate();
-        rows.map(|(at, row)| {
-            let bias = self
-                .biases
-                .as_ref()
-                .map_or(0.0, |biases| biases[expert][at].to_f64());
-            row.iter().zip(x).map(|(w, x)| w * x).sum::<f64>() + bias
-        })
-        .collect()
+        let bias = self.biases.as_ref().map(|biases| &*biases[expert]);
+        common::product(x, &self.wide[expert], self.k, bias)
     }
 }
 
