@@ -16,7 +16,7 @@ use crate::common::{self, wide};
 use crate::fused::{ACTIVATIONS, activate};
 use crate::linear::{linears, paths, written};
 
-/// Sums are rounded to bf16 once, and so are weights on their way to cuBLASLt.
+/// Sums are rounded to bf16 once.
 const TOLERANCE: f64 = 4e-3;
 
 /// Rows as a file has them, of scales of either sign.
@@ -122,15 +122,28 @@ impl Case {
         self.parts.iter().map(|part| part.n).sum()
     }
 
+    /// The weights, as own kernels multiply them.
+    fn weight(&self) -> Vec<f64> {
+        let weights = self.parts.iter().flat_map(|part| &part.weight);
+        weights.map(|w| f64::from(*w)).collect()
+    }
+
+    /// The weights that make outputs of this kind: cuBLASLt gets them rounded to bf16.
+    fn weight_of(&self, gpu: &Gpu, linears: &Linears, output: LinearOutput) -> Vec<f64> {
+        let parts = self.parts.iter().flat_map(|part| {
+            let is_own = linears.is_own(self.m, &part.linear(gpu, None, self.k), output);
+            let of_product = move |w: &f32| match is_own {
+                true => f64::from(*w),
+                false => bf16::from_f32(*w).to_f64(),
+            };
+            part.weight.iter().map(of_product)
+        });
+        parts.collect()
+    }
+
     /// The product of these inputs.
-    fn reference(&self, x: &[f64]) -> Vec<f64> {
-        let weight: Vec<f64> = self
-            .parts
-            .iter()
-            .flat_map(|part| &part.weight)
-            .map(|w| f64::from(*w))
-            .collect();
-        common::product(x, &weight, self.k, self.bias.as_deref())
+    fn reference(&self, x: &[f64], weight: &[f64]) -> Vec<f64> {
+        common::product(x, weight, self.k, self.bias.as_deref())
     }
 
     fn layer(&self, gpu: &Gpu) -> GpuLinear {
@@ -173,13 +186,20 @@ impl Case {
     fn check(&self, gpu: &Gpu, linears: &Linears, way: &str) {
         let (m, n) = (self.m, self.n());
         let what = self.what(way);
-        let reference = self.reference(&wide(&self.x));
+        let x = wide(&self.x);
         let out = self.forward(gpu, linears, LinearOutput::Bf16);
-        common::assert_close(&what, &common::widen(&out), &reference, TOLERANCE);
+        let weight = self.weight_of(gpu, linears, LinearOutput::Bf16);
+        common::assert_close(
+            &what,
+            &common::widen(&out),
+            &self.reference(&x, &weight),
+            TOLERANCE,
+        );
         if self.bias.is_some() {
             return;
         }
-        self.check_logits(gpu, linears, &what, &reference);
+        self.check_logits(gpu, linears, &what);
+        let reference = self.reference(&x, &self.weight());
         let layer = self.layer(gpu);
         for activation in ACTIVATIONS {
             if !n.is_multiple_of(2) || !linears.fuses_glu(m, &layer, activation) {
@@ -199,7 +219,7 @@ impl Case {
     }
 
     /// As a head.
-    fn check_logits(&self, gpu: &Gpu, linears: &Linears, what: &str, reference: &[f64]) {
+    fn check_logits(&self, gpu: &Gpu, linears: &Linears, what: &str) {
         let (layer, x) = (self.layer(gpu), common::upload(gpu, &self.x));
         let weights = common::poisoned::<bf16>(gpu, dequantised_room(self.n(), self.k));
         let room = LinearRoom {
@@ -210,8 +230,9 @@ impl Case {
         let out: Vec<f32> = written(gpu, len, |out| {
             linears.forward_f32_in(room, x.slice(), &layer, out.slice().range(0..len))
         });
-        // Weights were rounded to bf16 where cuBLASLt has multiplied.
-        common::assert_close(&format!("{what} f32"), &out, reference, TOLERANCE);
+        let weight = self.weight_of(gpu, linears, LinearOutput::F32);
+        let reference = self.reference(&wide(&self.x), &weight);
+        common::assert_close(&format!("{what} f32"), &out, &reference, TOLERANCE);
     }
 
     /// The norm ahead of the product, where it is a part of it.
@@ -251,7 +272,7 @@ impl Case {
             row.map(|(x, weight)| bf16::from_f64(x * scale * f64::from(*weight)).to_f64())
                 .collect::<Vec<f64>>()
         });
-        let reference = self.reference(&normed.collect::<Vec<f64>>());
+        let reference = self.reference(&normed.collect::<Vec<f64>>(), &self.weight());
         common::assert_close(&format!("{what} norm"), &common::widen(&out), &reference, 6e-3);
     }
 }

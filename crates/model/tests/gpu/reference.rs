@@ -12,6 +12,7 @@ use plimsoll_kernels::{apply_mask, sample};
 use plimsoll_model::{KvCacheDtype, Model};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use crate::common::fp8::is_fp8;
 use crate::common::requests::Request;
@@ -60,7 +61,7 @@ pub(crate) fn expected_texts(name: &str, requests: &[Request], limits: &StepLimi
         None if HYBRID_MODELS.contains(&name) => STATE_NOISE * NOISE,
         None => NOISE,
     };
-    let texts = requests.iter().map(|request| {
+    let texts = requests.par_iter().map(|request| {
         let mut text = expected_text(&model, request.clone(), limits, noise);
         text.iter_mut().for_each(|expected| expected.slack *= times);
         text
