@@ -103,17 +103,21 @@ class Server:
             self.openai.close()
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports for servers that do not listen yet: whoever needs several asks once, or one may come twice."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+# Bound, and listening to nobody: a server that sets SO_REUSEADDR, as ours does, listens beside them, and no other process gets their ports.
+PORTS: list[socket.socket] = []
 
 
 def free_port() -> int:
-    return free_ports(1)[0]
+    """A port for a server that does not listen yet."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    PORTS.append(held)
+    return held.getsockname()[1]
+
+
+def free_ports(count: int) -> list[int]:
+    return [free_port() for _ in range(count)]
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ def test_load(server):
     load = lambda: server.http.get("/load").raise_for_status().json()["server_load"]
     assert load() == 0
     hello = [{"role": "user", "content": "hello"}]
-    chat = {"model": "sim", "messages": hello, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    chat = {"model": "sim", "messages": hello, "max_tokens": 1900, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/chat/completions", json=chat) as stream:
         # Its end would close the stream.
         lines = stream.iter_lines()

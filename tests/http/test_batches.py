@@ -92,7 +92,7 @@ def test_what_is_refused(sim):
 
 
 def test_it_yields_stops_and_goes_on_after_a_restart(start, tmp_path):
-    flags = ["sim:0.01", *FLAGS, "--max-num-seqs", "2", "--max-queue", "6", "--file-store-dir", str(tmp_path), "--file-store-max-bytes", "64KiB"]
+    flags = ["sim:0.03", *FLAGS, "--max-num-seqs", "2", "--max-queue", "6", "--file-store-dir", str(tmp_path), "--file-store-max-bytes", "64KiB"]
     lines = [line(i, f"<say>{'answer ' * 6}{i}</say>") for i in range(12)]
     with start(*flags, expected_code=-signal.SIGKILL) as server:
         client = server.openai

@@ -117,7 +117,8 @@ def test_a_second_start_knows_how_long_it_takes(tmp_path):
     """What the first start took is kept beside its plan."""
     firsts = []
     for _ in range(2):
-        flags = [*SLOW_START, "--profile-cache-dir", str(tmp_path / "plans")]
+        # Somebody asks before the first probe has ended, from which on there is an estimate.
+        flags = ["sim:0.3", "--max-model-len", "1024", "--profile-cache-dir", str(tmp_path / "plans")]
         with cached(), conftest.process(tmp_path, *flags) as (child, port, log):
             connection = listening(child, port, log)
             reports = []
@@ -165,7 +166,7 @@ def test_a_start_that_fails_has_its_code_though_the_port_answered(tmp_path):
 
 def test_a_step_that_hangs_fails_readiness_within_seconds_and_ends_the_process(start):
     """Requests of the hanging step hear of it, streams and others, and so do those that wait."""
-    flags = ["--max-num-seqs", "2", "--stall-timeout", "1", "--watchdog-timeout", "6"]
+    flags = ["--max-num-seqs", "2", "--stall-timeout", "1", "--watchdog-timeout", "20"]
     # There is time for two to run before that step.
     with start("sim:0.05,hang=40", *flags, expected_code=11) as server:
         assert server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 4, "ignore_eos": True}).status_code == 200
@@ -185,7 +186,7 @@ def test_a_step_that_hangs_fails_readiness_within_seconds_and_ends_the_process(s
         assert server.http.get("/health").status_code == 200, "the watchdog is the one to end it"
         assert server.metric("plimsoll_engine_stalled_seconds") > server.metric("plimsoll_engine_stall_timeout_seconds")
         assert server.process.wait(conftest.PATIENCE) == 11
-        assert time.monotonic() - began < 50
+        assert time.monotonic() - began < 100
         for thread in threads:
             thread.join(conftest.PATIENCE)
         assert len(answers) == 4
@@ -353,7 +354,7 @@ def test_a_second_signal_ends_a_drain_at_once(start):
 
 
 def test_a_drain_does_not_wait_for_a_step_that_hangs(start):
-    flags = ["--watchdog-timeout", "3", "--drain-timeout", "10m"]
+    flags = ["--watchdog-timeout", "10", "--drain-timeout", "10m"]
     with start("sim:hang=3", *flags, expected_code=11) as server:
         thread = threading.Thread(target=swallow, args=(server,))
         thread.start()

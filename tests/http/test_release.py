@@ -14,6 +14,8 @@ import yaml
 from conftest import ROOT
 
 SCRIPT = ROOT / "scripts/release"
+# It waits for other builds.
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")

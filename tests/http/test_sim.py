@@ -556,7 +556,7 @@ def test_all_origins_among_others(start):
 
 def test_sigterm_drains(start):
     # Twice eight thousand tokens take a while where the machine is busy.
-    with start("sim", *ONE_BY_ONE, "--drain-timeout", "3m") as server:
+    with start("sim", *ONE_BY_ONE, "--drain-timeout", "10m") as server:
         finished = []
 
         def read():

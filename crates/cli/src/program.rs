@@ -75,6 +75,8 @@ async fn run(cli: Cli) -> Result<(), Error> {
 
 /// The last word of the process, whatever the log level.
 fn report(error: &Error) {
+    // Held to the end of the process: what still works logs nothing behind it.
+    let mut stderr = std::io::stderr().lock();
     match error {
         Error::Clap(inner) if logging::is_json() && inner.use_stderr() => {
             let text = inner.render().to_string();
@@ -91,10 +93,8 @@ fn report(error: &Error) {
         // It may be that there is nobody to read it.
         error => {
             let text = format!("error: {}", CommandLine::of_process().explain(error));
-            let mut stderr = std::io::stderr().lock();
             let _ = writeln!(stderr, "{}", terminal::prose(&text));
-            // Held to the end of the process: what still works logs nothing behind it.
-            std::mem::forget(stderr);
         }
     }
+    std::mem::forget(stderr);
 }
