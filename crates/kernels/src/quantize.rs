@@ -1,5 +1,7 @@
 //! Inputs of a quantised layer, rounded to 15 bits.
 
+use std::ops::Range;
+
 use plimsoll_core::Oom;
 use plimsoll_device::{DryArena, Frame};
 
@@ -8,6 +10,9 @@ use crate::simd::{Kernel, LANES, Level, Simd, dispatch};
 
 /// Inputs that share one scale of the quantised activations.
 pub(crate) const X_GROUP: usize = 32;
+
+/// Inputs that one task quantises, or more: fewer are not worth a second thread.
+const GRAIN: usize = 4096;
 
 /// The largest code of a group: 127 in the high plane, 0 in the low one.
 const LARGEST_CODE: f32 = 127.0 * 128.0;
@@ -82,22 +87,24 @@ impl<'a> Activations<'a> {
             let (codes, scales) = (Disjoint::new(codes), Disjoint::new(scales));
             let (exact, scaled) = (Disjoint::new(exact), Disjoint::new(scaled));
             let (exact_halves, scaled_halves) = (Disjoint::new(exact_halves), Disjoint::new(scaled_halves));
-            run_ranges(rows, (4096 / inputs).max(1), &|range| {
-                for row in range {
-                    let kernel = QuantizeRow {
-                        x: &x[row * inputs..(row + 1) * inputs],
-                        layout,
-                        tile: tile(rows, groups, row),
-                        halves,
-                        codes: &codes,
-                        scales: &scales,
-                        exact: &exact,
-                        scaled: &scaled,
-                        exact_halves: &exact_halves,
-                        scaled_halves: &scaled_halves,
-                    };
-                    dispatch(level, kernel);
-                }
+            // Groups of a tile's rows beside each other are written one after the other: row after row, each line of codes would be
+            // waited for.
+            let grain = (GRAIN / (TILE.min(rows) * X_GROUP)).max(1);
+            run_ranges(rows.div_ceil(TILE) * groups, grain, &|groups| {
+                let kernel = QuantizeGroups {
+                    x,
+                    inputs,
+                    groups,
+                    layout,
+                    halves,
+                    codes: &codes,
+                    scales: &scales,
+                    exact: &exact,
+                    scaled: &scaled,
+                    exact_halves: &exact_halves,
+                    scaled_halves: &scaled_halves,
+                };
+                dispatch(level, kernel);
             });
         }
         let sums = [
@@ -150,11 +157,13 @@ pub(crate) fn quantize_scratch(rows: usize, inputs: usize, halves: bool, arena: 
     Some(())
 }
 
-struct QuantizeRow<'a> {
+/// Some groups of all rows of each tile: the first tile's come first.
+struct QuantizeGroups<'a> {
+    /// `[rows, inputs]`.
     x: &'a [f32],
+    inputs: usize,
+    groups: Range<usize>,
     layout: CodeLayout,
-    /// Where this row's groups lie in all that follows.
-    tile: Tile,
     halves: bool,
     codes: &'a Disjoint<'a, i8>,
     scales: &'a Disjoint<'a, f32>,
@@ -164,52 +173,67 @@ struct QuantizeRow<'a> {
     scaled_halves: &'a Disjoint<'a, f32>,
 }
 
-impl Kernel for QuantizeRow<'_> {
+impl Kernel for QuantizeGroups<'_> {
     type Out = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        for (group, x) in self.x.chunks_exact(X_GROUP).enumerate() {
-            let at = self.tile.first + group * self.tile.stride;
-            let mut halves = [0i32; 2];
-            // SAFETY: the features are there, `x` is two vectors long, and no other row has this group's place.
-            unsafe {
-                let codes = self.codes.part(at * 2 * X_GROUP, 2 * X_GROUP).as_mut_ptr();
-                let x = [S::load(x.as_ptr()), S::load(x.as_ptr().add(LANES))];
-                let abs = |x| S::max(x, S::sub(S::splat(0.0), x));
-                let largest = S::largest(S::max(abs(x[0]), abs(x[1])));
-                let inverse = S::splat(if largest > 0.0 {
-                    LARGEST_CODE / largest
-                } else {
-                    0.0
-                });
-                for half in 0..2 {
-                    let code = S::round(S::mul(x[half], inverse));
-                    match self.layout {
-                        CodeLayout::Planes => {
-                            let upper = S::round(S::mul(code, S::splat(1.0 / 128.0)));
-                            S::store_i8(codes.add(half * LANES), upper);
-                            let low = S::fma(upper, S::splat(-128.0), code);
-                            S::store_i8(codes.add(X_GROUP + half * LANES), low);
-                        }
-                        CodeLayout::Words => S::store_i16(codes.cast::<i16>().add(half * LANES), code),
+        let (rows, of_row) = (self.x.len() / self.inputs, self.inputs / X_GROUP);
+        for index in self.groups.clone() {
+            let (first_row, group) = (index / of_row * TILE, index % of_row);
+            let tile = tile(rows, of_row, first_row);
+            for row in 0..tile.stride {
+                let x = &self.x[(first_row + row) * self.inputs + group * X_GROUP..][..X_GROUP];
+                // SAFETY: the features are there, and no other task has this group.
+                unsafe { self.quantize::<S>(x, tile.first + group * tile.stride + row) };
+            }
+        }
+    }
+}
+
+impl QuantizeGroups<'_> {
+    /// # Safety
+    /// The CPU has the features of `S`, and no other task writes group `at`.
+    #[inline(always)]
+    unsafe fn quantize<S: Simd>(&self, x: &[f32], at: usize) {
+        let mut halves = [0i32; 2];
+        // SAFETY: the caller's promise, and `x` is two vectors long.
+        unsafe {
+            let codes = self.codes.part(at * 2 * X_GROUP, 2 * X_GROUP).as_mut_ptr();
+            let x = [S::load(x.as_ptr()), S::load(x.as_ptr().add(LANES))];
+            let abs = |x| S::max(x, S::sub(S::splat(0.0), x));
+            let largest = S::largest(S::max(abs(x[0]), abs(x[1])));
+            let inverse = S::splat(if largest > 0.0 {
+                LARGEST_CODE / largest
+            } else {
+                0.0
+            });
+            for half in 0..2 {
+                let code = S::round(S::mul(x[half], inverse));
+                match self.layout {
+                    CodeLayout::Planes => {
+                        let upper = S::round(S::mul(code, S::splat(1.0 / 128.0)));
+                        S::store_i8(codes.add(half * LANES), upper);
+                        let low = S::fma(upper, S::splat(-128.0), code);
+                        S::store_i8(codes.add(X_GROUP + half * LANES), low);
                     }
-                    halves[half] = S::sum(code) as i32;
+                    CodeLayout::Words => S::store_i16(codes.cast::<i16>().add(half * LANES), code),
                 }
-                // Maxima and integers lose NaN and infinity; the scale carries them on.
-                let poison = S::sum(S::mul(S::add(x[0], x[1]), S::splat(0.0)));
-                let scale = largest / LARGEST_CODE + poison;
-                let sum = halves[0] + halves[1];
-                self.scales.part(at, 1)[0] = scale;
-                self.exact.part(at, 1)[0] = sum;
-                self.scaled.part(at, 1)[0] = scale * sum as f32;
-                if self.halves {
-                    let exact = self.exact_halves.part(2 * at, 2);
-                    let scaled = self.scaled_halves.part(2 * at, 2);
-                    for half in 0..2 {
-                        exact[half] = halves[half];
-                        scaled[half] = scale * halves[half] as f32;
-                    }
+                halves[half] = S::sum(code) as i32;
+            }
+            // Maxima and integers lose NaN and infinity; the scale carries them on.
+            let poison = S::sum(S::mul(S::add(x[0], x[1]), S::splat(0.0)));
+            let scale = largest / LARGEST_CODE + poison;
+            let sum = halves[0] + halves[1];
+            self.scales.part(at, 1)[0] = scale;
+            self.exact.part(at, 1)[0] = sum;
+            self.scaled.part(at, 1)[0] = scale * sum as f32;
+            if self.halves {
+                let exact = self.exact_halves.part(2 * at, 2);
+                let scaled = self.scaled_halves.part(2 * at, 2);
+                for half in 0..2 {
+                    exact[half] = halves[half];
+                    scaled[half] = scale * halves[half] as f32;
                 }
             }
         }
