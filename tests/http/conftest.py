@@ -103,7 +103,7 @@ class Server:
             self.openai.close()
 
 
-# Bound, and listening to nobody: a server that sets SO_REUSEADDR, as ours does, listens beside them, and no other process gets their ports.
+# They are bound and do not listen: no other process gets their ports, and a server that sets SO_REUSEADDR, as ours does, can listen there.
 PORTS: list[socket.socket] = []
 
 

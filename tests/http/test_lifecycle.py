@@ -117,7 +117,7 @@ def test_a_second_start_knows_how_long_it_takes(tmp_path):
     """What the first start took is kept beside its plan."""
     firsts = []
     for _ in range(2):
-        # Somebody asks before the first probe has ended, from which on there is an estimate.
+        # Slow enough to be asked before the first probe ends: behind it there is an estimate.
         flags = ["sim:0.3", "--max-model-len", "1024", "--profile-cache-dir", str(tmp_path / "plans")]
         with cached(), conftest.process(tmp_path, *flags) as (child, port, log):
             connection = listening(child, port, log)

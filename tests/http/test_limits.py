@@ -341,12 +341,14 @@ def test_a_client_that_reads_nothing_holds_no_kv_for_long(hard):
 def test_a_client_that_is_stopped_holds_no_kv_for_long(hard):
     program = f"import socket; s = socket.create_connection(('127.0.0.1', {hard.port})); s.sendall({long_stream()!r})\n" \
         "while s.recv(4096): pass"
-    submitted = hard.metric("plimsoll_requests_submitted_total")
+    cancelled, submitted = [hard.metric(f"plimsoll_requests_{what}_total") for what in ["cancelled", "submitted"]]
     child = subprocess.Popen([sys.executable, "-c", program])
     try:
         hard.wait_for("its requests", lambda: hard.metric("plimsoll_requests_submitted_total") > submitted)
         os.kill(child.pid, signal.SIGSTOP)
         hard.wait_until_empty()
+        assert child.poll() is None
+        assert hard.metric("plimsoll_requests_cancelled_total") > cancelled
     finally:
         child.kill()
         child.wait()

@@ -241,11 +241,13 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(start, environment):
 def test_keys_typed_during_an_answer_wait_for_the_prompt(start, environment):
     with start("sim:0.05", "--max-model-len", "4096", "--served-model-name", "sim") as server, terminal(environment, "--url", server.url) as chat:
         chat.prompt()
-        chat.type(f"<say>{'word ' * 20}</say>\r")
+        chat.type(f"<say>{'word ' * 400}</say>\r")
         chat.wait(PASTE_OFF)
         chat.wait("word word")
-        chat.type("<say>typed ahead</say>\r\x04")
-        answer = chat.wait("first after")
+        assert not termios.tcgetattr(chat.ours)[3] & (termios.ICANON | termios.ECHO), "the terminal neither echoes nor edits"
+        chat.type("<say>typed ahead</say>\r")
+        chat.type("\x03\x04")
+        answer = chat.wait("stopped")
         assert "typed ahead" not in answer, answer
         assert "typed ahead" in plain(chat.wait("first after"))
         # Ctrl-D was the key after that.

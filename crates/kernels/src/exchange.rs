@@ -308,7 +308,7 @@ mod tests {
     use super::*;
 
     const SHORT: Duration = Duration::from_millis(300);
-    /// Nobody waits so long who is not lost.
+    /// Longer than any rank takes that does come.
     const LONG: Duration = Duration::from_secs(60);
 
     /// What each rank of `ranks` comes to.

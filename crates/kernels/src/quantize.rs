@@ -87,9 +87,8 @@ impl<'a> Activations<'a> {
             let (codes, scales) = (Disjoint::new(codes), Disjoint::new(scales));
             let (exact, scaled) = (Disjoint::new(exact), Disjoint::new(scaled));
             let (exact_halves, scaled_halves) = (Disjoint::new(exact_halves), Disjoint::new(scaled_halves));
-            // Groups of a tile's rows beside each other are written one after the other: row after row, each line of codes would be
-            // waited for.
-            let grain = (GRAIN / (TILE.min(rows) * X_GROUP)).max(1);
+            // Group by group, so that a tile's codes are written in sequence: row by row, each store would miss the cache.
+            let grain = (GRAIN / (TILE.min(rows).max(1) * X_GROUP)).max(1);
             run_ranges(rows.div_ceil(TILE) * groups, grain, &|groups| {
                 let kernel = QuantizeGroups {
                     x,
@@ -157,7 +156,7 @@ pub(crate) fn quantize_scratch(rows: usize, inputs: usize, halves: bool, arena: 
     Some(())
 }
 
-/// Some groups of all rows of each tile: the first tile's come first.
+/// A range of pairs of a tile and a group, tile by tile; each pair is that group of all rows of the tile.
 struct QuantizeGroups<'a> {
     /// `[rows, inputs]`.
     x: &'a [f32],

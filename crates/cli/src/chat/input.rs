@@ -180,8 +180,8 @@ impl TerminalMode {
         Self(mode.map(|mode| (stdin(), mode)))
     }
 
-    /// Lets keys that are typed while an answer comes wait for the line editor: without an echo in the midst of the answer, and Ctrl-D as a
-    /// key, which a terminal that edits lines would turn into an end of input that the editor never sees.
+    /// Lets keys that are typed while an answer comes wait for the line editor: they are not echoed into the answer, Ctrl-C discards none,
+    /// and Ctrl-D stays a key, which a terminal that edits lines would make an end of input that the editor never sees.
     ///
     /// # Errors
     /// Where the terminal refuses the mode.
@@ -192,6 +192,7 @@ impl TerminalMode {
         {
             let mut mode = mode.clone();
             mode.local_modes.remove(LocalModes::ICANON | LocalModes::ECHO);
+            mode.local_modes.insert(LocalModes::NOFLSH);
             tcsetattr(terminal, OptionalActions::Drain, &mode).map_err(std::io::Error::from)?;
         }
         Ok(())

@@ -113,6 +113,9 @@ async fn chat(args: ChatCommandArgs, mode: &TerminalMode, own: &mut Option<OwnSe
         false => Some(tokio::task::spawn_blocking(whole_input).await??),
     };
     let mut interrupt = signal(SignalKind::interrupt())?;
+    if interactive {
+        mode.keep_keys_for_the_editor()?;
+    }
     let server = {
         let connected = connect::connect(&args, own);
         unless(&mut interrupt, connected)
@@ -121,10 +124,7 @@ async fn chat(args: ChatCommandArgs, mode: &TerminalMode, own: &mut Option<OwnSe
     };
     let session = Session::new(server, args.system, args.sampling);
     match question {
-        None => {
-            mode.keep_keys_for_the_editor()?;
-            converse(session, &mut interrupt, own).await
-        }
+        None => converse(session, mode, &mut interrupt, own).await,
         Some(question) => answer_once(session, question, &mut interrupt).await,
     }
 }
@@ -170,6 +170,7 @@ async fn answer_once(mut session: Session, question: String, interrupt: &mut Str
 /// The chat with a person.
 async fn converse(
     mut session: Session,
+    mode: &TerminalMode,
     interrupt: &mut Stream,
     own: &mut Option<OwnServer>,
 ) -> Result<(), Error> {
@@ -179,6 +180,8 @@ async fn converse(
     editor.problem().iter().for_each(|text| note.say(text));
     note.say(&terminal::fitted(&session.greeting()));
     loop {
+        // Again, as a shell sets its own mode when it continues what Ctrl-Z has stopped.
+        mode.keep_keys_for_the_editor()?;
         let (back, line) = editor.read().await?;
         editor = back;
         editor.problem().iter().for_each(|text| note.say(text));

@@ -159,6 +159,17 @@ fn forward(linear: &Linear, level: Level, x: &[f32]) -> Vec<f32> {
 }
 
 #[test]
+fn no_rows_are_no_work() {
+    for dtype in [WeightType::Q4K, WeightType::Q4_1, WeightType::Bf16] {
+        let weights = Weights::random(dtype, 16, 256, 1);
+        let linear = Linear::new(&[weights.matrix()], None, &budget()).unwrap();
+        for level in Level::available() {
+            assert!(forward(&linear, level, &[]).is_empty(), "{dtype:?}");
+        }
+    }
+}
+
+#[test]
 fn every_type_multiplies_like_its_dequantised_self() {
     for (dtype, seed) in QUANTIZED
         .into_iter()
