@@ -43,9 +43,13 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    /// For stages of at least so many bytes in so many bytes of shared memory; `None` if there would be too few.
-    pub(super) fn new(least: usize, shared: usize) -> Option<Self> {
-        let stage_bytes = least.max(STAGE_BYTES);
+    /// For products whose rows need stages of at least so many bytes, in so many bytes of shared memory; `None` if the kernel cannot compute
+    /// one of them, or there would be too few stages.
+    pub(super) fn new<const N: usize>(least: [Option<usize>; N], shared: usize) -> Option<Self> {
+        let mut stage_bytes = STAGE_BYTES;
+        for bytes in least {
+            stage_bytes = stage_bytes.max(bytes?);
+        }
         let stages = (shared / stage_bytes).min(MOST_STAGES);
         (stages >= LEAST_STAGES).then_some(Self { stage_bytes, stages })
     }
@@ -63,11 +67,12 @@ mod tests {
     #[test]
     fn rings_have_room_for_a_row_and_three_stages() {
         let shared = 222 << 10;
-        let stages = |least: usize| Ring::new(least, shared).map(|ring| ring.stages);
+        let stages = |least: usize| Ring::new([Some(least)], shared).map(|ring| ring.stages);
         // Rows of 4,096, 14,336 and 28,672 weights in bf16, and rows of which three do not fit.
         assert_eq!(stages(2 * 4096), Some(6));
         assert_eq!(stages(2 * 14336), Some(6));
         assert_eq!(stages(2 * 28672), Some(3));
         assert_eq!(stages(80 << 10), None);
+        assert_eq!(Ring::new([Some(1), None], shared), None);
     }
 }

@@ -122,16 +122,12 @@ impl ChainKernel {
                 .flatten()
                 .all(|linear| linear.k == width);
         let stages = [
-            row_bytes(output)?,
-            2 * row_bytes(gate_up)?,
-            row_bytes(down)?,
-            match next {
-                None => 0,
-                Some(next) => row_bytes(next)?,
-            },
+            row_bytes(output),
+            row_bytes(gate_up).map(|bytes| 2 * bytes),
+            row_bytes(down),
+            next.map_or(Some(0), row_bytes),
         ];
-        let longest = stages.into_iter().max().unwrap_or_default();
-        Ring::new(longest, self.gpu.info().max_shared_bytes - STATIC_BYTES).filter(|_| fit)
+        Ring::new(stages, self.gpu.info().max_shared_bytes - STATIC_BYTES).filter(|_| fit)
     }
 }
 

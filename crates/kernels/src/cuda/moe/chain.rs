@@ -155,19 +155,16 @@ impl MoeChainKernel {
             && shared.is_none_or(is_like_experts)
             && next.is_none_or(|next| next.inputs() == width);
         let stages = [
-            row_bytes(output)?,
-            row_bytes(router)?,
-            2 * row_bytes(first_gate_up)?,
-            row_bytes(first_down)?,
-            match next {
-                None => 0,
-                Some(next) => row_bytes(next)?,
-            },
+            row_bytes(output),
+            row_bytes(router),
+            row_bytes(first_gate_up).map(|bytes| 2 * bytes),
+            row_bytes(first_down),
+            next.map_or(Some(0), row_bytes),
         ];
         let slots = top_k + usize::from(shared.is_some());
         let inputs = output.inputs().max(width).max(slots * inner) * size_of::<bf16>();
         let room = info.max_shared_bytes.checked_sub(STATIC_BYTES + inputs)?;
-        let ring = Ring::new(stages.into_iter().max().unwrap_or_default(), room)?;
+        let ring = Ring::new(stages, room)?;
         fit.then_some((ring, inputs))
     }
 }
