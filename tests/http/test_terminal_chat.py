@@ -223,13 +223,20 @@ def test_a_hostile_answer_does_not_reach_the_terminal(sim, environment):
         assert chat.end() == 0
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_chat(start, environment):
+@contextlib.contextmanager
+def long_answer(start, environment):
+    """A server, and a chat in the midst of an answer of it."""
     with start("sim:0.05", "--max-model-len", "4096", "--served-model-name", "sim") as server, terminal(environment, "--url", server.url) as chat:
         chat.prompt()
         chat.type(f"<say>{'word ' * 400}</say>\r")
         # The line is taken: what comes now is the answer, not the line as it was typed.
         chat.wait(PASTE_OFF)
         chat.wait("word word")
+        yield server, chat
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(start, environment):
+    with long_answer(start, environment) as (server, chat):
         chat.type("\x03")
         chat.wait("stopped")
         chat.prompt()
@@ -239,11 +246,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(start, environment):
 
 
 def test_keys_typed_during_an_answer_wait_for_the_prompt(start, environment):
-    with start("sim:0.05", "--max-model-len", "4096", "--served-model-name", "sim") as server, terminal(environment, "--url", server.url) as chat:
-        chat.prompt()
-        chat.type(f"<say>{'word ' * 400}</say>\r")
-        chat.wait(PASTE_OFF)
-        chat.wait("word word")
+    with long_answer(start, environment) as (_, chat):
         assert not termios.tcgetattr(chat.ours)[3] & (termios.ICANON | termios.ECHO), "the terminal neither echoes nor edits"
         chat.type("<say>typed ahead</say>\r")
         chat.type("\x03\x04")
