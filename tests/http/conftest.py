@@ -103,7 +103,7 @@ class Server:
             self.openai.close()
 
 
-# They are bound and do not listen: no other process gets their ports, and a server that sets SO_REUSEADDR, as ours does, can listen there.
+# Sockets that are bound and do not listen: no other process gets their ports, but a server that sets SO_REUSEADDR, as ours does, can listen there.
 PORTS: list[socket.socket] = []
 
 

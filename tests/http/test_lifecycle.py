@@ -186,7 +186,7 @@ def test_a_step_that_hangs_fails_readiness_within_seconds_and_ends_the_process(s
         assert server.http.get("/health").status_code == 200, "the watchdog is the one to end it"
         assert server.metric("plimsoll_engine_stalled_seconds") > server.metric("plimsoll_engine_stall_timeout_seconds")
         assert server.process.wait(conftest.PATIENCE) == 11
-        assert time.monotonic() - began < 100
+        assert time.monotonic() - began < 64
         for thread in threads:
             thread.join(conftest.PATIENCE)
         assert len(answers) == 4

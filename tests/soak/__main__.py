@@ -35,7 +35,7 @@ INCONCLUSIVE = 3
 MODEL = ["sim:0.02,fail=499,oom=2503", "--served-model-name", "sim"]
 # So narrow that the load is too much for it.
 TEXT = ["--max-model-len", "2048", "--max-num-seqs", "16", "--max-total-token-num", "4096", "--max-queue", "64",
-        "--max-concurrent-requests-per-key", "24", "--slow-client-timeout", "2", "--request-timeout", "100",
+        "--max-concurrent-requests-per-key", "24", "--slow-client-timeout", "2", "--request-timeout", "45",
         "--scheduling-policy", "priority", "--response-store-max-count", "256", "--enable-sleep-mode"]
 VECTORS = ["sim:0.02,fail=499", "--runner", "pooling", "--served-model-name", "embedder", "--max-model-len", "1024",
            "--max-total-token-num", "2048"]

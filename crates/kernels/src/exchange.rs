@@ -308,7 +308,7 @@ mod tests {
     use super::*;
 
     const SHORT: Duration = Duration::from_millis(300);
-    /// Longer than any rank takes that does come.
+    /// Longer than any rank takes to come, unless it is lost.
     const LONG: Duration = Duration::from_secs(60);
 
     /// What each rank of `ranks` comes to.

@@ -11,7 +11,7 @@ use crate::simd::{Kernel, LANES, Level, Simd, dispatch};
 /// Inputs that share one scale of the quantised activations.
 pub(crate) const X_GROUP: usize = 32;
 
-/// Inputs that one task quantises, or more: fewer are not worth a second thread.
+/// Least inputs of a task: fewer are not worth a second thread.
 const GRAIN: usize = 4096;
 
 /// The largest code of a group: 127 in the high plane, 0 in the low one.

@@ -181,7 +181,7 @@ impl TerminalMode {
     }
 
     /// Lets keys that are typed while an answer comes wait for the line editor: they are not echoed into the answer, Ctrl-C discards none,
-    /// and Ctrl-D stays a key, which a terminal that edits lines would make an end of input that the editor never sees.
+    /// and Ctrl-D stays a key; where the terminal itself edits lines, it becomes an end of input that the editor never sees.
     ///
     /// # Errors
     /// Where the terminal refuses the mode.

@@ -25,7 +25,7 @@ pub(crate) fn from_e4m3(bits: u8) -> f32 {
 /// The nearest element, of two the even one; 448 for more, and NaN for NaN.
 pub(crate) fn to_e4m3(value: f32) -> u8 {
     const LARGEST: u8 = 0x7e;
-    /// What is not negative, in order.
+    /// The elements that are not negative, in order.
     static ELEMENTS: LazyLock<Vec<f32>> = LazyLock::new(|| (0..=LARGEST).map(from_e4m3).collect());
     if value.is_nan() {
         return 0x7f;
