@@ -4,8 +4,12 @@
 // Each block has its share of the outputs of each layer, whose weights are one range of memory (if gated, two). The thread that copies them
 // waits for no inputs, so the memory stays busy while the blocks wait for each other. All warps multiply each row of weights, a thread always
 // by the same inputs, which it keeps in registers. Sums of the warps are added in a fixed order.
+//
+// Weights are bf16, or e4m3 with scales. Inputs are not quantised: for e4m3 weights a thread has its inputs as halves, times a power of two that
+// keeps the sums of 16 products in the range of halves, and adds those sums in f32.
 #include "activation.cuh"
 #include "chain.cuh"
+#include "pieces.cuh"
 
 namespace {
 
@@ -15,12 +19,15 @@ constexpr int kChainThreads = (kConsumers + 1) * kWarp;
 // What becomes of sums.
 enum class Take { kAdd, kGlu, kStore };
 
+// Of all layers: e4m3 has a scale for each row, or one for each 128 x 128 weights.
+enum class Weights { kBf16, kFp8Rows, kFp8Blocks };
+
 // `out[n] = x[k] . weight[n, k]^T (+ bias)`, of the norm of x if there is one.
 struct Link {
     const bf16* x;
     const float* norm;  // [k]; null for none
     float eps;
-    const bf16* weight;
+    Matrix matrix;
     const bf16* bias;  // null for none
     int n, k;          // if gated n outputs of 2 n rows: gate, up
     Take take;
@@ -59,7 +66,7 @@ struct Share {
         const int gated = is_gated(l);
         first = unsigned(l.n) * blockIdx.x / gridDim.x;
         count = unsigned(l.n) * (blockIdx.x + 1) / gridDim.x - first;
-        row_bytes = l.k * int(sizeof(bf16));
+        row_bytes = l.matrix.row_bytes(l.k);
         at_once = min(stage_bytes / row_bytes, kStageRows) >> gated;
         batch = (kSumRows >> gated) / at_once * at_once;
     }
@@ -85,9 +92,9 @@ __device__ __forceinline__ void produce(Shared& shared, uint8_t* memory) {
             const int bytes = min(share.at_once, share.count - i) * share.row_bytes;
             const int stage = producer.begin(is_gated(l) ? 2 * bytes : bytes, c.in_flight);
             const uint32_t to = shared_address(memory + stage * c.stage_bytes);
-            const bf16* const from = l.weight + size_t(share.first + i) * l.k;
+            const uint8_t* const from = l.matrix.weight + size_t(share.first + i) * share.row_bytes;
             producer.copy(to, from, bytes);
-            if (is_gated(l)) producer.copy(to + bytes, from + size_t(l.n) * l.k, bytes);
+            if (is_gated(l)) producer.copy(to + bytes, from + size_t(l.n) * share.row_bytes, bytes);
             producer.ring.next();
         }
     }
@@ -99,51 +106,112 @@ __device__ __forceinline__ void keep_narrow(Bf16x8& x) {
     asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
 }
 
-struct Consumer : Consumers<kConsumers> {
+template <Weights kWeights>
+struct Consumer : Consumers<kConsumers, kPieceInputs<kWeights != Weights::kBf16> / kVec> {
+    static constexpr bool kFp8 = kWeights != Weights::kBf16, kBlocks = kWeights == Weights::kFp8Blocks;
+    using Base = Consumers<kConsumers, kPieceInputs<kFp8> / kVec>;
+    static constexpr int kThreads = Base::kConsumerThreads;
+
     const Chain& c;
     Shared& shared;
     uint32_t memory;
     Ring ring;
-    Bf16x8 x[kMostVecs];  // vectors `thread`, `thread + threads`, ... of the inputs
+    Bf16x8 x[kMostVecs];  // the inputs of pieces `thread`, `thread + threads`, ... of a row; for e4m3 weights as halves
+    float unit = 1.0f;    // what 1 in these halves stands for
     Float8 norm[kMostNormVecs];
     bf16 residual;  // of the output that this thread adds to: the host sees to it that a block has one batch of those
 
     __device__ __forceinline__ Consumer(Shared& shared, uint8_t* memory)
-        : Consumers<kConsumers>{shared.chain.arrived}, c(shared.chain), shared(shared), memory(shared_address(memory)), ring{shared.chain.stages} {}
+        : Base{shared.chain.arrived}, c(shared.chain), shared(shared), memory(shared_address(memory)), ring{shared.chain.stages} {}
 
-    // The sums of each warp of so many outputs, `kRows` rows of weights at a time.
-    template <int kVecs, int kRows>
-    __device__ __forceinline__ void multiply(const Share& share, bool gated, int outputs) {
-        constexpr int kVecBytes = kVec * sizeof(bf16);
-        const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, vecs = share.row_bytes / kVecBytes;
+    // Makes inputs halves, of which the largest of this thread is below 16: sums of 8 products with e4m3 values are finite then. Smaller inputs
+    // lose bits only below 2^-28 of it.
+    __device__ __forceinline__ void narrow_to_halves(int k) {
+        __nv_bfloat162 most = __floats2bfloat162_rn(0.0f, 0.0f);
+#pragma unroll
+        for (int i = 0; i < kMostVecs; ++i) {
+            if (Base::vec_of(i) * kVec >= k) continue;
+#pragma unroll
+            for (int j = 0; j < kVec / 2; ++j) most = __hmax2(most, __habs2(x[i].pair[j]));
+        }
+        const uint32_t exponent = max(__bfloat16_as_ushort(__hmax(most.x, most.y)) >> 7, 4);
+        const float scale = __uint_as_float(257 - exponent << 23);
+        unit = __uint_as_float(exponent - 3 << 23);
+#pragma unroll
+        for (int i = 0; i < kMostVecs; ++i) {
+            if (Base::vec_of(i) * kVec >= k) continue;
+            const Float8 wide = widen(x[i]);
+            __half2* const halves = reinterpret_cast<__half2*>(x[i].pair);
+#pragma unroll
+            for (int j = 0; j < kVec / 2; ++j) halves[j] = __floats2half2_rn(wide.at[2 * j] * scale, wide.at[2 * j + 1] * scale);
+        }
+    }
+
+    // Adds the products of a piece of weights and this thread's `i`th piece of inputs.
+    __device__ __forceinline__ void add_piece(float& even, float& odd, const uint4& weights, int i, float scale) const {
+        if constexpr (kFp8) {
+            const uint32_t words[4] = {weights.x, weights.y, weights.z, weights.w};
+            __half2 sums;
+#pragma unroll
+            for (int j = 0; j < kPieceInputs<kFp8> / 2; ++j) {
+                const auto pair = static_cast<__nv_fp8x2_storage_t>(words[j / 2] >> j % 2 * 16 & 0xffff);
+                const __half2 wide(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3));
+                const __half2 inputs = reinterpret_cast<const __half2&>(x[2 * i + j / 4].pair[j % 4]);
+                sums = j == 0 ? __hmul2(wide, inputs) : __hfma2(wide, inputs, sums);
+            }
+            const float2 both = __half22float2(sums);
+            even = fmaf(both.x, scale, even);
+            odd = fmaf(both.y, scale, odd);
+        } else {
+            const Float8 wide = widen(reinterpret_cast<const Bf16x8&>(weights)), inputs = widen(x[i]);
+#pragma unroll
+            for (int e = 0; e < kVec; e += 2) {
+                even = fmaf(wide.at[e], inputs.at[e], even);
+                odd = fmaf(wide.at[e + 1], inputs.at[e + 1], odd);
+            }
+        }
+    }
+
+    // The sums of each warp of so many outputs from `begin` on, `kRows` rows of weights at a time.
+    template <int kPieces, int kRows>
+    __device__ __forceinline__ void multiply(const Share& share, const Link& l, int begin, int outputs) {
+        const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+        const int row_bytes = share.row_bytes, pieces = row_bytes / kPieceBytes, gated = is_gated(l);
 #pragma unroll 1
         for (int first = 0; first < outputs; first += share.at_once) {
-            const int given = min(share.at_once, outputs - first), rows = given << int(gated);
+            const int given = min(share.at_once, outputs - first), rows = given << gated;
             barrier_wait(&shared.barriers.full[ring.place], ring.phase);
-            const uint32_t from = memory + ring.place * c.stage_bytes + threadIdx.x * kVecBytes;
+            const uint32_t from = memory + ring.place * c.stage_bytes + threadIdx.x * kPieceBytes;
 #pragma unroll 1
             for (int low = 0; low < rows; low += kRows) {
                 float even[kRows] = {}, odd[kRows] = {};
-#pragma unroll
-                for (int i = 0; i < kVecs; ++i) {
-                    if (int(threadIdx.x) + i * kConsumerThreads >= vecs) continue;
-                    if constexpr (kVecs > 4) keep_narrow(x[i]);
-                    const Float8 inputs = widen(x[i]);
+                const float* scales[kRows];
+                if constexpr (kBlocks) {
 #pragma unroll
                     for (int j = 0; j < kRows; ++j) {
-                        // Past the last row it is multiplied again, and left.
-                        const int row = min(low + j, rows - 1);
-                        const uint4 v = load_shared16(from + row * share.row_bytes + i * kConsumerThreads * kVecBytes);
-                        const Float8 weights = widen(reinterpret_cast<const Bf16x8&>(v));
-#pragma unroll
-                        for (int e = 0; e < kVec; e += 2) {
-                            even[j] = fmaf(weights.at[e], inputs.at[e], even[j]);
-                            odd[j] = fmaf(weights.at[e + 1], inputs.at[e + 1], odd[j]);
-                        }
+                        // Rows of up lie behind those of the gates.
+                        const int row = min(low + j, rows - 1), output = begin + first + (row < given ? row : l.n + row - given);
+                        scales[j] = l.matrix.scales_of(output) + threadIdx.x * kPieceInputs<kFp8> / kFp8Block;
                     }
                 }
 #pragma unroll
-                for (int j = 0; j < kRows; ++j) even[j] += odd[j];
+                for (int i = 0; i < kPieces; ++i) {
+                    const int piece = threadIdx.x + i * kThreads;
+                    if (piece >= pieces) continue;
+                    if constexpr (!kFp8 && kPieces > 4) keep_narrow(x[i]);
+                    uint4 weights[kRows];
+                    float scale[kRows];
+#pragma unroll
+                    for (int j = 0; j < kRows; ++j) {
+                        // Past the last row it is multiplied again, and left.
+                        weights[j] = load_shared16(from + min(low + j, rows - 1) * row_bytes + i * kThreads * kPieceBytes);
+                        scale[j] = kBlocks ? __ldg(scales[j] + i * (kThreads * kPieceInputs<kFp8> / kFp8Block)) : 1.0f;
+                    }
+#pragma unroll
+                    for (int j = 0; j < kRows; ++j) add_piece(even[j], odd[j], weights[j], i, scale[j]);
+                }
+#pragma unroll
+                for (int j = 0; j < kRows; ++j) even[j] = (even[j] + odd[j]) * unit;
                 const float sum = sum_values(even);
                 const int row = low + lane * kRows / kWarp;
                 if (lane % (kWarp / kRows) == 0 && row < rows) {
@@ -155,14 +223,14 @@ struct Consumer : Consumers<kConsumers> {
         }
     }
 
-    __device__ __forceinline__ void multiply(const Share& share, const Link& l, int outputs) {
+    __device__ __forceinline__ void multiply(const Share& share, const Link& l, int begin, int outputs) {
         // As many rows at a time as a stage has of the longest such rows.
-        const int vecs = (l.k + kVec * kConsumerThreads - 1) / (kVec * kConsumerThreads);
-        if (vecs <= 1) return multiply<1, 4>(share, is_gated(l), outputs);
-        if (vecs <= 2) return multiply<2, 4>(share, is_gated(l), outputs);
-        if (vecs <= 4) return multiply<4, 2>(share, is_gated(l), outputs);
-        if (vecs <= 7) return multiply<7, 1>(share, is_gated(l), outputs);
-        multiply<kMostVecs, 1>(share, is_gated(l), outputs);
+        const int pieces = (share.row_bytes + kPieceBytes * kThreads - 1) / (kPieceBytes * kThreads);
+        if (pieces <= 1) return multiply<1, 4>(share, l, begin, outputs);
+        if (pieces <= 2) return multiply<2, 4>(share, l, begin, outputs);
+        if (pieces <= 4) return multiply<4, 2>(share, l, begin, outputs);
+        if (pieces <= 7) return multiply<7, 1>(share, l, begin, outputs);
+        if constexpr (!kFp8) multiply<kMostVecs, 1>(share, l, begin, outputs);
     }
 
     __device__ __forceinline__ float sum(int at) const {
@@ -190,10 +258,18 @@ struct Consumer : Consumers<kConsumers> {
 #pragma unroll 1
         for (int first = 0; first < share.count; first += share.batch) {
             const int outputs = min(share.batch, share.count - first);
-            if (first > 0) sync();
-            multiply(share, l, outputs);
-            sync();
-            if (at < outputs) take(l, share.first + first + at, sum(at), is_gated(l) ? sum(kSumRows / 2 + at) : 0.0f);
+            float scale = 1.0f, up_scale = 1.0f;
+            if (kWeights == Weights::kFp8Rows && at < outputs) {
+                const float* const scales = l.matrix.scales + share.first + first + at;
+                scale = scales[0];
+                if (is_gated(l)) up_scale = scales[l.n];
+            }
+            if (first > 0) Base::sync();
+            multiply(share, l, share.first + first, outputs);
+            Base::sync();
+            if (at < outputs) {
+                take(l, share.first + first + at, sum(at) * scale, is_gated(l) ? sum(kSumRows / 2 + at) * up_scale : 0.0f);
+            }
         }
     }
 
@@ -204,16 +280,18 @@ struct Consumer : Consumers<kConsumers> {
 #pragma unroll 1
         for (int link = 0; link < c.count; ++link) {
             const Link& l = c.links[link];
-            if (l.norm != nullptr) load_norm(norm, l.norm, l.k);
-            if (link > 0) meet();
-            load(x, l.x, l.k);
-            if (l.norm != nullptr) normalise(x, norm, shared.squares, l.k, l.eps);
+            if (l.norm != nullptr) Base::load_norm(norm, l.norm, l.k);
+            if (link > 0) Base::meet();
+            Base::load(x, l.x, l.k);
+            if (l.norm != nullptr) Base::normalise(x, norm, shared.squares, l.k, l.eps);
+            if constexpr (kFp8) narrow_to_halves(l.k);
             compute(l, shared.shares[link]);
         }
-        leave();
+        Base::leave();
     }
 };
 
+template <Weights kWeights>
 __device__ __forceinline__ void run(const Chain& chain) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ Shared shared;
@@ -225,40 +303,51 @@ __device__ __forceinline__ void run(const Chain& chain) {
     }
     __syncthreads();
     if (threadIdx.x < kConsumers * kWarp) {
-        Consumer(shared, memory).run();
+        Consumer<kWeights>(shared, memory).run();
         return;
     }
-    for (int link = 0; link < chain.count && blockIdx.x == 0; ++link) {
+    for (int link = 0; link < chain.count; ++link) {
         const Link& l = shared.chain.links[link];
-        if (l.norm != nullptr) prefetch_norm(l.norm, l.k);
+        const Share& share = shared.shares[link];
+        if (blockIdx.x == 0 && l.norm != nullptr) prefetch_norm(l.norm, l.k);
+        prefetch_scales(l.matrix, share.first, share.count);
+        if (is_gated(l)) prefetch_scales(l.matrix, l.n + share.first, share.count);
     }
     if (threadIdx.x % kWarp == 0) produce(shared, memory);
 }
 
 #else
 
+template <Weights>
 __device__ __forceinline__ void run(const Chain&) {}
 
 #endif
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kChainThreads, 1)
-    linear_chain(const bf16* x, const bf16* output, const bf16* output_bias, const bf16* gate_up, const bf16* down, const bf16* down_bias,
-                 const bf16* next, const bf16* next_bias, bf16* hidden, const float* norm, const float* next_norm, bf16* activated,
-                 bf16* out, unsigned* arrived, int attended, int width, int inner, int next_outputs, float eps, float next_eps,
-                 int activation, int stage_bytes, int stages, int in_flight) {
-    const Link links[kMostLinks] = {
-        {x, nullptr, 0.0f, output, output_bias, width, attended, Take::kAdd, hidden},
-        {hidden, norm, eps, gate_up, nullptr, inner, width, Take::kGlu, activated},
-        {activated, nullptr, 0.0f, down, down_bias, width, inner, Take::kAdd, hidden},
-        {hidden, next_norm, next_eps, next, next_bias, next_outputs, width, Take::kStore, out},
-    };
-    run({{links[0], links[1], links[2], links[3]},
-         next == nullptr ? 3 : 4,
-         arrived,
-         Activation(activation),
-         stage_bytes,
-         stages,
-         in_flight});
+#define LINEAR_CHAIN(name, weights)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(kChainThreads, 1)                                                                    \
+    name(const bf16* x, const uint8_t* output, const float* output_scales, int output_stride, const bf16* output_bias,                \
+                 const uint8_t* gate_up, const float* gate_up_scales, int gate_up_stride, const uint8_t* down, const float* down_scales,\
+                 int down_stride, const bf16* down_bias, const uint8_t* next, const float* next_scales, int next_stride,              \
+                 const bf16* next_bias, bf16* hidden, const float* norm, const float* next_norm, bf16* activated, bf16* out,          \
+                 unsigned* arrived, int attended, int width, int inner, int next_outputs, float eps, float next_eps, int activation,  \
+                 int stage_bytes, int stages, int in_flight) {                                                                        \
+    const Link links[kMostLinks] = {                                                                                                  \
+        {x, nullptr, 0.0f, {output, output_scales, output_stride}, output_bias, width, attended, Take::kAdd, hidden},                 \
+        {hidden, norm, eps, {gate_up, gate_up_scales, gate_up_stride}, nullptr, inner, width, Take::kGlu, activated},                 \
+        {activated, nullptr, 0.0f, {down, down_scales, down_stride}, down_bias, width, inner, Take::kAdd, hidden},                    \
+        {hidden, next_norm, next_eps, {next, next_scales, next_stride}, next_bias, next_outputs, width, Take::kStore, out},           \
+    };                                                                                                                                \
+    run<weights>({{links[0], links[1], links[2], links[3]},                                                                           \
+         next == nullptr ? 3 : 4,                                                                                                     \
+         arrived,                                                                                                                     \
+         Activation(activation),                                                                                                      \
+         stage_bytes,                                                                                                                 \
+         stages,                                                                                                                      \
+         in_flight});                                                                                                                 \
 }
+
+LINEAR_CHAIN(linear_chain_bf16, Weights::kBf16)
+LINEAR_CHAIN(linear_chain_fp8_rows, Weights::kFp8Rows)
+LINEAR_CHAIN(linear_chain_fp8_blocks, Weights::kFp8Blocks)

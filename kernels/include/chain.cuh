@@ -89,8 +89,8 @@ __device__ __forceinline__ float sum_values(float (&x)[kValues]) {
     return x[0];
 }
 
-// The threads that multiply, so many warps: what they do together.
-template <int kConsumers>
+// The threads that multiply, so many warps: what they do together. Of a row a thread has so many adjacent vectors, and the same of others further on.
+template <int kConsumers, int kAdjacent = 1>
 struct Consumers {
     static constexpr int kConsumerThreads = kConsumers * kWarp;
 
@@ -98,6 +98,11 @@ struct Consumers {
     int waits = 0;
 
     __device__ __forceinline__ static void sync() { named_sync<kConsumerThreads>(1); }
+
+    // Which vector of a row this thread's `i`th is.
+    __device__ __forceinline__ static int vec_of(int i) {
+        return (int(threadIdx.x) + i / kAdjacent * kConsumerThreads) * kAdjacent + i % kAdjacent;
+    }
 
     // What this block has written is there for all; waits until so is what the others have.
     __device__ __forceinline__ void meet() {
@@ -123,13 +128,12 @@ struct Consumers {
         if (threadIdx.x == 0 && atomicAdd(arrived, 1) + 1 == (waits + 1) * gridDim.x) atomicExch(arrived, 0);
     }
 
-    // Vectors `thread`, `thread + threads`, ... of a row of k elements, past the cache of the multiprocessor, as other blocks have just written
-    // them.
+    // This thread's vectors of a row of k elements, past the cache of the multiprocessor, as other blocks have just written them.
     template <int kVecs>
     __device__ __forceinline__ static void load(Bf16x8 (&x)[kVecs], const bf16* from, int k) {
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
-            const int vec = threadIdx.x + i * kConsumerThreads;
+            const int vec = vec_of(i);
             if (vec * kVec >= k) continue;
             const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from) + vec);
             x[i] = reinterpret_cast<const Bf16x8&>(v);
@@ -141,7 +145,7 @@ struct Consumers {
     __device__ __forceinline__ static void load_norm(Float8 (&norm)[kVecs], const float* from, int k) {
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
-            const int vec = threadIdx.x + i * kConsumerThreads;
+            const int vec = vec_of(i);
             if (vec * kVec < k) norm[i] = load_floats(from + vec * kVec);
         }
     }
@@ -154,7 +158,7 @@ struct Consumers {
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
-            if ((int(threadIdx.x) + i * kConsumerThreads) * kVec < k) sum += sum_of_squares(widen(x[i]));
+            if (vec_of(i) * kVec < k) sum += sum_of_squares(widen(x[i]));
         }
         sum = warp_sum(sum);
         if (threadIdx.x % kWarp == 0) squares[threadIdx.x / kWarp] = sum;

@@ -17,6 +17,15 @@ struct Matrix {
     __device__ __forceinline__ int row_bytes(int k) const { return is_fp8() ? k : k * int(sizeof(bf16)); }
 };
 
+// Brings the scales of the first and the last of so many rows of weights into L2, by a warp; of blocks there is one for each 128 inputs.
+__device__ __forceinline__ void prefetch_scales(const Matrix& matrix, int first, int count) {
+    constexpr int kLine = 128 / sizeof(float);
+    const int lane = threadIdx.x % kWarp, at = lane / 2 * kLine;
+    if (!matrix.is_fp8() || count == 0 || at >= max(matrix.scale_stride, 1)) return;
+    const float* const from = matrix.scales_of(first + lane % 2 * (count - 1)) + at;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 constexpr int kPieceBytes = 16;
 
 template <bool kFp8>

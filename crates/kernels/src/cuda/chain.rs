@@ -1,9 +1,11 @@
 //! Layers of one row that follow each other in one launch: what `kernels/linear_chain.cu` and `kernels/moe_chain.cu` share
 //! (`kernels/include/chain.cuh`).
 
-use plimsoll_device::cuda::{Function, Gpu, GpuError};
+use half::bf16;
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError};
 
 use super::has_hopper_kernels;
+use super::linear::{GpuLinear, GpuMatrix};
 
 /// Constants of the kernels: inputs of a vector, and most stages.
 pub(super) const VEC: usize = 8;
@@ -21,6 +23,7 @@ pub(super) const BYTES_IN_FLIGHT: usize = 64 << 10;
 /// generation. A block has so many threads, and `beside` bytes of shared memory that are no stages.
 pub(super) fn load(
     gpu: &Gpu,
+    file: &str,
     name: &str,
     threads: usize,
     beside: usize,
@@ -28,11 +31,43 @@ pub(super) fn load(
     if !has_hopper_kernels(gpu) {
         return Ok(None);
     }
-    let (info, function) = (gpu.info(), super::load(gpu, name)?.function(name)?);
+    let (info, function) = (gpu.info(), super::load(gpu, file)?.function(name)?);
     let shared = info.max_shared_bytes - beside;
     function.allow_shared(shared)?;
     let at_once = function.clusters_at_once(1, threads, shared)?;
     Ok((at_once >= info.sm_count).then_some(function))
+}
+
+/// Bytes of a row of weights in bf16 or e4m3, if the kernels can multiply it.
+pub(super) fn row_bytes(linear: &GpuLinear) -> Option<usize> {
+    let (weight, element) = match linear.matrix() {
+        GpuMatrix::Bf16(weight) => (weight.slice().ptr(), size_of::<bf16>()),
+        GpuMatrix::Fp8 { values, .. } => (values.slice().ptr(), 1),
+        _ => return None,
+    };
+    let bytes = linear.inputs() * element;
+    (bytes.is_multiple_of(PIECE) && weight.is_multiple_of(PIECE as u64)).then_some(bytes)
+}
+
+/// Weights, scales or null, and scales from one row of blocks to the next, of a matrix in bf16 or e4m3.
+///
+/// # Panics
+/// If it is neither.
+pub(super) fn matrix_args(linear: &GpuLinear) -> [Arg; 3] {
+    let (weight, scales, stride) = match linear.matrix() {
+        GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0, 0),
+        GpuMatrix::Fp8 {
+            values,
+            scales,
+            scaling,
+        } => (
+            values.slice().ptr(),
+            scales.slice().ptr(),
+            scaling.stride(linear.inputs()),
+        ),
+        _ => panic!("chains have weights in bf16 or e4m3"),
+    };
+    [weight.into(), scales.into(), (stride as i32).into()]
 }
 
 /// How the weights of a chain go through shared memory.

@@ -4,15 +4,16 @@ use std::sync::Arc;
 
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
-use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    GpuChain, GpuChainEnd, GpuLinear, GpuMatrix, GpuNorm, GpuWeight, Linears, has_hopper_kernels,
+    Fp8Scaling, GpuChain, GpuChainEnd, GpuLinear, GpuMatrix, GpuNorm, GpuWeight, Linears, has_hopper_kernels,
 };
+use plimsoll_kernels::{Activation, e4m3_from_f32, e4m3_to_f32};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 
 use crate::common::{self, wide};
+use crate::fp8::weight_scale;
 use crate::fused::{ACTIVATIONS, activate};
 
 pub(crate) const EPS: f32 = 1e-5;
@@ -29,18 +30,41 @@ struct Layer {
 }
 
 impl Layer {
-    fn random(gpu: &Gpu, rng: &mut StdRng, [n, k]: [usize; 2], bias: bool) -> Self {
+    /// In bf16, or in e4m3 with such scales.
+    fn random(gpu: &Gpu, rng: &mut StdRng, fp8: Option<Fp8Scaling>, [n, k]: [usize; 2], bias: bool) -> Self {
         let scale = (3.0 / k as f32).sqrt();
-        let values: Vec<f32> = (0..n * k).map(|_| rng.random_range(-1.0..1.0) * scale).collect();
         let bias = bias.then(|| common::random(rng, n));
         let slab = |bytes: &[u8]| Arc::new(common::upload(gpu, bytes));
-        let values: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
-        let matrix = GpuMatrix::Bf16(GpuWeight::new(&slab(bytemuck::cast_slice(&values)), 0..n * k));
+        let (weight, matrix) = match fp8 {
+            None => {
+                let values = (0..n * k).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0) * scale));
+                let values: Vec<bf16> = values.collect();
+                let slab = slab(bytemuck::cast_slice(&values));
+                (wide(&values), GpuMatrix::Bf16(GpuWeight::new(&slab, 0..n * k)))
+            }
+            Some(scaling) => {
+                let values = (0..n * k).map(|_| e4m3_from_f32(rng.random_range(-448.0..448.0)));
+                let values: Vec<u8> = values.collect();
+                let count = scaling.weight_scales(n, k);
+                let scales = (0..count).map(|_| rng.random_range(0.5..2.0) * scale / 448.0);
+                let scales: Vec<f32> = scales.collect();
+                let wide = values.iter().enumerate().map(|(at, &value)| {
+                    let scale = scales[weight_scale(scaling, k, at / k, at % k)];
+                    f64::from(e4m3_to_f32(value)) * f64::from(scale)
+                });
+                let matrix = GpuMatrix::Fp8 {
+                    values: GpuWeight::new(&slab(&values), 0..n * k),
+                    scales: GpuWeight::new(&slab(bytemuck::cast_slice(&scales)), 0..count),
+                    scaling,
+                };
+                (wide.collect(), matrix)
+            }
+        };
         let device_bias = bias
             .as_ref()
             .map(|bias| GpuWeight::new(&slab(bytemuck::cast_slice(bias)), 0..n));
         Self {
-            weight: wide(&values),
+            weight,
             bias,
             k,
             device: GpuLinear::new(matrix, device_bias, n, k),
@@ -90,22 +114,34 @@ struct Outputs {
 }
 
 impl Case {
-    fn random(gpu: &Gpu, rng: &mut StdRng, [attended, width, inner, next]: [usize; 4]) -> Self {
+    fn random(
+        gpu: &Gpu,
+        rng: &mut StdRng,
+        fp8: Option<Fp8Scaling>,
+        [attended, width, inner, next]: [usize; 4],
+    ) -> Self {
         let mut norm = || (0..width).map(|_| rng.random_range(0.5..1.5)).collect();
         let norms = [norm(), norm()];
         let activation = *ACTIVATIONS.choose(rng).unwrap();
         let biases = [(); 3].map(|()| rng.random_bool(0.5));
+        // With e4m3 weights, inputs are scaled to fit halves.
+        let size = 2f32.powi(rng.random_range(-20..20));
+        let mut inputs = |len: usize| -> Vec<bf16> {
+            let values = common::random(rng, len);
+            values.iter().map(|x| bf16::from_f32(x.to_f32() * size)).collect()
+        };
+        let (x, hidden) = (inputs(attended), inputs(width));
         Self {
             what: format!(
-                "{attended} to {width}, {inner} inside, then {next}, biases {biases:?}, {activation:?}"
+                "{fp8:?}, {attended} to {width}, {inner} inside, then {next}, size {size}, biases {biases:?}, {activation:?}"
             ),
-            x: common::random(rng, attended),
-            hidden: common::random(rng, width),
+            x,
+            hidden,
             norms,
-            output: Layer::random(gpu, rng, [width, attended], biases[0]),
-            gate_up: Layer::random(gpu, rng, [2 * inner, width], false),
-            down: Layer::random(gpu, rng, [width, inner], biases[1]),
-            next: (next > 0).then(|| Layer::random(gpu, rng, [next, width], biases[2])),
+            output: Layer::random(gpu, rng, fp8, [width, attended], biases[0]),
+            gate_up: Layer::random(gpu, rng, fp8, [2 * inner, width], false),
+            down: Layer::random(gpu, rng, fp8, [width, inner], biases[1]),
+            next: (next > 0).then(|| Layer::random(gpu, rng, fp8, [next, width], biases[2])),
             activation,
         }
     }
@@ -193,7 +229,7 @@ fn layers_of_one_row_in_one_launch() {
     let gpu = common::gpu();
     let linears = crate::linear::linears(&gpu);
     let mut rng = common::rng("layers_of_one_row_in_one_launch");
-    let sizes = [
+    let any = [
         [64, 64, 96, 32],
         [896, 896, 4864, 1152],
         [512, 1024, 3072, 1000],
@@ -204,9 +240,21 @@ fn layers_of_one_row_in_one_launch() {
         [256, 8192, 272, 16],
         [80, 2064, 6160, 2000],
     ];
-    for size in sizes {
-        for _ in 0..2 {
-            let case = Case::random(&gpu, &mut rng, size);
+    let blocks = [
+        [128, 128, 128, 32],
+        [896, 896, 4864, 1152],
+        [4096, 4096, 14336, 6144],
+        [128, 256, 28672, 0],
+        [512, 5120, 640, 80],
+        [8192, 2048, 384, 1000],
+    ];
+    for (fp8, sizes) in [
+        (None, &any[..]),
+        (Some(Fp8Scaling::Rows), &any),
+        (Some(Fp8Scaling::Blocks), &blocks),
+    ] {
+        for size in sizes.iter().flat_map(|size| [size; 2]) {
+            let case = Case::random(&gpu, &mut rng, fp8, *size);
             let chains = linears.can_chain(case.layers(), case.next());
             assert_eq!(chains, has_hopper_kernels(&gpu), "{}", case.what);
             if !chains {
@@ -227,12 +275,18 @@ fn layers_that_do_not_fit_together_are_not_chained() {
     let gpu = common::gpu();
     let linears = crate::linear::linears(&gpu);
     let mut rng = common::rng("layers_that_do_not_fit_together_are_not_chained");
-    let mut layer = |n: usize, k: usize, bias: bool| Layer::random(&gpu, &mut rng, [n, k], bias).device;
+    let mut layer_of = |fp8: Option<Fp8Scaling>, n: usize, k: usize, bias: bool| {
+        Layer::random(&gpu, &mut rng, fp8, [n, k], bias).device
+    };
+    let mut fp8 = |scaling: Fp8Scaling, n: usize, k: usize| layer_of(Some(scaling), n, k, false);
+    let rows = [fp8(Fp8Scaling::Rows, 64, 128), fp8(Fp8Scaling::Rows, 256, 64)];
+    let blocks = fp8(Fp8Scaling::Blocks, 64, 128);
+    let mut layer = |n: usize, k: usize, bias: bool| layer_of(None, n, k, bias);
     let [output, gate_up, down] = [layer(64, 64, false), layer(192, 64, false), layer(64, 96, false)];
     let next = layer(32, 64, false);
     let fits = linears.can_chain([&output, &gate_up, &down], Some(&next));
     assert_eq!(fits, has_hopper_kernels(&gpu));
-    // A bias of gates, inputs that are no whole pieces, a row that is too long, and other widths.
+    // A bias of gates, inputs that are no whole pieces, a row that is too long, other widths, and several formats.
     let others = [
         (
             [layer(64, 64, false), layer(192, 64, true), layer(64, 96, false)],
@@ -254,6 +308,11 @@ fn layers_that_do_not_fit_together_are_not_chained() {
             [layer(64, 64, false), layer(192, 64, false), layer(64, 104, false)],
             None,
         ),
+        (
+            [rows[0].clone(), gate_up.clone(), down.clone()],
+            Some(next.clone()),
+        ),
+        ([rows[0].clone(), rows[1].clone(), blocks], None),
         ([output, gate_up, down], Some(layer(32, 72, false))),
     ];
     for (layers, next) in &others {

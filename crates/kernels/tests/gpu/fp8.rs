@@ -47,7 +47,8 @@ fn input_scale(scaling: Fp8Scaling, rows: usize, row: usize, col: usize) -> usiz
     }
 }
 
-fn weight_scale(scaling: Fp8Scaling, k: usize, row: usize, col: usize) -> usize {
+/// Where the factor of element `(row, col)` of `[n, k]` weights lies.
+pub(crate) fn weight_scale(scaling: Fp8Scaling, k: usize, row: usize, col: usize) -> usize {
     match scaling {
         Fp8Scaling::Rows => row,
         Fp8Scaling::Blocks => row / FP8_BLOCK * scaling.stride(k) + col / FP8_BLOCK,

@@ -1,4 +1,4 @@
-//! Linear layers of one row that follow each other, with weights in bf16, in one launch: `kernels/linear_chain.cu`.
+//! Linear layers of one row that follow each other, with weights in bf16 or e4m3, in one launch: `kernels/linear_chain.cu`.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Lau
 use super::cublas_lt::WORKSPACE;
 use super::hopper::SUM_BYTES;
 use super::tune::{Kind, Timer};
-use super::{GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
+use super::{Fp8Scaling, GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
 use crate::Activation;
 use crate::cuda::chain::{self, BYTES_IN_FLIGHT, PIECE, Ring, VEC};
 use crate::cuda::{GpuNorm, has_hopper_kernels};
@@ -76,8 +76,8 @@ pub struct ChainUse<'a> {
 #[derive(Debug)]
 pub(super) struct ChainKernel {
     gpu: Gpu,
-    /// On GPUs of Hopper's generation.
-    function: Option<Function>,
+    /// For weights that are such values, which all layers of a chain have; on GPUs of Hopper's generation.
+    functions: Vec<(GpuValues, Function)>,
     workspace: Arc<GpuSlab>,
     /// Up to the end of an MLP, layers that were faster in one launch than one by one.
     faster: HashSet<[Kind; 3]>,
@@ -85,33 +85,45 @@ pub(super) struct ChainKernel {
 
 /// Bytes of a row of weights of a layer that the kernel can compute.
 fn row_bytes(linear: &GpuLinear) -> Option<usize> {
-    let bytes = linear.k * size_of::<bf16>();
-    let fits = linear.matrix().values() == Some(GpuValues::Bf16)
-        && linear.k <= MOST_VECS * CONSUMERS * VEC
-        && bytes.is_multiple_of(PIECE)
-        && linear.operands().weight.is_multiple_of(PIECE as u64);
-    fits.then_some(bytes)
+    chain::row_bytes(linear).filter(|_| linear.k <= MOST_VECS * CONSUMERS * VEC)
 }
 
 impl ChainKernel {
     /// `workspace` has [`COUNTER_BYTES`] behind what the other kernels use.
     pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>) -> Result<Self, GpuError> {
-        let function = chain::load(gpu, "linear_chain", THREADS, STATIC_BYTES)?;
+        let mut functions = Vec::new();
+        for (values, name) in [
+            (GpuValues::Bf16, "linear_chain_bf16"),
+            (GpuValues::Fp8(Fp8Scaling::Rows), "linear_chain_fp8_rows"),
+            (GpuValues::Fp8(Fp8Scaling::Blocks), "linear_chain_fp8_blocks"),
+        ] {
+            let function = chain::load(gpu, "linear_chain", name, THREADS, STATIC_BYTES)?;
+            functions.extend(function.map(|function| (values, function)));
+        }
         if has_hopper_kernels(gpu) {
             gpu.fill(counter(workspace), 0)?;
         }
         Ok(Self {
             gpu: gpu.clone(),
-            function,
+            functions,
             workspace: Arc::clone(workspace),
             faster: HashSet::new(),
         })
     }
 
-    /// The ring for the layers up to the end of an MLP, if the kernel can compute them.
-    fn ring(&self, [output, gate_up, down]: [&GpuLinear; 3], next: Option<&GpuLinear>) -> Option<Ring> {
+    /// The kernel and its ring for the layers up to the end of an MLP, if it can compute them.
+    fn kernel(
+        &self,
+        [output, gate_up, down]: [&GpuLinear; 3],
+        next: Option<&GpuLinear>,
+    ) -> Option<(&Function, Ring)> {
         let (width, sm_count) = (output.n, self.gpu.info().sm_count);
-        let fit = self.function.is_some()
+        let values = output.matrix().values()?;
+        let (_, function) = self.functions.iter().find(|(of, _)| *of == values)?;
+        let fit = [Some(gate_up), Some(down), next]
+            .into_iter()
+            .flatten()
+            .all(|linear| linear.matrix().values() == Some(values))
             && down.n == width
             && gate_up.bias.is_none()
             && gate_up.n == 2 * down.k
@@ -127,7 +139,8 @@ impl ChainKernel {
             row_bytes(down),
             next.map_or(Some(0), row_bytes),
         ];
-        Ring::new(stages, self.gpu.info().max_shared_bytes - STATIC_BYTES).filter(|_| fit)
+        let ring = Ring::new(stages, self.gpu.info().max_shared_bytes - STATIC_BYTES)?;
+        fit.then_some((function, ring))
     }
 }
 
@@ -135,7 +148,7 @@ impl Linears {
     /// Whether [`Self::forward_chain`] can compute these layers for one row: a mixer's output, gate and up, down, and the next projections
     /// if they are to be a part of it.
     pub fn can_chain(&self, layers: [&GpuLinear; 3], next: Option<&GpuLinear>) -> bool {
-        self.chain.ring(layers, next).is_some()
+        self.chain.kernel(layers, next).is_some()
     }
 
     /// Whether it should: [`Self::measure_chain`] found layers like these faster so, with what followed them there.
@@ -243,10 +256,8 @@ impl Linears {
             next,
         } = chain;
         let kernel = &self.chain;
-        let ring = kernel.ring([output, gate_up, down], next.map(|next| next.linear));
-        let (Some(function), Some(ring)) = (&kernel.function, ring) else {
-            panic!("ask `can_chain`");
-        };
+        let found = kernel.kernel([output, gate_up, down], next.map(|next| next.linear));
+        let (function, ring) = found.expect("ask `can_chain`");
         let width = output.n;
         assert_eq!((x.len(), hidden.len()), (output.k, width), "one row");
         assert_eq!((norm.weight.len(), activated.len()), (width, down.k), "one row");
@@ -269,44 +280,47 @@ impl Linears {
             aligned.iter().all(|at| at.is_multiple_of(PIECE as u64)),
             "rows at multiples of {PIECE} bytes"
         );
-        let [output, gate_up, down] = [output, gate_up, down].map(GpuLinear::operands);
-        let end = next.map(|next| next.linear.operands());
-        let next_norm = next.map(|next| next.norm);
-        let of_end = |address: Option<u64>| Arg::from(address.unwrap_or_default());
+        let bias = |linear: &GpuLinear| Arg::from(linear.operands().bias);
+        let null = || Arg::from(0_u64);
         let int = |value: usize| Arg::from(value as i32);
-        let args = [
-            x.into(),
-            output.weight.into(),
-            output.bias.into(),
-            gate_up.weight.into(),
-            down.weight.into(),
-            down.bias.into(),
-            of_end(end.map(|end| end.weight)),
-            of_end(end.map(|end| end.bias)),
-            hidden.into(),
-            norm.weight.into(),
-            of_end(next_norm.map(|norm| norm.weight.ptr())),
-            activated.into(),
-            of_end(next.map(|next| next.out.ptr())),
-            counter(&kernel.workspace).into(),
-            int(x.len()),
-            int(width),
-            int(activated.len()),
-            int(next.map_or(0, |next| next.linear.n)),
-            norm.eps.into(),
-            next_norm.map_or(0.0, |norm| norm.eps).into(),
-            int(match activation {
-                Activation::Silu => 0,
-                Activation::GeluTanh => 1,
-            }),
-            int(ring.stage_bytes),
-            int(ring.stages),
-            int((BYTES_IN_FLIGHT / ring.stage_bytes).max(2)),
-        ];
+        let [of_output, of_gate_up, of_down] = [output, gate_up, down].map(chain::matrix_args);
+        let of_next = next.map(|next| chain::matrix_args(next.linear));
+        let args: Vec<Arg> = [
+            &[x.into()][..],
+            &of_output,
+            &[bias(output)],
+            &of_gate_up,
+            &of_down,
+            &[bias(down)],
+            &of_next.unwrap_or_else(|| [null(), null(), int(0)]),
+            &[
+                next.map_or_else(null, |next| bias(next.linear)),
+                hidden.into(),
+                norm.weight.into(),
+                next.map_or_else(null, |next| next.norm.weight.into()),
+                activated.into(),
+                next.map_or_else(null, |next| next.out.into()),
+                counter(&kernel.workspace).into(),
+                int(x.len()),
+                int(width),
+                int(activated.len()),
+                int(next.map_or(0, |next| next.linear.n)),
+                norm.eps.into(),
+                next.map_or(0.0, |next| next.norm.eps).into(),
+                int(match activation {
+                    Activation::Silu => 0,
+                    Activation::GeluTanh => 1,
+                }),
+                int(ring.stage_bytes),
+                int(ring.stages),
+                int((BYTES_IN_FLIGHT / ring.stage_bytes).max(2)),
+            ],
+        ]
+        .concat();
         let launch = Launch::new([kernel.gpu.info().sm_count as u32, 1, 1], THREADS as u32)
             .shared(ring.bytes())
             .pdl(true);
-        // SAFETY: the lengths were checked; the arguments are those of `linear_chain` in kernels/linear_chain.cu. Its blocks wait for each
+        // SAFETY: the lengths were checked; the arguments are those that kernels/linear_chain.cu lists. Its blocks wait for each
         // other: there is one for each multiprocessor, which has room for it once the kernels ahead have ended. The GPU has one stream for
         // kernels, so no other of this kind runs beside it; a wait that lasts too long ends the kernel with an error.
         unsafe { kernel.gpu.launch(function, launch, &args) }

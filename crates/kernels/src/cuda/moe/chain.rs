@@ -106,7 +106,7 @@ fn operands(address: &Addresses) -> [Arg; 3] {
 impl MoeChainKernel {
     /// `None` where its blocks do not all run at once.
     pub(super) fn load(gpu: &Gpu) -> Result<Option<Self>, GpuError> {
-        let function = chain::load(gpu, "moe_chain", THREADS, STATIC_BYTES)?;
+        let function = chain::load(gpu, "moe_chain", "moe_chain", THREADS, STATIC_BYTES)?;
         Ok(function.map(|function| Self {
             gpu: gpu.clone(),
             function,
