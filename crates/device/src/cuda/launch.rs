@@ -55,26 +55,26 @@ impl Gpu {
     pub unsafe fn launch(&self, function: &Function, launch: Launch, args: &[Arg]) -> Result<(), GpuError> {
         self.bind()?;
         // SAFETY: the caller's promise.
-        unsafe { launch.run(function, self.stream(), None, args) }
+        unsafe { launch.run(function, self.stream(), &[], args) }
     }
 
-    /// As [`Self::launch`], of a kernel whose first argument is a tensor map.
+    /// As [`Self::launch`], of a kernel whose first arguments are tensor maps.
     ///
     /// # Errors
     /// As [`Self::launch`].
     ///
     /// # Safety
-    /// As [`Self::launch`]; the map's memory may be read until the kernel ends.
-    pub unsafe fn launch_with_map(
+    /// As [`Self::launch`]; the maps' memory may be read until the kernel ends.
+    pub unsafe fn launch_with_maps(
         &self,
         function: &Function,
         launch: Launch,
-        map: &TensorMap,
+        maps: &[&TensorMap],
         args: &[Arg],
     ) -> Result<(), GpuError> {
         self.bind()?;
         // SAFETY: the caller's promise.
-        unsafe { launch.run(function, self.stream(), Some(map), args) }
+        unsafe { launch.run(function, self.stream(), maps, args) }
     }
 }
 
@@ -266,7 +266,7 @@ impl Launch {
         self,
         function: &Function,
         stream: sys::CUstream,
-        map: Option<&TensorMap>,
+        maps: &[&TensorMap],
         args: &[Arg],
     ) -> Result<(), GpuError> {
         let mut attributes = [const { std::mem::MaybeUninit::<sys::CUlaunchAttribute>::zeroed() }; 2];
@@ -300,11 +300,12 @@ impl Launch {
             numAttrs: count as u32,
         };
         const MAX_ARGS: usize = 64;
-        let map = map.map(|map| map.as_ptr().cast_mut().cast());
-        assert!(args.len() < MAX_ARGS, "{} kernel arguments", args.len());
+        let total = maps.len() + args.len();
+        assert!(total <= MAX_ARGS, "{total} kernel arguments");
+        let maps = maps.iter().map(|map| map.as_ptr().cast_mut().cast());
         let args = args.iter().map(|arg| (&raw const arg.0).cast_mut().cast());
         let mut params = [std::ptr::null_mut::<c_void>(); MAX_ARGS];
-        for (param, arg) in params.iter_mut().zip(map.into_iter().chain(args)) {
+        for (param, arg) in params.iter_mut().zip(maps.chain(args)) {
             *param = arg;
         }
         // SAFETY: the caller's promise; the driver copies the arguments before it returns.

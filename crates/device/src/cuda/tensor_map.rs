@@ -42,7 +42,21 @@ pub struct MatrixRows {
     pub pair: bool,
 }
 
-/// A kernel's first argument, for copies of 64 rows of 128 bytes, swizzled as matrix products of warp groups want them.
+/// A matrix whose rows follow each other, for copies of any number of them.
+#[derive(Clone, Copy, Debug)]
+pub struct MatrixTiles {
+    /// Address, a multiple of 16.
+    pub first: u64,
+    /// Of the matrix.
+    pub rows: usize,
+    /// Bytes of a row, a multiple of 16. Copies that go on behind them, and behind the last row, write zeros.
+    pub row_bytes: usize,
+    /// Rows that a copy takes, at most 256.
+    pub copied: usize,
+}
+
+/// A kernel's first argument, for copies of rows of 128 bytes, of 64 of them but for [`MatrixTiles`], swizzled as matrix products of warp
+/// groups want them.
 #[derive(Clone, Debug)]
 pub struct TensorMap(sys::CUtensorMap);
 
@@ -73,6 +87,15 @@ impl Gpu {
                 self.encode(of.first, [pitch, eight, 2, rows / eight], &strides, PAIR_BOX)
             }
         }
+    }
+
+    /// Describes a matrix, for copies from (byte, row) on. The map must not be used once its memory is given back.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver: what [`MatrixTiles`] asks does not hold, or the GPU has no such engine.
+    pub fn tiles_map(&self, of: &MatrixTiles) -> Result<TensorMap, GpuError> {
+        let (rows, pitch) = (of.rows as u64, of.row_bytes as u64);
+        self.encode(of.first, [pitch, rows], &[pitch], [BOX[0], of.copied as u32])
     }
 
     /// `strides` are those of all dimensions but the first.

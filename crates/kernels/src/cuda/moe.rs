@@ -436,7 +436,7 @@ impl MoeKernels {
                 // SAFETY: as in `launch`; the map is of the experts, which live.
                 unsafe {
                     self.gpu
-                        .launch_with_map(&product.function, launch.pdl(true), map, &args)
+                        .launch_with_maps(&product.function, launch.pdl(true), &[map], &args)
                 }
             }
         }

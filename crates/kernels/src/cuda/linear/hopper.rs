@@ -207,7 +207,7 @@ impl HopperKernels {
             pair: output.stacked() == 2,
         })?;
         // SAFETY: the caller's promise; the arguments are those of `LINEAR_HOPPER` in kernels/linear_hopper.cu.
-        unsafe { self.gpu.launch_with_map(&kernel.function, launch, &map, &args) }
+        unsafe { self.gpu.launch_with_maps(&kernel.function, launch, &[&map], &args) }
     }
 }
 
