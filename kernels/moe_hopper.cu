@@ -309,23 +309,6 @@ struct Experts {
         }
     }
 
-    // Of four lanes' words each lane gets those of its own number.
-    __device__ __forceinline__ static uint4 transpose_quads(uint32_t (&words)[4]) {
-#pragma unroll
-        for (int step = 1; step < 4; step *= 2) {
-            const bool high = threadIdx.x & step;
-#pragma unroll
-            for (int at = 0; at < 4; ++at) {
-                if (at & step) continue;
-                // The pair of lanes exchanges what each has of the other.
-                const uint32_t given = high ? words[at] : words[at + step];
-                const uint32_t got = __shfl_xor_sync(kAllLanes, given, step);
-                (high ? words[at] : words[at + step]) = got;
-            }
-        }
-        return make_uint4(words[0], words[1], words[2], words[3]);
-    }
-
     // A warp group's sums, of outputs `first` on; this thread has rows `row` and `row + 8` of the tile.
     __device__ __forceinline__ void store(const Work& w, int first, int row, const float (&acc)[kWidth / 8][4]) const {
         const int quad = threadIdx.x % 4;

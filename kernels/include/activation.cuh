@@ -12,3 +12,8 @@ enum class Activation { kSilu, kGeluTanh };
 __device__ __forceinline__ float sigmoid_input(Activation activation, float x) {
     return activation == Activation::kSilu ? x : x * fmaf(0.0713548163f, x * x, 1.5957691216f);
 }
+
+// activation(gate) * up.
+__device__ __forceinline__ float activated(Activation activation, float gate, float up) {
+    return __fdividef(gate, 1.0f + __expf(-sigmoid_input(activation, gate))) * up;
+}

@@ -211,8 +211,7 @@ __device__ __forceinline__ float activate(int kind, float gate, float up) {
         up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
         return __fdividef(gate, 1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
     }
-    const float inner = sigmoid_input(kind == kGeluTanh ? Activation::kGeluTanh : Activation::kSilu, gate);
-    return __fdividef(gate, 1.0f + __expf(-inner)) * up;
+    return activated(kind == kGeluTanh ? Activation::kGeluTanh : Activation::kSilu, gate, up);
 }
 
 // Defines the kernels of a product, NAME and its format: RUN(Format) takes a Problem.

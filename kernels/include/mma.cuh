@@ -101,6 +101,23 @@ __device__ __forceinline__ uint32_t transpose(uint32_t pair) {
     return out;
 }
 
+// Of four lanes' words each lane gets those of its own number.
+__device__ __forceinline__ uint4 transpose_quads(uint32_t (&words)[4]) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        const bool high = threadIdx.x & step;
+#pragma unroll
+        for (int at = 0; at < 4; ++at) {
+            if (at & step) continue;
+            // The pair of lanes exchanges what each has of the other.
+            const uint32_t given = high ? words[at] : words[at + step];
+            const uint32_t got = __shfl_xor_sync(kAllLanes, given, step);
+            (high ? words[at] : words[at + step]) = got;
+        }
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // c += a x b: a is 16x16 by rows, b 16x8 by columns.
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
