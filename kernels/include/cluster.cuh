@@ -4,6 +4,15 @@
 
 #include "common.cuh"
 
+// The address of a shared variable, given as `shared_address` says, in block `rank` of the cluster.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t mine, int rank) {
+    uint32_t theirs = mine;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(rank));
+#endif
+    return theirs;
+}
+
 struct Group {
     // Blocks; 1 is a block alone, be it the first of a cluster.
     int parts;

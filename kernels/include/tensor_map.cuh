@@ -4,8 +4,8 @@
 
 #include "mma.cuh"
 
-// Matrices of bytes, one behind the other or two in turn; a copy takes `kMapRows` rows of 128 bytes each, swizzled as products of warp groups
-// want them.
+// Matrices of bytes, one behind the other or two in turn; a copy takes `kMapRows` rows of 128 bytes each, or of a map of one matrix as many
+// as its maker said, swizzled as products of warp groups want them.
 struct __align__(64) TensorMap {
     uint8_t bytes[128];
 };
@@ -34,6 +34,23 @@ __device__ __forceinline__ void copy_tensor(void* to, const TensorMap& map, int4
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
             shared_address(to)),
         "l"(&map), "r"(from.x), "r"(from.y), "r"(from.z), "r"(from.w), "r"(shared_address(barrier))
+        : "memory");
+}
+
+// The same with a map of one matrix, from (byte, row) on.
+__device__ __forceinline__ void copy_tensor(void* to, const TensorMap& map, int2 from, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+                     shared_address(to)),
+                 "l"(&map), "r"(from.x), "r"(from.y), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// The same to several blocks of the cluster at once, those of the bits of `blocks`: to the same place in each, whose own barrier is told.
+__device__ __forceinline__ void copy_tensor(void* to, const TensorMap& map, int2 from, uint64_t* barrier, uint16_t blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(from.x), "r"(from.y), "r"(shared_address(barrier)), "h"(blocks)
         : "memory");
 }
 

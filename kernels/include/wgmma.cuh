@@ -53,24 +53,32 @@ __device__ __forceinline__ void touch(float (&c)[N][4]) {
 #define WGMMA_8(n) WGMMA_4(n), WGMMA_4(n + 1)
 #define WGMMA_16(n) WGMMA_4(n), WGMMA_4(n + 1), WGMMA_4(n + 2), WGMMA_4(n + 3)
 #define WGMMA_32(n) WGMMA_16(n), WGMMA_16(n + 4)
+#define WGMMA_56(n) WGMMA_32(n), WGMMA_16(n + 8), WGMMA_8(n + 12)
 #define WGMMA_64(n) WGMMA_32(n), WGMMA_32(n + 8)
+#define WGMMA_96(n) WGMMA_64(n), WGMMA_32(n + 16)
+#define WGMMA_112(n) WGMMA_96(n), WGMMA_16(n + 24)
 #define WGMMA_128(n) WGMMA_64(n), WGMMA_64(n + 16)
 #define WGMMA_NAMES_4 "%0, %1, %2, %3"
 #define WGMMA_NAMES_8 WGMMA_NAMES_4 ", %4, %5, %6, %7"
 #define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_32 \
     WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_NAMES_MORE_64 \
+#define WGMMA_NAMES_MORE_56 \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_NAMES_64 WGMMA_NAMES_32 ", " WGMMA_NAMES_MORE_64
-#define WGMMA_NAMES_MORE_128 \
+    "%48, %49, %50, %51, %52, %53, %54, %55"
+#define WGMMA_NAMES_MORE_64 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_NAMES_56 WGMMA_NAMES_32 ", " WGMMA_NAMES_MORE_56
+#define WGMMA_NAMES_64 WGMMA_NAMES_56 ", " WGMMA_NAMES_MORE_64
+#define WGMMA_NAMES_MORE_96 \
     "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, " \
-    "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
-    "%124, %125, %126, %127"
-#define WGMMA_NAMES_128 WGMMA_NAMES_64 ", " WGMMA_NAMES_MORE_128
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_NAMES_MORE_112 \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_NAMES_MORE_128 \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_NAMES_96 WGMMA_NAMES_64 ", " WGMMA_NAMES_MORE_96
+#define WGMMA_NAMES_112 WGMMA_NAMES_96 ", " WGMMA_NAMES_MORE_112
+#define WGMMA_NAMES_128 WGMMA_NAMES_112 ", " WGMMA_NAMES_MORE_128
 
 // Products with a right operand of `N` columns. Results are laid out as those of `mma`, eight columns after eight, warp `i` of
 // the group having rows 16 x i on.
@@ -118,7 +126,10 @@ WGMMA(8, WGMMA_4(0), WGMMA_NAMES_4, "%4", "%5", "%6", "%7", "%8", "%9");
 WGMMA(16, WGMMA_8(0), WGMMA_NAMES_8, "%8", "%9", "%10", "%11", "%12", "%13");
 WGMMA(32, WGMMA_16(0), WGMMA_NAMES_16, "%16", "%17", "%18", "%19", "%20", "%21");
 WGMMA(64, WGMMA_32(0), WGMMA_NAMES_32, "%32", "%33", "%34", "%35", "%36", "%37");
+WGMMA(112, WGMMA_56(0), WGMMA_NAMES_56, "%56", "%57", "%58", "%59", "%60", "%61");
 WGMMA(128, WGMMA_64(0), WGMMA_NAMES_64, "%64", "%65", "%66", "%67", "%68", "%69");
+WGMMA(192, WGMMA_96(0), WGMMA_NAMES_96, "%96", "%97", "%98", "%99", "%100", "%101");
+WGMMA(224, WGMMA_112(0), WGMMA_NAMES_112, "%112", "%113", "%114", "%115", "%116", "%117");
 WGMMA(256, WGMMA_128(0), WGMMA_NAMES_128, "%128", "%129", "%130", "%131", "%132", "%133");
 
 // What this thread has written to shared memory becomes visible to products, once a barrier has told others.
@@ -130,6 +141,15 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
 
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// What this thread has initialised, other blocks of the cluster may use after the next barrier of the cluster.
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrives at a barrier of a block of the cluster, whose address `cluster_address` says. It does not publish what this thread wrote to
+// memory of other blocks.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // Arrives once this thread's copies so far are done.

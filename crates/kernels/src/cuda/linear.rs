@@ -1,5 +1,6 @@
 //! Every linear layer: cuBLASLt, and for few rows kernels of our own that stream the weights: `kernels/linear.cu`, for weights of four
-//! bits `kernels/linear_int4_few.cu` too, and on Hopper `kernels/linear_hopper.cu` and `kernels/linear_hopper_int4.cu` for up to 32 rows.
+//! bits `kernels/linear_int4_few.cu` too, and on Hopper `kernels/linear_hopper.cu` and `kernels/linear_hopper_int4.cu` for up to 32 rows,
+//! and `kernels/linear_hopper_many.cu` for 65 to 512 rows in bf16.
 //! There, layers of one row that follow each other can be one launch ([`GpuChain`]).
 //!
 //! With e4m3 weights, cuBLASLt and `linear_hopper.cu` take inputs quantised to e4m3, and `linear.cu` takes bf16 inputs. On GPUs whose
@@ -15,6 +16,7 @@ mod gguf;
 mod hopper;
 mod int4;
 mod int4_products;
+mod many;
 mod matrix;
 mod mxfp4;
 mod stream;
@@ -37,6 +39,7 @@ pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{CublasLt, Operands, Shape};
 use hopper::HopperKernels;
 use int4_products::Int4Products;
+use many::ManyKernels;
 use matrix::pitch;
 use stream::{NormOperands, StreamKernels};
 use tune::Measurements;
@@ -44,6 +47,7 @@ use tune::Measurements;
 pub use dequantised::{MOST_DEQUANTISED, dequantised_room};
 pub use gguf::GgufKernels;
 pub use int4::Int4Kernels;
+pub use many::LinearTile;
 pub use matrix::{
     EXPERT_WINDOW, FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuInputs, GpuLinear, GpuMatrix, GpuRows, GpuValues,
     GpuWeight, INT4_ROWS, INT4_WINDOW, Int4Group, PART_OUTPUTS, expert_int4_pitch, int4_pitch, mxfp4_pitch,
@@ -71,6 +75,7 @@ pub struct Linears {
     chain: ChainKernel,
     int4: Int4Kernels,
     int4_products: Int4Products,
+    many: ManyKernels,
     gguf: GgufKernels,
     measurements: Measurements,
     /// Libraries' ways for the numbers of rows seen so far.
@@ -111,6 +116,8 @@ pub enum LinearPath {
     Hopper,
     /// Weights of four bits by warp groups, k divided among so many blocks; where that cannot be, cuBLASLt.
     Int4(usize),
+    /// 65 to 512 rows of weights in bf16 by the kernels for Hopper, cut in one of the ways there are; where that cannot be, cuBLASLt.
+    Many(LinearTile),
 }
 
 impl Linears {
@@ -144,6 +151,7 @@ impl Linears {
             chain: ChainKernel::load(gpu, &workspace)?,
             int4: Int4Kernels::load(gpu)?,
             int4_products: Int4Products::load(gpu)?,
+            many: ManyKernels::load(gpu)?,
             gguf: GgufKernels::load(gpu)?,
             measurements: Measurements::default(),
             chosen: Mutex::default(),
@@ -457,6 +465,7 @@ impl Linears {
                 Choice::Stream(cut) => self.stream_rows(key, cut, operands),
                 Choice::Hopper(_) => self.hopper.run(&key.shape, key.output, operands),
                 Choice::Int4(parts) => self.int4_products.run(&key.shape, parts, operands),
+                Choice::Many(tile) => self.many.run(&key.shape, key.output, tile, operands),
                 Choice::Lt(_) if matches!(key.output, LinearOutput::Glu(_)) => {
                     panic!("cuBLAS has no gated activations: ask `fuses_glu`")
                 }

@@ -18,20 +18,20 @@ use crate::common;
 use crate::fused::{ACTIVATIONS, activate};
 
 /// Sums of products are within this of the reference, rounded to bf16 once.
-const TOLERANCE: f64 = 4e-3;
+pub(crate) const TOLERANCE: f64 = 4e-3;
 
 #[derive(Clone)]
-struct Case {
+pub(crate) struct Case {
     m: usize,
     n: usize,
     k: usize,
-    x: Vec<bf16>,
+    pub(crate) x: Vec<bf16>,
     weight: Vec<bf16>,
     bias: Option<Vec<bf16>>,
 }
 
 impl Case {
-    fn random(rng: &mut StdRng, m: usize, n: usize, k: usize, bias: bool) -> Self {
+    pub(crate) fn random(rng: &mut StdRng, m: usize, n: usize, k: usize, bias: bool) -> Self {
         Self {
             m,
             n,
@@ -42,7 +42,15 @@ impl Case {
         }
     }
 
-    fn reference(&self) -> Vec<f64> {
+    pub(crate) fn rows(&self) -> usize {
+        self.m
+    }
+
+    pub(crate) fn has_bias(&self) -> bool {
+        self.bias.is_some()
+    }
+
+    pub(crate) fn reference(&self) -> Vec<f64> {
         let [x, weight] = [&self.x, &self.weight].map(|values| common::wide(values));
         common::product(&x, &weight, self.k, self.bias.as_deref())
     }
@@ -62,12 +70,12 @@ impl Case {
         .collect()
     }
 
-    fn what(&self, way: &str) -> String {
+    pub(crate) fn what(&self, way: &str) -> String {
         let Self { m, n, k, bias, .. } = self;
         format!("{way} [{m}, {k}] x [{n}, {k}] bias {}", bias.is_some())
     }
 
-    fn layer(&self, gpu: &Gpu) -> GpuLinear {
+    pub(crate) fn layer(&self, gpu: &Gpu) -> GpuLinear {
         let mut elements = self.weight.clone();
         elements.extend(self.bias.iter().flatten());
         let slab = Arc::new(common::upload(gpu, &elements));
@@ -112,7 +120,7 @@ pub(crate) fn written<T: Pod>(
     all
 }
 
-fn forward(gpu: &Gpu, linears: &Linears, case: &Case) -> Vec<bf16> {
+pub(crate) fn forward(gpu: &Gpu, linears: &Linears, case: &Case) -> Vec<bf16> {
     let (layer, x) = (case.layer(gpu), common::upload(gpu, &case.x));
     let len = case.m * case.n;
     written(gpu, len, |out| {
@@ -120,7 +128,7 @@ fn forward(gpu: &Gpu, linears: &Linears, case: &Case) -> Vec<bf16> {
     })
 }
 
-fn check(gpu: &Gpu, linears: &Linears, case: &Case, way: &str) {
+pub(crate) fn check(gpu: &Gpu, linears: &Linears, case: &Case, way: &str) {
     let reference = case.reference();
     let out = forward(gpu, linears, case);
     common::assert_close(&case.what(way), &common::widen(&out), &reference, TOLERANCE);
@@ -362,45 +370,50 @@ fn chain_in_a_graph() {
     let gpu = common::gpu();
     let mut rng = common::rng("linear, chain");
     let mut linears = linears(&gpu);
+    for path in [None, Some(LinearPath::Hopper)] {
+        linears.fix(path);
+        for m in [1, 8, 16, 32, 64] {
+            check_chain(&gpu, &linears, &mut rng, m);
+        }
+    }
+}
+
+pub(crate) fn check_chain(gpu: &Gpu, linears: &Linears, rng: &mut StdRng, m: usize) {
     const WIDTH: usize = 1024;
     const LAYERS: usize = 24;
-    let ways = [None, Some(LinearPath::Hopper)].into_iter();
-    for (path, m) in ways.flat_map(|path| [1, 8, 16, 32, 64].map(|m| (path, m))) {
-        linears.fix(path);
-        let mut cases: Vec<Case> = (0..LAYERS)
-            .map(|_| Case::random(&mut rng, m, WIDTH, WIDTH, false))
-            .collect();
-        let layers: Vec<GpuLinear> = cases.iter().map(|case| case.layer(&gpu)).collect();
-        let x = common::upload(&gpu, &cases[0].x);
-        let outs: Vec<GpuSlab> = (0..LAYERS)
-            .map(|_| common::poisoned::<bf16>(&gpu, m * WIDTH))
-            .collect();
-        let out = |at: usize| outs[at].slice::<bf16>().range(0..m * WIDTH);
-        let graph = gpu.capture(|| {
-            (0..LAYERS).try_for_each(|at| {
-                let x = if at == 0 { x.slice() } else { out(at - 1) };
-                linears.forward(x.range(0..m * WIDTH), &layers[at], out(at))
-            })
-        });
-        let graph = graph.expect("a capture");
-        for _ in 0..20 {
-            for slab in &outs {
-                gpu.fill(slab.slice(), 0xff).expect("a fill");
-            }
-            graph.launch().expect("a launch");
+    let mut cases: Vec<Case> = (0..LAYERS)
+        .map(|_| Case::random(rng, m, WIDTH, WIDTH, false))
+        .collect();
+    let layers: Vec<GpuLinear> = cases.iter().map(|case| case.layer(gpu)).collect();
+    let x = common::upload(gpu, &cases[0].x);
+    let outs: Vec<GpuSlab> = (0..LAYERS)
+        .map(|_| common::poisoned::<bf16>(gpu, m * WIDTH))
+        .collect();
+    let out = |at: usize| outs[at].slice::<bf16>().range(0..m * WIDTH);
+    let graph = gpu.capture(|| {
+        (0..LAYERS).try_for_each(|at| {
+            let x = if at == 0 { x.slice() } else { out(at - 1) };
+            linears.forward(x.range(0..m * WIDTH), &layers[at], out(at))
+        })
+    });
+    let graph = graph.expect("a capture");
+    for _ in 0..20 {
+        for slab in &outs {
+            gpu.fill(slab.slice(), 0xff).expect("a fill");
         }
-        for at in 0..LAYERS {
-            let got: Vec<bf16> = common::download(&gpu, &outs[at], m * WIDTH);
-            common::assert_close(
-                &cases[at].what(&format!("layer {at}")),
-                &common::widen(&got),
-                &cases[at].reference(),
-                TOLERANCE,
-            );
-            // The next layer's input is this one's output as it was rounded; weights of 1 make it grow by about 18 a layer.
-            if at + 1 < LAYERS {
-                cases[at + 1].x = got;
-            }
+        graph.launch().expect("a launch");
+    }
+    for at in 0..LAYERS {
+        let got: Vec<bf16> = common::download(gpu, &outs[at], m * WIDTH);
+        common::assert_close(
+            &cases[at].what(&format!("layer {at}")),
+            &common::widen(&got),
+            &cases[at].reference(),
+            TOLERANCE,
+        );
+        // The next layer's input is this one's output as it was rounded; weights of 1 make it grow by about 18 a layer.
+        if at + 1 < LAYERS {
+            cases[at + 1].x = got;
         }
     }
 }

@@ -15,6 +15,7 @@ mod fused;
 mod gguf;
 mod int4;
 mod linear;
+mod linear_many;
 mod moe;
 mod pool;
 mod sample;

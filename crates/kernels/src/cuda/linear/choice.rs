@@ -7,7 +7,7 @@ use std::sync::{MutexGuard, PoisonError};
 use plimsoll_device::cuda::GpuError;
 
 use super::cublas_lt::{Algorithm, Shape};
-use super::{Fp8Scaling, Key, LinearCut, LinearPath, Linears, stream};
+use super::{Fp8Scaling, Key, LinearCut, LinearPath, LinearTile, Linears, stream};
 
 /// How products of a shape are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +18,8 @@ pub(super) enum Choice {
     Hopper(usize),
     /// Weights of four bits by warp groups, k divided among so many blocks.
     Int4(usize),
+    /// By the kernels for many rows on Hopper.
+    Many(LinearTile),
     Lt(Algorithm),
 }
 
@@ -25,7 +27,7 @@ impl Choice {
     /// How inputs are quantised.
     pub(super) fn input_scaling(self, key: &Key) -> Option<Fp8Scaling> {
         match self {
-            Self::Stream(_) | Self::Int4(_) => None,
+            Self::Stream(_) | Self::Int4(_) | Self::Many(_) => None,
             Self::Hopper(_) | Self::Lt(_) => key.shape.scaling(),
         }
     }
@@ -34,6 +36,7 @@ impl Choice {
     pub(super) fn number(self) -> u32 {
         match self {
             Self::Stream(cut) => ((cut.row_warps * 16 + cut.cluster) * 16 + cut.blocks_per_sm) as u32,
+            Self::Many(tile) => 1 << 20 | ((tile.rows * 512 + tile.weights) * 8 + tile.parts) as u32,
             Self::Hopper(blocks) => 1 << 21 | blocks as u32,
             Self::Int4(parts) => 1 << 22 | parts as u32,
             Self::Lt(algorithm) => 1 << 23 | algorithm.hash() & ((1 << 23) - 1),
@@ -47,6 +50,7 @@ impl fmt::Display for Choice {
             Self::Stream(cut) => write!(f, "own {cut}"),
             Self::Hopper(_) => f.write_str("own, stream-K"),
             Self::Int4(parts) => write!(f, "own, k among {parts} blocks"),
+            Self::Many(tile) => write!(f, "own, tiles {tile}"),
             Self::Lt(algorithm) => write!(f, "cuBLASLt {algorithm}"),
         }
     }
@@ -116,11 +120,13 @@ impl Linears {
             },
             Some(LinearPath::Stream(cut)) => Some(Choice::Stream(cut)),
             Some(LinearPath::Hopper) => Some(self.hopper.choice()),
+            Some(LinearPath::Many(tile)) => Some(Choice::Many(tile)),
             Some(LinearPath::CublasLt | LinearPath::Int4(_)) => None,
         };
         choice.filter(|choice| match choice {
             Choice::Stream(cut) => self.stream.can(&key.shape, key.output, *cut),
             Choice::Hopper(_) => self.hopper.can(&key.shape, key.output),
+            Choice::Many(tile) => self.many.can(&key.shape, *tile),
             Choice::Int4(_) | Choice::Lt(_) => false,
         })
     }

@@ -9,7 +9,6 @@ use super::LinearOutput;
 use super::choice::Choice;
 use super::cublas_lt::{Operands, Shape, WORKSPACE};
 use super::matrix::{Fp8Scaling, GpuValues, INT4_ROWS, Int4Group};
-use crate::Activation;
 use crate::cuda::{has_hopper_kernels, load};
 
 /// Constants of the kernels; the first is the rows of weights whose sums a warp group has.
@@ -153,10 +152,6 @@ impl HopperKernels {
         let (_, of_rows) = of_type.expect("as `can` says");
         let kernel = of_rows.iter().find(|kernel| kernel.most_rows >= shape.m);
         let kernel = kernel.expect("no more than MOST_ROWS");
-        let activation = match output {
-            LinearOutput::Glu(Activation::GeluTanh) => 1,
-            LinearOutput::Glu(Activation::Silu) | LinearOutput::Bf16 | LinearOutput::F32 => 0,
-        };
         // The kernels for weights in four bits take an address of weights instead of a map, and neither strides nor factors of inputs.
         let strides = match shape.values {
             GpuValues::Fp8(scaling) => Some([scaling.input_stride(shape.m), scaling.stride(shape.k)]),
@@ -178,7 +173,7 @@ impl HopperKernels {
             (shape.k as i32).into(),
             (shape.pitch as i32).into(),
             output.mode().into(),
-            activation.into(),
+            output.activation().into(),
         ]);
         args.extend(
             strides
@@ -207,7 +202,10 @@ impl HopperKernels {
             pair: output.stacked() == 2,
         })?;
         // SAFETY: the caller's promise; the arguments are those of `LINEAR_HOPPER` in kernels/linear_hopper.cu.
-        unsafe { self.gpu.launch_with_maps(&kernel.function, launch, &[&map], &args) }
+        unsafe {
+            self.gpu
+                .launch_with_maps(&kernel.function, launch, &[&map], &args)
+        }
     }
 }
 

@@ -68,6 +68,14 @@ impl LinearOutput {
         }
     }
 
+    /// `Activation` of `kernels/include/activation.cuh`; the first one where there is none.
+    pub(super) fn activation(self) -> i32 {
+        match self {
+            Self::Glu(Activation::GeluTanh) => 1,
+            Self::Glu(Activation::Silu) | Self::Bf16 | Self::F32 => 0,
+        }
+    }
+
     /// Of an output.
     pub(super) fn bytes(self) -> usize {
         match self {

@@ -30,6 +30,7 @@ const HOPELESS: f32 = 1.1;
 /// Candidates.
 const MOST_CUTS: usize = 12;
 const MOST_ALGORITHMS: usize = 3;
+const MOST_TILES: usize = 3;
 
 /// A way of a product that was measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -320,7 +321,7 @@ impl Clock<'_> {
                 (choice, us)
             }
         };
-        let apart = match rows > PAUSED_ROWS && rows < MANY_ROWS && plain.shape.scaling().is_none() {
+        let apart = match rows > PAUSED_ROWS && rows <= MANY_ROWS && plain.shape.scaling().is_none() {
             true => {
                 let paused = self.time(one, &plain, choice, f32::INFINITY, true);
                 let mut ways = [TimedWay {
@@ -334,13 +335,14 @@ impl Clock<'_> {
         };
         let linears = self.linears;
         let fuses = linears.hopper.can(&key.shape, key.output)
+            || !linears.many.tiles(&key.shape, key.output).is_empty()
             || !linears.stream.cuts(&key.shape, key.output).is_empty();
         let fused = match fuses {
             true => self.fastest(one, &key, agree)?.ok(),
             false => None,
         };
         found.push(match fused {
-            // `apart` includes a pause, which stands for the launch of the activation. Not so from `MANY_ROWS` on, where products take
+            // `apart` includes a pause, which stands for the launch of the activation. Not so beyond `MANY_ROWS`, where products take
             // much longer, nor for FP8 weights with more than `PAUSED_ROWS` rows: what is activated must be quantised, which stays a launch.
             Some((choice, us)) if us < apart => (key, Some(choice), us),
             _ => (key, None, apart),
@@ -371,6 +373,8 @@ impl Clock<'_> {
         if linears.hopper.can(shape, key.output) && !is_lone_fp8 {
             candidates.push(linears.hopper.choice());
         }
+        let tiles = linears.many.tiles(shape, key.output);
+        candidates.extend(tiles.into_iter().take(MOST_TILES).map(Choice::Many));
         if candidates.is_empty() || shape.m >= int4_products::LEAST_ROWS {
             let parts = linears.int4_products.parts(shape, key.output);
             candidates.extend(parts.into_iter().map(Choice::Int4));

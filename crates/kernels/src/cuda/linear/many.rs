@@ -1,0 +1,228 @@
+//! Products of 65 to 512 rows with bf16 weights by wgmma, on GPUs of Hopper's generation (`kernels/linear_hopper_many.cu`).
+
+use std::fmt;
+
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, Launch, MatrixTiles};
+
+use super::cublas_lt::{Operands, Shape};
+use super::{GpuValues, LinearOutput};
+use crate::cuda::{has_hopper_kernels, load};
+
+/// Constants of the kernels.
+const WARP_GROUP: usize = 128;
+const GROUP_ROWS: usize = 64;
+const STAGE_INPUTS: usize = 64;
+const STAGE_ROW_BYTES: usize = 128;
+const MOST_SHARED: usize = 227 << 10;
+const ALIGN: usize = 1024;
+/// Weights and outputs of a tile are divided in two halves of whole eights.
+const EIGHT: usize = 8;
+const HALVES: usize = 2;
+/// Rows of x and of weights of the tiles.
+const TILES: [(usize, usize); 7] = [
+    (128, 128),
+    (128, 192),
+    (128, 224),
+    (128, 256),
+    (192, 128),
+    (192, 192),
+    (192, 224),
+];
+const PARTS: [usize; 3] = [1, 2, 4];
+
+/// Fewer are other kernels', and with more cuBLASLt's tiles fill the GPU.
+const ROWS: std::ops::RangeInclusive<usize> = 65..=512;
+
+/// What tiles are ranked by, in cycles of a multiprocessor: bytes that it gets from L2 in one, bytes of sums that blocks of a cluster give
+/// each other in one, and what the end of a tile takes, and an exchange of sums besides.
+const LOADED_BYTES: usize = 36;
+const EXCHANGED_BYTES: usize = 16;
+const STORE_CYCLES: usize = 2000;
+const EXCHANGE_CYCLES: usize = 1500;
+
+/// How the kernels for many rows cut a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LinearTile {
+    /// Rows of x of a block: 128 or 192.
+    pub rows: usize,
+    /// Rows of weights of a block: 128, 192, 224 or, with 128 rows of x, 256. If gated, half of them are gates.
+    pub weights: usize,
+    /// Blocks that have a part of k each: 1, 2 or 4, but with 224 rows of weights not 4.
+    pub parts: usize,
+}
+
+impl LinearTile {
+    /// Every tile there is a kernel for.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let all = TILES
+            .into_iter()
+            .flat_map(|(rows, weights)| PARTS.map(|parts| Self { rows, weights, parts }));
+        // Each block adds up whole eights of either half.
+        all.filter(|tile| (tile.weights / HALVES / EIGHT).is_multiple_of(tile.parts))
+    }
+
+    fn stage_bytes(self) -> usize {
+        (self.rows + self.weights) * STAGE_ROW_BYTES
+    }
+
+    fn stages(self) -> usize {
+        (MOST_SHARED - 2 * ALIGN) / self.stage_bytes()
+    }
+
+    /// Stages with two barriers each, and alignment.
+    fn shared_bytes(self) -> usize {
+        let stages = self.stages() * (self.stage_bytes() + 2 * size_of::<u64>());
+        stages.next_multiple_of(ALIGN) + ALIGN
+    }
+
+    /// Of a block: one warp group copies.
+    fn threads(self) -> usize {
+        WARP_GROUP * (1 + self.rows / GROUP_ROWS)
+    }
+
+    /// Blocks that share weights, as they have neighbouring rows of x.
+    fn pair(self, m: usize) -> usize {
+        if m > self.rows { 2 } else { 1 }
+    }
+
+    /// Blocks of a cluster.
+    fn cluster(self, m: usize) -> usize {
+        self.pair(m) * self.parts
+    }
+
+    /// Tiles of a product for each cluster to take one of at a time.
+    fn works(self, shape: &Shape, output: LinearOutput) -> usize {
+        let outputs = self.weights / output.stacked();
+        shape.n.div_ceil(outputs) * shape.m.div_ceil(self.pair(shape.m) * self.rows)
+    }
+}
+
+impl fmt::Display for LinearTile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rows, weights, parts } = self;
+        write!(f, "{rows}x{weights}/{parts}")
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct ManyKernels {
+    gpu: Gpu,
+    /// Of each of [`TILES`]; empty where kernels made for Hopper do not run.
+    kernels: Vec<Function>,
+    /// Clusters of 1, 2, 4 and 8 blocks that run at once.
+    clusters: [usize; 4],
+}
+
+impl ManyKernels {
+    pub(super) fn load(gpu: &Gpu) -> Result<Self, GpuError> {
+        let (mut kernels, mut clusters) = (Vec::new(), [gpu.info().sm_count, 0, 0, 0]);
+        if has_hopper_kernels(gpu) {
+            let module = load(gpu, "linear_hopper_many")?;
+            for tile in LinearTile::all().filter(|tile| tile.parts == 1) {
+                let name = format!("linear_hopper_many_{}x{}", tile.rows, tile.weights);
+                let function = module.function(&name)?;
+                function.allow_shared(tile.shared_bytes())?;
+                if kernels.is_empty() {
+                    // Blocks of all of them take a multiprocessor each.
+                    for (shift, clusters) in clusters.iter_mut().enumerate().skip(1) {
+                        *clusters =
+                            function.clusters_at_once(1 << shift, tile.threads(), tile.shared_bytes())?;
+                    }
+                }
+                kernels.push(function);
+            }
+        }
+        Ok(Self {
+            gpu: gpu.clone(),
+            kernels,
+            clusters,
+        })
+    }
+
+    /// The tiles that can compute a product, those that should be fastest first.
+    pub(super) fn tiles(&self, shape: &Shape, output: LinearOutput) -> Vec<LinearTile> {
+        let mut tiles: Vec<_> = LinearTile::all().filter(|tile| self.can(shape, *tile)).collect();
+        tiles.sort_by_key(|tile| self.cycles(shape, output, *tile));
+        tiles
+    }
+
+    /// Whether a tile can compute a product.
+    pub(super) fn can(&self, shape: &Shape, tile: LinearTile) -> bool {
+        let &Shape { m, n, k, pitch, .. } = shape;
+        !self.kernels.is_empty()
+            && shape.values == GpuValues::Bf16
+            && ROWS.contains(&m)
+            // Rows are copied, and outputs stored, in pieces of 16 bytes.
+            && [n, k, pitch].iter().all(|len| len.is_multiple_of(EIGHT))
+            && tile.parts <= k.div_ceil(STAGE_INPUTS)
+            && self.clusters_at_once(tile.cluster(m)) > 0
+    }
+
+    fn clusters_at_once(&self, blocks: usize) -> usize {
+        self.clusters[blocks.trailing_zeros() as usize]
+    }
+
+    /// What a product should take, of a multiprocessor.
+    fn cycles(&self, shape: &Shape, output: LinearOutput, tile: LinearTile) -> usize {
+        let LinearTile { rows, weights, parts } = tile;
+        // 64 rows of x by a stage of one row of weights take two.
+        let multiplied = rows / GROUP_ROWS * weights * 2;
+        let loaded = (rows + weights / tile.pair(shape.m)) * STAGE_ROW_BYTES / LOADED_BYTES;
+        let exchanged = match parts {
+            1 => 0,
+            _ => EXCHANGE_CYCLES + (parts - 1) * rows * weights * size_of::<f32>() / parts / EXCHANGED_BYTES,
+        };
+        let stages = shape.k.div_ceil(STAGE_INPUTS).div_ceil(parts);
+        let turns = tile
+            .works(shape, output)
+            .div_ceil(self.clusters_at_once(tile.cluster(shape.m)));
+        turns * (stages * multiplied.max(loaded) + STORE_CYCLES + exchanged)
+    }
+
+    /// Launches a product. `shape.n` counts outputs, of which [`LinearOutput::Glu`] has half as many as rows of weights.
+    ///
+    /// # Safety
+    /// As [`CublasLt::run`](super::cublas_lt::CublasLt::run); the tile must be one that [`Self::can`] compute the product.
+    pub(super) unsafe fn run(
+        &self,
+        shape: &Shape,
+        output: LinearOutput,
+        tile: LinearTile,
+        operands: &Operands,
+    ) -> Result<(), GpuError> {
+        let at = TILES.iter().position(|known| *known == (tile.rows, tile.weights));
+        let row_bytes = shape.k * size_of::<half::bf16>();
+        let x = self.gpu.tiles_map(&MatrixTiles {
+            first: operands.x,
+            rows: shape.m,
+            row_bytes,
+            copied: tile.rows,
+        })?;
+        let weight = self.gpu.tiles_map(&MatrixTiles {
+            first: operands.weight,
+            rows: output.stacked() * shape.n,
+            row_bytes,
+            copied: tile.weights / HALVES,
+        })?;
+        let args: [Arg; 9] = [
+            operands.bias.into(),
+            operands.out.into(),
+            (shape.m as i32).into(),
+            (shape.n as i32).into(),
+            (shape.k as i32).into(),
+            (shape.pitch as i32).into(),
+            output.mode().into(),
+            output.activation().into(),
+            (tile.parts as i32).into(),
+        ];
+        let cluster = tile.cluster(shape.m);
+        let clusters = tile.works(shape, output).min(self.clusters_at_once(cluster));
+        let launch = Launch::new([(clusters * cluster) as u32, 1, 1], tile.threads() as u32)
+            .shared(tile.shared_bytes())
+            .cluster(cluster as u32)
+            .pdl(true);
+        let function = &self.kernels[at.expect("one of them")];
+        // SAFETY: the caller's promise; the arguments are those of `LINEAR_HOPPER_MANY` in kernels/linear_hopper_many.cu.
+        unsafe { self.gpu.launch_with_maps(function, launch, &[&x, &weight], &args) }
+    }
+}

@@ -1,0 +1,180 @@
+//! Linear layers of 65 to 512 rows by the kernels for Hopper (`linear_hopper_many.cu`): every tile against `x Wᵀ + b` in `f64`. On other
+//! GPUs these tests have nothing to do.
+
+use half::bf16;
+use plimsoll_device::cuda::Gpu;
+use plimsoll_kernels::cuda::{LinearOutput, LinearPath, LinearRoom, LinearTile, Linears, has_hopper_kernels};
+use rand::Rng;
+use rand::rngs::StdRng;
+
+use crate::common;
+use crate::fused::ACTIVATIONS;
+use crate::linear::{Case, TOLERANCE, check, check_chain, forward, linears, written};
+
+/// Checks a case as [`check`] does, and that a tile is what computes all of it.
+fn check_tile(gpu: &Gpu, linears: &mut Linears, tile: LinearTile, case: &Case) {
+    linears.fix(Some(LinearPath::Many(tile)));
+    let (layer, m) = (case.layer(gpu), case.rows());
+    let what = case.what(&tile.to_string());
+    assert!(
+        linears.is_own(m, &layer, LinearOutput::Bf16),
+        "{what}: not its own"
+    );
+    assert!(
+        linears.is_own(m, &layer, LinearOutput::F32),
+        "{what}: not its own"
+    );
+    if layer.outputs().is_multiple_of(16) && !case.has_bias() {
+        for activation in ACTIVATIONS {
+            assert!(linears.fuses_glu(m, &layer, activation), "{what}: {activation:?}");
+        }
+    }
+    check(gpu, linears, case, &tile.to_string());
+}
+
+/// A number of rows that one block takes, or for which blocks share weights.
+fn rows(rng: &mut StdRng, tile: LinearTile, shared: bool) -> usize {
+    match shared {
+        false => rng.random_range(65..=tile.rows),
+        true => rng.random_range(tile.rows + 1..=512),
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn every_tile_matches_reference() {
+    let gpu = common::gpu();
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
+    let mut rng = common::rng("linear, many rows");
+    let mut linears = linears(&gpu);
+    for tile in LinearTile::all() {
+        for shared in [false, true] {
+            for bias in [false, true] {
+                let m = rows(&mut rng, tile, shared);
+                // Gated products too, without a bias.
+                let n = 8 * rng.random_range(1..=60) * if bias { 1 } else { 2 };
+                // Stages of k that are no whole turns of the ring, and a last one that is not whole.
+                let k = 64 * rng.random_range(4..=16) - [0, 8, 40][rng.random_range(0..3)];
+                let case = Case::random(&mut rng, m, n, k, bias);
+                check_tile(&gpu, &mut linears, tile, &case);
+            }
+        }
+    }
+}
+
+/// More tiles than run at once: blocks take one after the other, and the ring goes on from one to the next.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn blocks_take_several_tiles() {
+    let gpu = common::gpu();
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
+    let mut rng = common::rng("linear, many rows, several tiles");
+    let mut linears = linears(&gpu);
+    for tile in LinearTile::all() {
+        for shared in [false, true] {
+            let m = rows(&mut rng, tile, shared).min(tile.rows + 70);
+            let blocks = tile.parts * if shared { 2 } else { 1 };
+            let (n, k) = (tile.weights * (2 * 132 / blocks + 9) - 16, 64 * tile.parts + 80);
+            check_tile(&gpu, &mut linears, tile, &Case::random(&mut rng, m, n, k, false));
+        }
+    }
+}
+
+/// Other numbers of rows, and rows that are no whole pieces of 16 bytes, are cuBLASLt's.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn what_is_not_theirs() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("linear, not many rows");
+    let mut linears = linears(&gpu);
+    for tile in LinearTile::all() {
+        linears.fix(Some(LinearPath::Many(tile)));
+        for (m, n, k) in [(64, 128, 256), (513, 128, 256), (100, 132, 256), (100, 128, 260)] {
+            let case = Case::random(&mut rng, m, n, k, true);
+            let layer = case.layer(&gpu);
+            assert!(
+                !linears.is_own(m, &layer, LinearOutput::Bf16),
+                "{}",
+                case.what("own")
+            );
+            if tile.weights == 128 {
+                check(&gpu, &linears, &case, "cuBLASLt");
+            }
+        }
+    }
+}
+
+/// What lies between the rows of outputs stays as it is.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn rows_of_outputs_may_be_wider() {
+    let gpu = common::gpu();
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
+    let mut rng = common::rng("linear, many rows, wider outputs");
+    let mut linears = linears(&gpu);
+    for tile in LinearTile::all() {
+        linears.fix(Some(LinearPath::Many(tile)));
+        let (m, n, k) = (rng.random_range(65..=512), 8 * rng.random_range(20..=60), 320);
+        let pitch = n + 8 * rng.random_range(1..=5);
+        let case = Case::random(&mut rng, m, n, k, true);
+        let (layer, x) = (case.layer(&gpu), common::upload(&gpu, &case.x));
+        let out: Vec<bf16> = written(&gpu, m * pitch, |out| {
+            let out = out.slice().range(0..m * pitch);
+            linears.forward_in(LinearRoom::default(), x.slice(), &layer, LinearOutput::Bf16, out)
+        });
+        let (outputs, between): (Vec<&[bf16]>, Vec<&[bf16]>) =
+            out.chunks_exact(pitch).map(|row| row.split_at(n)).unzip();
+        let what = case.what(&format!("{tile} in rows of {pitch}"));
+        let outputs = common::widen(&outputs.concat());
+        common::assert_close(&what, &outputs, &case.reference(), TOLERANCE);
+        let between = between.concat();
+        assert!(
+            between.iter().all(|x| x.to_bits() == 0xffff),
+            "{what}: written between rows"
+        );
+    }
+}
+
+/// Same bits in every run, whatever the other rows hold.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn rows_are_independent() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("linear, many rows, rows");
+    let mut linears = linears(&gpu);
+    let (n, k) = (520, 1024);
+    for tile in LinearTile::all() {
+        linears.fix(Some(LinearPath::Many(tile)));
+        for m in [70, 300] {
+            let mut case = Case::random(&mut rng, m, n, k, true);
+            let bits = |out: &[bf16]| -> Vec<u16> { out[..n].iter().map(|x| x.to_bits()).collect() };
+            let first = bits(&forward(&gpu, &linears, &case));
+            let again = bits(&forward(&gpu, &linears, &case));
+            assert_eq!(first, again, "{tile}: two runs");
+            case.x[k..].fill(bf16::NAN);
+            let beside = bits(&forward(&gpu, &linears, &case));
+            assert_eq!(first, beside, "{tile}: NaN in other rows");
+        }
+    }
+}
+
+/// Kernels that start before the ones ahead have ended read what these wrote.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn chain_in_a_graph_of_many_rows() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("linear, many rows, chain");
+    let mut linears = linears(&gpu);
+    for tile in LinearTile::all() {
+        linears.fix(Some(LinearPath::Many(tile)));
+        let shared = rng.random_bool(0.5);
+        let m = rows(&mut rng, tile, shared).min(tile.rows + 40);
+        check_chain(&gpu, &linears, &mut rng, m);
+    }
+}
