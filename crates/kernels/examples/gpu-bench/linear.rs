@@ -18,7 +18,7 @@ const LAYERS: usize = 32;
 const MAX_ROWS: usize = 8192;
 
 /// Name, n, k.
-const SHAPES: [(&str, usize, usize); 5] = [
+pub(crate) const SHAPES: [(&str, usize, usize); 5] = [
     ("qkv", 6144, 4096),
     ("o", 4096, 4096),
     ("gate_up", 28672, 4096),
@@ -26,16 +26,16 @@ const SHAPES: [(&str, usize, usize); 5] = [
     ("lm_head", 128_256, 4096),
 ];
 
-struct Model {
+pub(crate) struct Model {
     /// Of each shape, all layers.
-    layers: Vec<Vec<GpuLinear>>,
-    x: GpuSlab,
-    out: GpuSlab,
+    pub(crate) layers: Vec<Vec<GpuLinear>>,
+    pub(crate) x: GpuSlab,
+    pub(crate) out: GpuSlab,
 }
 
 impl Model {
     /// The head is always bf16.
-    fn new(gpu: &Gpu, values: GpuValues) -> Self {
+    pub(crate) fn new(gpu: &Gpu, values: GpuValues) -> Self {
         let per_layer: usize = SHAPES[..4].iter().map(|(_, n, k)| n * k).sum();
         let (_, vocab, hidden) = SHAPES[4];
         let total = per_layer * LAYERS + vocab * hidden;
@@ -169,12 +169,10 @@ pub(crate) fn bench(gpu: &Gpu) {
         time_chain(gpu, &linears, &model, name);
     }
     linears.fix(None);
-    let start = Instant::now();
-    measure(&mut linears, &model);
-    println!("measured in {:.0} ms", start.elapsed().as_secs_f64() * 1e3);
-    for choice in linears.choices() {
-        println!("{choice}");
-    }
+    let rows = [
+        1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192,
+    ];
+    measure(&mut linears, &model, &rows);
     time_chain(gpu, &linears, &model, "fastest");
     let norms = Norms::new(gpu);
     println!("as above with the norms ahead of qkv and gate_up: kernels of their own; in the product");
@@ -378,10 +376,9 @@ impl Norms {
     }
 }
 
-fn measure(linears: &mut Linears, model: &Model) {
-    let rows = [
-        1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192,
-    ];
+/// Measures for so many rows as at start, and prints what was chosen.
+pub(crate) fn measure(linears: &mut Linears, model: &Model, rows: &[usize]) {
+    let start = Instant::now();
     let layers: Vec<Vec<&GpuLinear>> = model
         .layers
         .iter()
@@ -395,11 +392,7 @@ fn measure(linears: &mut Linears, model: &Model) {
             "lm_head" => (layers, LinearOutput::F32),
             _ => (layers, LinearOutput::Bf16),
         })
-        .map(|(layers, output)| LinearUse {
-            layers,
-            output,
-            rows: &rows,
-        })
+        .map(|(layers, output)| LinearUse { layers, output, rows })
         .collect();
     let scratch = LinearScratch {
         x: model.x.slice(),
@@ -407,6 +400,10 @@ fn measure(linears: &mut Linears, model: &Model) {
         weights: model.x.slice().range(0..0),
     };
     linears.measure(&uses, scratch).expect("measurements");
+    println!("measured in {:.0} ms", start.elapsed().as_secs_f64() * 1e3);
+    for choice in linears.choices() {
+        println!("{choice}");
+    }
 }
 
 fn time_chain(gpu: &Gpu, linears: &Linears, model: &Model, name: &str) {
@@ -422,7 +419,7 @@ fn time_chain(gpu: &Gpu, linears: &Linears, model: &Model, name: &str) {
     println!();
 }
 
-fn floor_us(m: usize, n: usize, k: usize) -> f64 {
+pub(crate) fn floor_us(m: usize, n: usize, k: usize) -> f64 {
     let bytes = 2 * (n * k + m * k + m * n);
     let operations = 2 * m * n * k;
     1e6 * (bytes as f64 / READ_BANDWIDTH).max(operations as f64 / BF16_RATE)

@@ -10,6 +10,7 @@ mod delta_rule;
 mod encoder;
 mod fused;
 mod linear;
+mod linear_many;
 mod moe;
 mod sample;
 
@@ -28,6 +29,7 @@ fn main() {
         ("fused", fused::bench),
         ("linear", linear::bench),
         ("linear_int4", linear::bench_int4),
+        ("linear_many", linear_many::bench),
         ("moe", moe::bench),
         ("sample", sample::bench),
     ];
