@@ -5,8 +5,7 @@
 // projection. It is computed in stages of 64 inputs: the copy engine (TMA) fills a ring of them, started by one thread, and each of the
 // other warp groups multiplies 64 rows of x by all weights of the tile. Blocks are persistent: the next tile is copied while sums are stored.
 //
-// Clusters: with more than one tile of rows, two blocks have the same weights, each brings half of them for both, and its own rows of x. And
-// where there are few tiles, 2 or 4 blocks have a part of k each: each then adds up a part of the outputs, in the order of the parts of k.
+// Clusters: with more than one tile of rows, two blocks have the same weights, each brings half of them for both, and its own rows of x.
 #include "activation.cuh"
 #include "cluster.cuh"
 #include "tensor_map.cuh"
@@ -21,7 +20,6 @@ struct Problem {
     void* out;                // [m] rows that begin `pitch` apart
     int m, n, k, pitch;       // n and pitch are multiples of 8
     int mode, activation;
-    int parts;  // of k: 1, 2 or 4
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -59,7 +57,6 @@ struct Linear {
         uint64_t full[kStages], empty[kStages];
     };
     static_assert(kHalf % 8 == 0, "copies begin at multiples of 1024 bytes");
-    static_assert(kRows * kWeights * 4 <= kStages * kStageBytes, "sums of all parts of k fit in the ring");
 
     // Where outputs of a tile begin; those of weights, or of gates, have the same numbers.
     struct Tile {
@@ -68,39 +65,31 @@ struct Linear {
 
     const Problem& p;
     Shared& shared;
-    int pair;  // blocks that have the same weights: 1 or 2
-    Group cluster;
+    Group cluster;  // blocks that have the same weights: 1 or 2
     int rank;
 
     __device__ __forceinline__ bool is_gated() const { return p.mode == kGlu; }
     __device__ __forceinline__ int row_tiles() const { return (p.m + kRows - 1) / kRows; }
-    // Of the blocks that have the same weights, and of those that have a part of k each.
-    __device__ __forceinline__ int row_rank() const { return rank & (pair - 1); }
-    __device__ __forceinline__ int part() const { return rank / pair; }
     __device__ __forceinline__ int outputs() const { return is_gated() ? kHalf : kWeights; }
     // Pieces of work: tiles of neighbouring rows, which share weights, follow each other.
-    __device__ __forceinline__ int row_groups() const { return (row_tiles() + pair - 1) / pair; }
+    __device__ __forceinline__ int row_groups() const { return (row_tiles() + cluster.parts - 1) / cluster.parts; }
     __device__ __forceinline__ int works() const { return (p.n + outputs() - 1) / outputs() * row_groups(); }
     __device__ __forceinline__ int first_work() const { return blockIdx.x / cluster.parts; }
     __device__ __forceinline__ int work_step() const { return gridDim.x / cluster.parts; }
 
     __device__ __forceinline__ Tile tile_at(int work) const {
-        const int column = work / row_groups(), row = work % row_groups() * pair + row_rank();
+        const int column = work / row_groups(), row = work % row_groups() * cluster.parts + rank;
         return {row * kRows, column * outputs()};
     }
 
-    // Of the stages of k, where those of a part begin.
-    __device__ __forceinline__ int first_stage(int of_part) const {
-        const int stages = (p.k + kStageInputs - 1) / kStageInputs;
-        return of_part * stages / p.parts;
-    }
-    __device__ __forceinline__ int stages() const { return first_stage(part() + 1) - first_stage(part()); }
+    // Of k.
+    __device__ __forceinline__ int stages() const { return (p.k + kStageInputs - 1) / kStageInputs; }
 
     __device__ __forceinline__ void operator()() const {
         if (threadIdx.x == 0) {
             for (int i = 0; i < kStages; ++i) {
                 barrier_init(shared.full + i, 1);
-                barrier_init(shared.empty + i, pair * kConsumerThreads / kWarp);
+                barrier_init(shared.empty + i, cluster.parts * kConsumerThreads / kWarp);
             }
             fence_barrier_init();
             // The copy engine sees them.
@@ -112,52 +101,34 @@ struct Linear {
         const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0);
         if (group == 0) {
             give_registers<kProducerRegisters>();
-            produce();
+            if (threadIdx.x == 0) produce();
+            __syncwarp();
         } else {
             take_registers<kConsumerRegisters>();
             consume(group - 1);
         }
         // No block ends while another one tells it that weights are used.
-        if (p.parts == 1) sync_cluster();
-    }
-
-    // All threads of a cluster, if it is one.
-    __device__ __forceinline__ void sync_cluster() const {
         cluster.arrive();
         cluster.wait();
     }
 
-    // By one thread; the others of its warp group come to barriers of the cluster.
+    // By one thread.
     __device__ __forceinline__ void produce() const {
-        const int first = first_stage(part()), count = stages(), ahead = min(count, kStages);
-        const bool leads = threadIdx.x == 0;
+        const int count = stages(), ahead = min(count, kStages);
         // Weights never change, so as many as fit are on their way before the wait for the kernel ahead.
-        if (leads) {
-            const Tile tile = tile_at(first_work());
-            for (int i = 0; i < ahead; ++i) begin_stage(tile, first + i, i);
-            pdl_wait();
-        }
+        const Tile first = tile_at(first_work());
+        for (int i = 0; i < ahead; ++i) begin_stage(first, i, i);
+        pdl_wait();
         Ring<kStages> ring;
         int step = 0;
         for (int work = first_work(); work < works(); work += work_step()) {
-            if (leads) {
-                const Tile tile = tile_at(work);
-                for (int i = 0; i < count; ++i, ++step, ring.advance()) {
-                    if (step >= ahead) {
-                        barrier_wait(shared.empty + ring.stage, ring.phase ^ 1);
-                        begin_stage(tile, first + i, ring.stage);
-                    }
-                    const int2 from = make_int2((first + i) * kRowBytes, tile.row);
-                    copy_tensor(shared.inputs[ring.stage], *p.x, from, shared.full + ring.stage);
+            const Tile tile = tile_at(work);
+            for (int i = 0; i < count; ++i, ++step, ring.advance()) {
+                if (step >= ahead) {
+                    barrier_wait(shared.empty + ring.stage, ring.phase ^ 1);
+                    begin_stage(tile, i, ring.stage);
                 }
-            }
-            __syncwarp();
-            if (p.parts > 1) {
-                // As the others in `add_parts`.
-                sync_cluster();
-                sync_cluster();
-                sync_cluster();
-                fence_for_products();
+                copy_tensor(shared.inputs[ring.stage], *p.x, make_int2(i * kRowBytes, tile.row), shared.full + ring.stage);
             }
         }
     }
@@ -168,12 +139,11 @@ struct Linear {
         uint64_t* const full = shared.full + stage;
         barrier_expect_bytes(full, kStageBytes);
         const auto from = [&](int half) { return make_int2(stage_of_k * kRowBytes, tile.column + half * (is_gated() ? p.n : kHalf)); };
-        if (pair == 1) {
+        if (cluster.parts == 1) {
             copy_tensor(shared.weights[stage], *p.weight, from(0), full);
             copy_tensor(shared.weights[stage] + kHalf * kRowBytes, *p.weight, from(1), full);
         } else {
-            const int half = row_rank();
-            copy_tensor(shared.weights[stage] + half * kHalf * kRowBytes, *p.weight, from(half), full, uint16_t(3 << (rank - half)));
+            copy_tensor(shared.weights[stage] + rank * kHalf * kRowBytes, *p.weight, from(rank), full, uint16_t(3));
         }
     }
 
@@ -182,8 +152,8 @@ struct Linear {
         const uint64_t weights = rows_operand(shared_address(shared.weights));
         const int lane = threadIdx.x % kWarp, count = stages();
         // Of the block that a lane tells that weights are used.
-        const bool tells = lane < pair;
-        const uint32_t empty = cluster_address(shared_address(shared.empty), rank - row_rank() + (tells ? lane : 0));
+        const bool tells = lane < cluster.parts;
+        const uint32_t empty = cluster_address(shared_address(shared.empty), tells ? lane : 0);
         const auto release = [&](int stage) {
             if (tells) barrier_arrive_at(empty + uint32_t(stage * sizeof(uint64_t)));
         };
@@ -222,62 +192,16 @@ struct Linear {
                 const float(&v)[4] = (&acc[0][0])[half * kEights + i];
                 return make_float4(v[0], v[1], v[2], v[3]);
             };
-            if (p.parts == 1) {
-                store<true>(tile, group, 0, kEights, sum);
-            } else {
-                add_parts(tile, group, sum);
-            }
+            store(tile, group, sum);
         }
     }
 
-    // The sums of all parts of k: each block gets those of some outputs from all, by way of the ring, which is empty then. As `p.parts`
-    // divides the eights of weights, gates and their up projections meet.
+    // Stores outputs of both halves of a tile, whose sums are `sum(half, i)`: this thread has two of each eight, of two rows of x.
     template <typename Sum>
-    __device__ __forceinline__ void add_parts(const Tile& tile, int group, const Sum& own) const {
-        const uint32_t ring = shared_address(&shared), self = (threadIdx.x - kWarpGroup) * uint32_t(sizeof(float4));
-        const int count = kEights / p.parts;
-        const auto place = [&](int of_part, int half, int i) {
-            return ((of_part * 2 + half) * count + i) * uint32_t(kConsumerThreads * sizeof(float4)) + self;
-        };
-        sync_cluster();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int i = 0; i < kEights; ++i) {
-                const int owner = i * p.parts / kEights;
-                const uint32_t to = cluster_address(ring + place(part(), half, i - owner * count), owner * pair + row_rank());
-                store_cluster16(to, own(half, i));
-            }
-        }
-        sync_cluster();
-        store<false>(tile, group, part() * count, count, [&](int half, int i) {
-            const auto of_part = [&](int at) {
-                const uint4 v = load_shared16(ring + place(at, half, min(i, count - 1)));
-                return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
-            };
-            float4 sum = of_part(0);
-            for (int at = 1; at < p.parts; ++at) {
-                const float4 more = of_part(at);
-                sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-            }
-            return sum;
-        });
-        // Then the copy engine writes there.
-        fence_for_products();
-        sync_cluster();
-    }
-
-    __device__ __forceinline__ static void store_cluster16(uint32_t to, const float4& v) {
-        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-    }
-
-    // Stores outputs of both halves of a tile, from eight `first` of each on, `count` of them, whose sums are `sum(half, i)`: this thread
-    // has two of each eight, of two rows of x.
-    template <bool kUnrolls, typename Sum>
-    __device__ __forceinline__ void store(const Tile& tile, int group, int first, int count, const Sum& sum) const {
+    __device__ __forceinline__ void store(const Tile& tile, int group, const Sum& sum) const {
         if (p.mode == kGlu) {
             const auto activate = [&](float gate, float up) { return activated(Activation(p.activation), gate, up); };
-            store_bf16<kUnrolls>(tile, group, 0, first, count, [&](int i, int) {
+            store_bf16(tile, group, 0, [&](int i, int) {
                 const float4 v = sum(0, i), up = sum(1, i);
                 return make_float4(activate(v.x, up.x), activate(v.y, up.y), activate(v.z, up.z), activate(v.w, up.w));
             });
@@ -286,10 +210,10 @@ struct Linear {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (p.mode == kF32) {
-                store_f32<kUnrolls>(tile, group, half, first, count, [&](int i) { return sum(half, i); });
+                store_f32(tile, group, half, [&](int i) { return sum(half, i); });
                 continue;
             }
-            store_bf16<kUnrolls>(tile, group, half, first, count, [&](int i, int column) {
+            store_bf16(tile, group, half, [&](int i, int column) {
                 float4 v = sum(half, i);
                 if (p.bias != nullptr && column < p.n) {
                     const float2 more = __bfloat1622float2(*reinterpret_cast<const bf162*>(p.bias + column));
@@ -306,12 +230,12 @@ struct Linear {
     }
 
     // Four lanes have a row's outputs in twos, `finished(i, column)`; each stores eight of them.
-    template <bool kUnrolls, typename Finished>
-    __device__ __forceinline__ void store_bf16(const Tile& tile, int group, int half, int first, int count, const Finished& finished) const {
-        const int quad = threadIdx.x % 4, row = first_row(tile, group), column = tile.column + half * kHalf + first * 8;
-#pragma unroll(kUnrolls ? kEights : 1)
+    template <typename Finished>
+    __device__ __forceinline__ void store_bf16(const Tile& tile, int group, int half, const Finished& finished) const {
+        const int quad = threadIdx.x % 4, row = first_row(tile, group), column = tile.column + half * kHalf;
+#pragma unroll
         for (int j = 0; j < kEights; j += 4) {
-            if (j >= count || column + j * 8 >= p.n) break;
+            if (column + j * 8 >= p.n) break;
             uint32_t pairs[2][4];
 #pragma unroll
             for (int at = 0; at < 4; ++at) {
@@ -323,19 +247,19 @@ struct Linear {
             for (int i = 0; i < 2; ++i) {
                 const uint4 outputs = transpose_quads(pairs[i]);
                 const int own_row = row + i * 8, own = column + (j + quad) * 8;
-                if (j + quad >= count || own >= p.n || own_row >= p.m) continue;
+                if (j + quad >= kEights || own >= p.n || own_row >= p.m) continue;
                 *reinterpret_cast<uint4*>(static_cast<bf16*>(p.out) + size_t(own_row) * p.pitch + own) = outputs;
             }
         }
     }
 
-    template <bool kUnrolls, typename Finished>
-    __device__ __forceinline__ void store_f32(const Tile& tile, int group, int half, int first, int count, const Finished& finished) const {
-        const int row = first_row(tile, group), column = tile.column + half * kHalf + first * 8 + threadIdx.x % 4 * 2;
+    template <typename Finished>
+    __device__ __forceinline__ void store_f32(const Tile& tile, int group, int half, const Finished& finished) const {
+        const int row = first_row(tile, group), column = tile.column + half * kHalf + threadIdx.x % 4 * 2;
         float* const to = static_cast<float*>(p.out) + size_t(row) * p.pitch + column;
-#pragma unroll(kUnrolls ? kEights : 1)
+#pragma unroll
         for (int j = 0; j < kEights; ++j) {
-            if (j >= count || column + j * 8 >= p.n) break;
+            if (column + j * 8 >= p.n) break;
             const float4 v = finished(j);
             if (row < p.m) *reinterpret_cast<float2*>(to + j * 8) = make_float2(v.x, v.y);
             if (row + 8 < p.m) *reinterpret_cast<float2*>(to + size_t(8) * p.pitch + j * 8) = make_float2(v.z, v.w);
@@ -349,9 +273,8 @@ __device__ __forceinline__ void run(const Problem& p) {
     static_assert(sizeof(typename L::Shared) + 1024 <= kMostShared, "a block's shared memory, and room to align it");
     extern __shared__ uint8_t memory[];
     auto& shared = *reinterpret_cast<typename L::Shared*>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
-    const int pair = p.m > kRows ? 2 : 1;
-    const Group cluster{p.parts * pair};
-    L{p, shared, pair, cluster, cluster.parts > 1 ? cluster.rank() : 0}();
+    const Group cluster{p.m > kRows ? 2 : 1};
+    L{p, shared, cluster, cluster.parts > 1 ? cluster.rank() : 0}();
 }
 
 #else
@@ -363,19 +286,16 @@ __device__ __forceinline__ void run(const Problem&) {}
 
 }  // namespace
 
-// One block per multiprocessor, in clusters of `parts`, or with more than one tile of rows of twice as many.
+// One block per multiprocessor, with more than one tile of rows in clusters of two.
 #define LINEAR_HOPPER_MANY(ROWS, WEIGHTS)                                                                                              \
     extern "C" __global__ void __launch_bounds__((1 + ROWS / 64) * 128, 1)                                                             \
         linear_hopper_many_##ROWS##x##WEIGHTS(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,           \
-                                              const bf16* bias, void* out, int m, int n, int k, int pitch, int mode, int activation,   \
-                                              int parts) {                                                                             \
-        run<ROWS, WEIGHTS>({&x, &weight, bias, out, m, n, k, pitch, mode, activation, parts});                                         \
+                                              const bf16* bias, void* out, int m, int n, int k, int pitch, int mode, int activation) { \
+        run<ROWS, WEIGHTS>({&x, &weight, bias, out, m, n, k, pitch, mode, activation});                                                \
     }
 
-LINEAR_HOPPER_MANY(128, 128)
 LINEAR_HOPPER_MANY(128, 192)
 LINEAR_HOPPER_MANY(128, 224)
 LINEAR_HOPPER_MANY(128, 256)
-LINEAR_HOPPER_MANY(192, 128)
 LINEAR_HOPPER_MANY(192, 192)
 LINEAR_HOPPER_MANY(192, 224)

@@ -19,7 +19,7 @@ pub(crate) fn bench(gpu: &Gpu) {
     let mut linears = Linears::load(gpu, workspace).expect("cuBLASLt and kernels");
     let fused = FusedKernels::load(gpu).expect("kernels");
     let model = Model::new(gpu, GpuValues::Bf16);
-    println!("us (TFLOP/s); tiles: rows of x times rows of weights / parts of k, the fastest first");
+    println!("us (TFLOP/s); tiles: rows of x times rows of weights, the fastest first");
     println!("gated: silu(gate) * up, for cuBLASLt by a kernel of its own");
     let gated = LinearOutput::Glu(Activation::Silu);
     let cases = [0, 1, 2, 3].map(|shape| (shape, LinearOutput::Bf16));

@@ -116,7 +116,7 @@ pub enum LinearPath {
     Hopper,
     /// Weights of four bits by warp groups, k divided among so many blocks; where that cannot be, cuBLASLt.
     Int4(usize),
-    /// 65 to 512 rows of weights in bf16 by the kernels for Hopper, cut in one of the ways there are; where that cannot be, cuBLASLt.
+    /// 65 to 512 rows of weights in bf16 by the kernels for Hopper, in tiles of one of the sizes there are; where that cannot be, cuBLASLt.
     Many(LinearTile),
 }
 

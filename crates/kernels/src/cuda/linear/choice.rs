@@ -36,7 +36,7 @@ impl Choice {
     pub(super) fn number(self) -> u32 {
         match self {
             Self::Stream(cut) => ((cut.row_warps * 16 + cut.cluster) * 16 + cut.blocks_per_sm) as u32,
-            Self::Many(tile) => 1 << 20 | ((tile.rows * 512 + tile.weights) * 8 + tile.parts) as u32,
+            Self::Many(tile) => 1 << 20 | (tile.rows * 512 + tile.weights) as u32,
             Self::Hopper(blocks) => 1 << 21 | blocks as u32,
             Self::Int4(parts) => 1 << 22 | parts as u32,
             Self::Lt(algorithm) => 1 << 23 | algorithm.hash() & ((1 << 23) - 1),

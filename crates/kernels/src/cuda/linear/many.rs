@@ -19,46 +19,28 @@ const ALIGN: usize = 1024;
 const EIGHT: usize = 8;
 const HALVES: usize = 2;
 /// Rows of x and of weights of the tiles.
-const TILES: [(usize, usize); 7] = [
-    (128, 128),
-    (128, 192),
-    (128, 224),
-    (128, 256),
-    (192, 128),
-    (192, 192),
-    (192, 224),
-];
-const PARTS: [usize; 3] = [1, 2, 4];
+const TILES: [(usize, usize); 5] = [(128, 192), (128, 224), (128, 256), (192, 192), (192, 224)];
 
 /// Fewer are other kernels', and with more cuBLASLt's tiles fill the GPU.
 const ROWS: std::ops::RangeInclusive<usize> = 65..=512;
 
-/// What tiles are ranked by, in cycles of a multiprocessor: bytes that it gets from L2 in one, bytes of sums that blocks of a cluster give
-/// each other in one, and what the end of a tile takes, and an exchange of sums besides.
+/// What tiles are ranked by, in cycles of a multiprocessor: bytes that it gets from L2 in one, and what the end of a tile takes.
 const LOADED_BYTES: usize = 36;
-const EXCHANGED_BYTES: usize = 16;
 const STORE_CYCLES: usize = 2000;
-const EXCHANGE_CYCLES: usize = 1500;
 
-/// How the kernels for many rows cut a product.
+/// What a block of the kernels for many rows computes at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LinearTile {
-    /// Rows of x of a block: 128 or 192.
+    /// Rows of x: 128 or 192.
     pub rows: usize,
-    /// Rows of weights of a block: 128, 192, 224 or, with 128 rows of x, 256. If gated, half of them are gates.
+    /// Rows of weights: 192, 224 or, with 128 rows of x, 256. If gated, half of them are gates.
     pub weights: usize,
-    /// Blocks that have a part of k each: 1, 2 or 4, but with 224 rows of weights not 4.
-    pub parts: usize,
 }
 
 impl LinearTile {
     /// Every tile there is a kernel for.
     pub fn all() -> impl Iterator<Item = Self> {
-        let all = TILES
-            .into_iter()
-            .flat_map(|(rows, weights)| PARTS.map(|parts| Self { rows, weights, parts }));
-        // Each block adds up whole eights of either half.
-        all.filter(|tile| (tile.weights / HALVES / EIGHT).is_multiple_of(tile.parts))
+        TILES.into_iter().map(|(rows, weights)| Self { rows, weights })
     }
 
     fn stage_bytes(self) -> usize {
@@ -80,27 +62,21 @@ impl LinearTile {
         WARP_GROUP * (1 + self.rows / GROUP_ROWS)
     }
 
-    /// Blocks that share weights, as they have neighbouring rows of x.
-    fn pair(self, m: usize) -> usize {
-        if m > self.rows { 2 } else { 1 }
-    }
-
-    /// Blocks of a cluster.
+    /// Blocks of a cluster, which share weights, as they have neighbouring rows of x.
     fn cluster(self, m: usize) -> usize {
-        self.pair(m) * self.parts
+        if m > self.rows { 2 } else { 1 }
     }
 
     /// Tiles of a product for each cluster to take one of at a time.
     fn works(self, shape: &Shape, output: LinearOutput) -> usize {
         let outputs = self.weights / output.stacked();
-        shape.n.div_ceil(outputs) * shape.m.div_ceil(self.pair(shape.m) * self.rows)
+        shape.n.div_ceil(outputs) * shape.m.div_ceil(self.cluster(shape.m) * self.rows)
     }
 }
 
 impl fmt::Display for LinearTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rows, weights, parts } = self;
-        write!(f, "{rows}x{weights}/{parts}")
+        write!(f, "{}x{}", self.rows, self.weights)
     }
 }
 
@@ -109,25 +85,22 @@ pub(super) struct ManyKernels {
     gpu: Gpu,
     /// Of each of [`TILES`]; empty where kernels made for Hopper do not run.
     kernels: Vec<Function>,
-    /// Clusters of 1, 2, 4 and 8 blocks that run at once.
-    clusters: [usize; 4],
+    /// Clusters of one and of two blocks that run at once.
+    clusters: [usize; 2],
 }
 
 impl ManyKernels {
     pub(super) fn load(gpu: &Gpu) -> Result<Self, GpuError> {
-        let (mut kernels, mut clusters) = (Vec::new(), [gpu.info().sm_count, 0, 0, 0]);
+        let (mut kernels, mut clusters) = (Vec::new(), [gpu.info().sm_count, 0]);
         if has_hopper_kernels(gpu) {
             let module = load(gpu, "linear_hopper_many")?;
-            for tile in LinearTile::all().filter(|tile| tile.parts == 1) {
+            for tile in LinearTile::all() {
                 let name = format!("linear_hopper_many_{}x{}", tile.rows, tile.weights);
                 let function = module.function(&name)?;
                 function.allow_shared(tile.shared_bytes())?;
                 if kernels.is_empty() {
                     // Blocks of all of them take a multiprocessor each.
-                    for (shift, clusters) in clusters.iter_mut().enumerate().skip(1) {
-                        *clusters =
-                            function.clusters_at_once(1 << shift, tile.threads(), tile.shared_bytes())?;
-                    }
+                    clusters[1] = function.clusters_at_once(2, tile.threads(), tile.shared_bytes())?;
                 }
                 kernels.push(function);
             }
@@ -152,31 +125,27 @@ impl ManyKernels {
         !self.kernels.is_empty()
             && shape.values == GpuValues::Bf16
             && ROWS.contains(&m)
+            && k > 0
             // Rows are copied, and outputs stored, in pieces of 16 bytes.
             && [n, k, pitch].iter().all(|len| len.is_multiple_of(EIGHT))
-            && tile.parts <= k.div_ceil(STAGE_INPUTS)
             && self.clusters_at_once(tile.cluster(m)) > 0
     }
 
     fn clusters_at_once(&self, blocks: usize) -> usize {
-        self.clusters[blocks.trailing_zeros() as usize]
+        self.clusters[blocks - 1]
     }
 
     /// What a product should take, of a multiprocessor.
     fn cycles(&self, shape: &Shape, output: LinearOutput, tile: LinearTile) -> usize {
-        let LinearTile { rows, weights, parts } = tile;
+        let LinearTile { rows, weights } = tile;
         // 64 rows of x by a stage of one row of weights take two.
         let multiplied = rows / GROUP_ROWS * weights * 2;
-        let loaded = (rows + weights / tile.pair(shape.m)) * STAGE_ROW_BYTES / LOADED_BYTES;
-        let exchanged = match parts {
-            1 => 0,
-            _ => EXCHANGE_CYCLES + (parts - 1) * rows * weights * size_of::<f32>() / parts / EXCHANGED_BYTES,
-        };
-        let stages = shape.k.div_ceil(STAGE_INPUTS).div_ceil(parts);
+        let loaded = (rows + weights / tile.cluster(shape.m)) * STAGE_ROW_BYTES / LOADED_BYTES;
+        let stages = shape.k.div_ceil(STAGE_INPUTS);
         let turns = tile
             .works(shape, output)
             .div_ceil(self.clusters_at_once(tile.cluster(shape.m)));
-        turns * (stages * multiplied.max(loaded) + STORE_CYCLES + exchanged)
+        turns * (stages * multiplied.max(loaded) + STORE_CYCLES)
     }
 
     /// Launches a product. `shape.n` counts outputs, of which [`LinearOutput::Glu`] has half as many as rows of weights.
@@ -190,7 +159,7 @@ impl ManyKernels {
         tile: LinearTile,
         operands: &Operands,
     ) -> Result<(), GpuError> {
-        let at = TILES.iter().position(|known| *known == (tile.rows, tile.weights));
+        let at = LinearTile::all().position(|known| known == tile);
         let row_bytes = shape.k * size_of::<half::bf16>();
         let x = self.gpu.tiles_map(&MatrixTiles {
             first: operands.x,
@@ -204,7 +173,7 @@ impl ManyKernels {
             row_bytes,
             copied: tile.weights / HALVES,
         })?;
-        let args: [Arg; 9] = [
+        let args: [Arg; 8] = [
             operands.bias.into(),
             operands.out.into(),
             (shape.m as i32).into(),
@@ -213,7 +182,6 @@ impl ManyKernels {
             (shape.pitch as i32).into(),
             output.mode().into(),
             output.activation().into(),
-            (tile.parts as i32).into(),
         ];
         let cluster = tile.cluster(shape.m);
         let clusters = tile.works(shape, output).min(self.clusters_at_once(cluster));

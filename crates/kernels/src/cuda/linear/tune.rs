@@ -30,7 +30,7 @@ const HOPELESS: f32 = 1.1;
 /// Candidates.
 const MOST_CUTS: usize = 12;
 const MOST_ALGORITHMS: usize = 3;
-const MOST_TILES: usize = 3;
+const MOST_TILES: usize = 2;
 
 /// A way of a product that was measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
