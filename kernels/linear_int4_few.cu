@@ -169,18 +169,8 @@ struct Linear {
         uint32_t codes[2][kWindowParts], words[2][kGroups];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint4 four = load_shared16(codes_at + i * kEightBytes);
-            codes[i][0] = four.x, codes[i][1] = four.y, codes[i][2] = four.z, codes[i][3] = four.w;
-            const uint32_t from = words_at + i * (kWarp * kWordBytes);
-            if constexpr (kGroups == 4) {
-                const uint4 v = load_shared16(from);
-                words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
-            } else if constexpr (kGroups == 2) {
-                const uint2 v = load_shared8(from);
-                words[i][0] = v.x, words[i][1] = v.y;
-            } else {
-                words[i][0] = load_shared4(from);
-            }
+            load_shared_words(codes[i], codes_at + i * kEightBytes);
+            load_shared_words(words[i], words_at + i * (kWarp * kWordBytes));
         }
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {

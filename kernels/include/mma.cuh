@@ -62,6 +62,21 @@ __device__ __forceinline__ uint32_t load_shared4(uint32_t from) {
     return v;
 }
 
+// One, two or four words.
+template <int kWords>
+__device__ __forceinline__ void load_shared_words(uint32_t (&to)[kWords], uint32_t from) {
+    static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+    if constexpr (kWords == 4) {
+        const uint4 v = load_shared16(from);
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    } else if constexpr (kWords == 2) {
+        const uint2 v = load_shared8(from);
+        to[0] = v.x, to[1] = v.y;
+    } else {
+        to[0] = load_shared4(from);
+    }
+}
+
 // Closes a group of copies.
 __device__ __forceinline__ void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

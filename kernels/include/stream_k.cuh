@@ -36,6 +36,41 @@ __device__ __forceinline__ bool is_whole(float4 v) { return !(is_none(v.x) || is
 
 __device__ __forceinline__ void add(float (&acc)[4], float4 v) { acc[0] += v.x, acc[1] += v.y, acc[2] += v.z, acc[3] += v.w; }
 
+// Leaves sums to others, from `to` on, `kStep` apart.
+template <int kStep, int kEights>
+__device__ __forceinline__ void leave_sums(float4* to, const float (&acc)[kEights][4]) {
+    const auto computed = [](float x) { return is_none(x) ? __uint_as_float(0x7fffffff) : x; };
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+        const float (&c)[4] = acc[j];
+        store_relaxed(to + j * kStep, make_float4(computed(c[0]), computed(c[1]), computed(c[2]), computed(c[3])));
+    }
+}
+
+// Adds sums that others leave, once they are there, in their order: `left(i)` points to those of the `i`th of `count`, which are one to
+// `kAtOnce`. All are loaded at once, to hide latency. `kNone` takes their place.
+template <int kStep, int kAtOnce, int kEights, typename Left>
+__device__ __forceinline__ void add_sums(float (&acc)[kEights][4], int count, const Left& left) {
+    float4 v[kAtOnce][kEights];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int j = 0; j < kEights; ++j) v[i][j] = load_relaxed(left(min(i, count - 1)) + j * kStep);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+        if (i >= count) break;
+        float4* const from = left(i);
+#pragma unroll
+        for (int j = 0; j < kEights; ++j) {
+            while (!is_whole(v[i][j])) v[i][j] = load_relaxed(from + j * kStep);
+            add(acc[j], v[i][j]);
+            const float none = __uint_as_float(kNone);
+            store_relaxed(from + j * kStep, make_float4(none, none, none, none));
+        }
+    }
+}
+
 // Two groups of `kThreads` threads have sums of the same outputs: those of group 1 are added to those of group 0. `second` points to this
 // thread's first float4 in shared memory, the others follow `kThreads` apart.
 template <int kThreads, int kEights>
@@ -76,15 +111,7 @@ struct Exchange {
 
     // Leaves sums to the block that has the first stage of the tile. This happens at most once per block: only its first tile can begin
     // in another block.
-    __device__ __forceinline__ void leave(const float (&acc)[kEights][4]) const {
-        const auto computed = [](float x) { return is_none(x) ? __uint_as_float(0x7fffffff) : x; };
-        float4* const to = left_by(Shares::rank());
-#pragma unroll
-        for (int j = 0; j < kEights; ++j) {
-            const float (&c)[4] = acc[j];
-            store_relaxed(to + j * kThreads, make_float4(computed(c[0]), computed(c[1]), computed(c[2]), computed(c[3])));
-        }
-    }
+    __device__ __forceinline__ void leave(const float (&acc)[kEights][4]) const { leave_sums<kThreads>(left_by(Shares::rank()), acc); }
 
     // Adds what later ranks have left of this block's last tile, which ends before stage `end`.
     __device__ __forceinline__ void add_others(float (&acc)[kEights][4], int end) const {
@@ -92,24 +119,7 @@ struct Exchange {
         int last = rank + 1;
         while (last + 1 < gridDim.x && shares.begin(last + 1) < end) ++last;
         for (int other = rank + 1; other <= last; other += kAtOnce) {
-            float4 v[kAtOnce][kEights];
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-                for (int j = 0; j < kEights; ++j) v[i][j] = load_relaxed(left_by(min(other + i, last)) + j * kThreads);
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                if (other + i > last) break;
-                float4* const from = left_by(other + i);
-#pragma unroll
-                for (int j = 0; j < kEights; ++j) {
-                    while (!is_whole(v[i][j])) v[i][j] = load_relaxed(from + j * kThreads);
-                    add(acc[j], v[i][j]);
-                    const float none = __uint_as_float(kNone);
-                    store_relaxed(from + j * kThreads, make_float4(none, none, none, none));
-                }
-            }
+            add_sums<kThreads, kAtOnce>(acc, min(last + 1 - other, kAtOnce), [&](int i) { return left_by(other + i); });
         }
         __syncwarp();
     }
@@ -136,20 +146,27 @@ struct Outputs {
     template <int kEights, typename WeightFactor, typename TokenFactor>
     __device__ __forceinline__ void store(int tile, const float (&acc)[kEights][4], const WeightFactor& weight_factor,
                                           const TokenFactor& token_factor) const {
-        const int warp = threadIdx.x % kWarpGroup / kWarp, lane = threadIdx.x % kWarp, row = lane / 4, quad = lane % 4;
-        // The warp's first output.
-        const int first = tile * of_tile() + warp * (gated() ? 8 : 16);
+        const int warp = threadIdx.x % kWarpGroup / kWarp;
+        store_from(tile * of_tile() + warp * (gated() ? 8 : 16), acc, weight_factor, token_factor);
+    }
+
+    // The same for the warp's 16 rows of weights alone, whose first output is `first`, and for rows of x from `8 * first_eight` on.
+    template <int kEights, typename WeightFactor, typename TokenFactor>
+    __device__ __forceinline__ void store_from(int first, const float (&acc)[kEights][4], const WeightFactor& weight_factor,
+                                               const TokenFactor& token_factor, int first_eight = 0) const {
+        const int lane = threadIdx.x % kWarp, row = lane / 4, quad = lane % 4;
         const auto bias_of = [&](int output) { return bias != nullptr && output < n ? __bfloat162float(bias[output]) : 0.0f; };
         const float low_bias = bias_of(first + row), high_bias = gated() ? 0.0f : bias_of(first + row + 8);
         const float low_factor = weight_factor(min(first + row, n - 1));
         const float high_factor = weight_factor(gated() ? min(first + row, n - 1) + n : min(first + row + 8, n - 1));
 #pragma unroll
         for (int j = 0; j < kEights; ++j) {
-            if (j * 8 >= m) break;
+            const int first_token = (first_eight + j) * 8;
+            if (first_token >= m) break;
             float low[2], high[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float of_token = token_factor(min(j * 8 + quad * 2 + i, m - 1));
+                const float of_token = token_factor(min(first_token + quad * 2 + i, m - 1));
                 low[i] = fmaf(acc[j][i], low_factor * of_token, low_bias);
                 high[i] = fmaf(acc[j][i + 2], high_factor * of_token, high_bias);
             }
@@ -157,7 +174,7 @@ struct Outputs {
                 float* const to = static_cast<float*>(out) + first + row;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const int token = j * 8 + quad * 2 + i;
+                    const int token = first_token + quad * 2 + i;
                     if (token >= m) continue;
                     if (first + row < n) to[size_t(token) * pitch] = low[i];
                     if (first + row + 8 < n) to[size_t(token) * pitch + 8] = high[i];
@@ -165,7 +182,7 @@ struct Outputs {
                 continue;
             }
             // After the transposition a lane has two neighbouring outputs of a row of x.
-            const int token = j * 8 + row, output = first + quad * 2;
+            const int token = first_token + row, output = first + quad * 2;
             bf16* const to = static_cast<bf16*>(out) + size_t(token) * pitch + output;
             const uint32_t values = transpose(gated() ? pack(activate(low[0], high[0]), activate(low[1], high[1])) : pack(low[0], low[1]));
             if (token < m && output < n) *reinterpret_cast<uint32_t*>(to) = values;

@@ -199,8 +199,9 @@ fn room_for_bf16(gpu: &Gpu) -> GpuSlab {
         .expect("room")
 }
 
-const WAYS_OF_INT4: [LinearPath; 6] = [
+const WAYS_OF_INT4: [LinearPath; 7] = [
     LinearPath::Hopper,
+    LinearPath::Int4Rows,
     LinearPath::Int4(1),
     LinearPath::Int4(2),
     LinearPath::Int4(4),
@@ -222,10 +223,10 @@ pub(crate) fn bench_int4(gpu: &Gpu) {
     for group in [Int4Group::Of128, Int4Group::Of32] {
         let model = Model::new(gpu, GpuValues::Int4(group));
         println!(
-            "{group:?}, us: floor, stream-K, k divided among 1, 2, 4 and 8 blocks, dequantised for cuBLASLt, streamed (best cut)"
+            "{group:?}, us: floor, stream-K, inputs in registers, k divided among 1, 2, 4 and 8 blocks, dequantised for cuBLASLt, streamed (best cut)"
         );
         for (shape, &(name, n, k)) in SHAPES[..4].iter().enumerate() {
-            for m in [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048] {
+            for m in [1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512, 1024, 2048] {
                 let bytes = n * int4_pitch(k) + 4 * n * group.stride(k) + 2 * m * (k + n);
                 let operations = 2.0 * (m * n * k) as f64;
                 let floor = f64::max(bytes as f64 / READ_BANDWIDTH, operations / BF16_RATE) * 1e6;
@@ -234,7 +235,11 @@ pub(crate) fn bench_int4(gpu: &Gpu) {
                 let mut time = |path: LinearPath| -> Option<f64> {
                     linears.fix(Some(path));
                     let is_own = linears.is_own(m, &layers[0], LinearOutput::Bf16);
-                    if !is_own && matches!(path, LinearPath::Hopper | LinearPath::Stream(_)) {
+                    let must_be_own = matches!(
+                        path,
+                        LinearPath::Hopper | LinearPath::Int4Rows | LinearPath::Stream(_)
+                    );
+                    if !is_own && must_be_own {
                         return None;
                     }
                     Some(time_us(gpu, 8, |call| {

@@ -1,6 +1,6 @@
 //! Every linear layer: cuBLASLt, and for few rows kernels of our own that stream the weights: `kernels/linear.cu`, for weights of four
 //! bits `kernels/linear_int4_few.cu` too, and on Hopper `kernels/linear_hopper.cu` and `kernels/linear_hopper_int4.cu` for up to 32 rows,
-//! and `kernels/linear_hopper_many.cu` for 65 to 512 rows in bf16.
+//! `kernels/linear_int4_rows.cu` for up to 24, and `kernels/linear_hopper_many.cu` for 65 to 512 rows in bf16.
 //! There, layers of one row that follow each other can be one launch ([`GpuChain`]).
 //!
 //! With e4m3 weights, cuBLASLt and `linear_hopper.cu` take inputs quantised to e4m3, and `linear.cu` takes bf16 inputs. On GPUs whose
@@ -16,6 +16,7 @@ mod gguf;
 mod hopper;
 mod int4;
 mod int4_products;
+mod int4_rows;
 mod many;
 mod matrix;
 mod mxfp4;
@@ -39,6 +40,7 @@ pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{CublasLt, Operands, Shape};
 use hopper::HopperKernels;
 use int4_products::Int4Products;
+use int4_rows::Int4RowsKernels;
 use many::ManyKernels;
 use matrix::pitch;
 use stream::{NormOperands, StreamKernels};
@@ -74,6 +76,7 @@ pub struct Linears {
     hopper: HopperKernels,
     chain: ChainKernel,
     int4: Int4Kernels,
+    int4_rows: Int4RowsKernels,
     int4_products: Int4Products,
     many: ManyKernels,
     gguf: GgufKernels,
@@ -114,6 +117,8 @@ pub enum LinearPath {
     Stream(LinearCut),
     /// Up to 32 rows of weights in bf16, e4m3 or four bits by the kernels for Hopper; where that cannot be, cuBLASLt.
     Hopper,
+    /// Up to 24 rows of weights in four bits, 16 with groups of 32, the inputs in registers; where that cannot be, cuBLASLt.
+    Int4Rows,
     /// Weights of four bits by warp groups, k divided among so many blocks; where that cannot be, cuBLASLt.
     Int4(usize),
     /// 65 to 512 rows of weights in bf16 by the kernels for Hopper, in tiles of one of the sizes there are; where that cannot be, cuBLASLt.
@@ -150,6 +155,7 @@ impl Linears {
             hopper: HopperKernels::load(gpu, &workspace, fp8_products)?,
             chain: ChainKernel::load(gpu, &workspace)?,
             int4: Int4Kernels::load(gpu)?,
+            int4_rows: Int4RowsKernels::load(gpu, &workspace)?,
             int4_products: Int4Products::load(gpu)?,
             many: ManyKernels::load(gpu)?,
             gguf: GgufKernels::load(gpu)?,
@@ -464,6 +470,7 @@ impl Linears {
             match choice {
                 Choice::Stream(cut) => self.stream_rows(key, cut, operands),
                 Choice::Hopper(_) => self.hopper.run(&key.shape, key.output, operands),
+                Choice::Int4Rows(slabs) => self.int4_rows.run(&key.shape, key.output, slabs, operands),
                 Choice::Int4(parts) => self.int4_products.run(&key.shape, parts, operands),
                 Choice::Many(tile) => self.many.run(&key.shape, key.output, tile, operands),
                 Choice::Lt(_) if matches!(key.output, LinearOutput::Glu(_)) => {

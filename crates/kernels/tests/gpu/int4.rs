@@ -19,10 +19,23 @@ use crate::common::{self, wide};
 use crate::fused::{ACTIVATIONS, activate};
 use crate::linear::{linears, paths, written};
 
-/// The ways of other layers, and those of warp groups.
+/// The ways of other layers, that with inputs in registers, and those of warp groups.
 fn ways() -> impl Iterator<Item = Option<LinearPath>> {
+    let registers = [Some(LinearPath::Int4Rows)];
     let parts = [1, 2, 4, 8].map(|parts| Some(LinearPath::Int4(parts)));
-    paths().into_iter().chain(parts)
+    paths().into_iter().chain(registers).chain(parts)
+}
+
+/// Those of few rows that are divided equally among blocks.
+const DIVIDED: [LinearPath; 2] = [LinearPath::Hopper, LinearPath::Int4Rows];
+
+/// The most rows of one of [`DIVIDED`].
+fn most_rows(path: LinearPath, group: Int4Group) -> usize {
+    match path {
+        LinearPath::Int4Rows if group == Int4Group::Of32 => 16,
+        LinearPath::Int4Rows => 24,
+        _ => 32,
+    }
 }
 
 const GROUPS: [Int4Group; 3] = [Int4Group::Of32, Int4Group::Of64, Int4Group::Of128];
@@ -342,15 +355,19 @@ fn warp_groups_compute_any_number_of_rows() {
     }
 }
 
-/// Stages of few tiles and of many, divided equally; inputs that are not whole windows; all kinds of outputs.
+/// Stages or slabs of few tiles and of many, divided equally; inputs that are not whole windows; all kinds of outputs.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn few_rows_are_divided_equally_among_blocks() {
     let gpu = common::gpu();
     let mut rng = common::rng("int4, few rows");
     let mut linears = linears(&gpu);
-    linears.fix(Some(LinearPath::Hopper));
-    for group in GROUPS {
+    for (path, group) in DIVIDED
+        .into_iter()
+        .flat_map(|path| GROUPS.map(|group| (path, group)))
+    {
+        linears.fix(Some(path));
+        let way = format!("{path:?}");
         for (m, n, k, wider) in [
             (1, 8, 8, 2),
             (2, 48, 136, 0),
@@ -364,22 +381,25 @@ fn few_rows_are_divided_equally_among_blocks() {
             (32, 20_000, 512, 0),
             (32, 2048, 2176, 10),
         ] {
+            if m > most_rows(path, group) {
+                continue;
+            }
             let bias = rng.random();
             let case = Case::random(&mut rng, group, [m, n, k], bias, false);
             if has_hopper_kernels(&gpu) {
                 let is_own = linears.is_own(m, &case.layer(&gpu), LinearOutput::Bf16);
-                assert!(is_own, "{}", case.what("stream-K"));
+                assert!(is_own, "{}", case.what(&way));
             }
-            case.check_wider(&gpu, &linears, wider, "stream-K");
+            case.check_wider(&gpu, &linears, wider, &way);
             let case = Case { bias: None, ..case };
             if has_hopper_kernels(&gpu) && n.is_multiple_of(16) {
                 let fuses = linears.fuses_glu(m, &case.layer(&gpu), Activation::Silu);
                 assert!(fuses, "{}", case.what("gated"));
             }
-            case.check(&gpu, &linears, "stream-K");
-            case.check_f32(&gpu, &linears, "stream-K");
+            case.check(&gpu, &linears, &way);
+            case.check_f32(&gpu, &linears, &way);
             let ordered = Case::random(&mut rng, group, [m, n, k], bias, true);
-            ordered.check(&gpu, &linears, "stream-K");
+            ordered.check(&gpu, &linears, &way);
             // NaN in a row makes all its outputs NaN: no block waits for a sum that never arrives.
             let mut case = case;
             case.x[0] = bf16::NAN;
@@ -387,6 +407,29 @@ fn few_rows_are_divided_equally_among_blocks() {
             assert!(out[..n].iter().all(|x| x.is_nan()), "{}", case.what("NaN"));
             assert!(out[n..].iter().all(|x| x.is_finite()), "{}", case.what("NaN"));
         }
+    }
+}
+
+/// Two slabs with so many tiles that each warp adds up several, and that the ring goes round; launches one after the other, which find the
+/// exchange as it was.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn slabs_of_many_tiles_are_added_up() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("int4, slabs");
+    let mut linears = linears(&gpu);
+    linears.fix(Some(LinearPath::Int4Rows));
+    for (m, k) in [(8, 4224), (16, 4224), (24, 2176)] {
+        let case = Case::random(&mut rng, Int4Group::Of128, [m, 20_000, k], false, false);
+        if has_hopper_kernels(&gpu) {
+            let is_own = linears.is_own(m, &case.layer(&gpu), LinearOutput::Bf16);
+            assert!(is_own, "{}", case.what("inputs in registers"));
+        }
+        case.check(&gpu, &linears, "inputs in registers");
+        let first = case.forward(&gpu, &linears, LinearOutput::Bf16);
+        let second = case.forward(&gpu, &linears, LinearOutput::Bf16);
+        let bits = |out: &[bf16]| out.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&first), bits(&second), "{}", case.what("two runs"));
     }
 }
 

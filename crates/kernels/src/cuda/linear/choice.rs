@@ -16,6 +16,8 @@ pub(super) enum Choice {
     Stream(LinearCut),
     /// By the kernels for Hopper, on so many multiprocessors: their number decides the order of sums.
     Hopper(usize),
+    /// Few rows with weights of four bits, the inputs in registers, k divided into so many slabs.
+    Int4Rows(usize),
     /// Weights of four bits by warp groups, k divided among so many blocks.
     Int4(usize),
     /// By the kernels for many rows on Hopper.
@@ -27,7 +29,7 @@ impl Choice {
     /// How inputs are quantised.
     pub(super) fn input_scaling(self, key: &Key) -> Option<Fp8Scaling> {
         match self {
-            Self::Stream(_) | Self::Int4(_) | Self::Many(_) => None,
+            Self::Stream(_) | Self::Int4Rows(_) | Self::Int4(_) | Self::Many(_) => None,
             Self::Hopper(_) | Self::Lt(_) => key.shape.scaling(),
         }
     }
@@ -36,6 +38,7 @@ impl Choice {
     pub(super) fn number(self) -> u32 {
         match self {
             Self::Stream(cut) => ((cut.row_warps * 16 + cut.cluster) * 16 + cut.blocks_per_sm) as u32,
+            Self::Int4Rows(slabs) => 1 << 20 | slabs as u32,
             Self::Many(tile) => 1 << 20 | (tile.rows * 512 + tile.weights) as u32,
             Self::Hopper(blocks) => 1 << 21 | blocks as u32,
             Self::Int4(parts) => 1 << 22 | parts as u32,
@@ -49,6 +52,7 @@ impl fmt::Display for Choice {
         match self {
             Self::Stream(cut) => write!(f, "own {cut}"),
             Self::Hopper(_) => f.write_str("own, stream-K"),
+            Self::Int4Rows(slabs) => write!(f, "own, inputs in registers, {slabs} slabs"),
             Self::Int4(parts) => write!(f, "own, k among {parts} blocks"),
             Self::Many(tile) => write!(f, "own, tiles {tile}"),
             Self::Lt(algorithm) => write!(f, "cuBLASLt {algorithm}"),
@@ -120,12 +124,17 @@ impl Linears {
             },
             Some(LinearPath::Stream(cut)) => Some(Choice::Stream(cut)),
             Some(LinearPath::Hopper) => Some(self.hopper.choice()),
+            Some(LinearPath::Int4Rows) => {
+                let slabs = self.int4_rows.slabs(&key.shape, key.output);
+                slabs.map(Choice::Int4Rows)
+            }
             Some(LinearPath::Many(tile)) => Some(Choice::Many(tile)),
             Some(LinearPath::CublasLt | LinearPath::Int4(_)) => None,
         };
         choice.filter(|choice| match choice {
             Choice::Stream(cut) => self.stream.can(&key.shape, key.output, *cut),
             Choice::Hopper(_) => self.hopper.can(&key.shape, key.output),
+            Choice::Int4Rows(slabs) => self.int4_rows.can(&key.shape, key.output, *slabs),
             Choice::Many(tile) => self.many.can(&key.shape, *tile),
             Choice::Int4(_) | Choice::Lt(_) => false,
         })

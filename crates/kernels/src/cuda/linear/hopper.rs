@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Launch, MatrixRows};
 
-use super::LinearOutput;
 use super::choice::Choice;
 use super::cublas_lt::{Operands, Shape, WORKSPACE};
 use super::matrix::{Fp8Scaling, GpuValues, INT4_ROWS, Int4Group};
+use super::{LinearOutput, int4_rows};
 use crate::cuda::{has_hopper_kernels, load};
 
 /// Constants of the kernels; the first is the rows of weights whose sums a warp group has.
@@ -26,8 +26,15 @@ const INT4_SHARED_BYTES: usize = (226 << 10) + ALIGN;
 /// One thread block runs on each multiprocessor; no GPU of that generation has more than this.
 const MOST_BLOCKS: usize = 144;
 /// Behind cuBLASLt's part of the workspace: partial sums that thread blocks leave to each other. With weights in four bits a tile has the
-/// rows of two warp groups.
-pub(super) const SUM_BYTES: usize = MOST_BLOCKS * 2 * GROUP_ROWS * MOST_ROWS * size_of::<f32>();
+/// rows of two warp groups. `kernels/linear_int4_rows.cu` leaves its sums in the same place.
+pub(super) const SUM_BYTES: usize = {
+    let own = MOST_BLOCKS * 2 * GROUP_ROWS * MOST_ROWS * size_of::<f32>();
+    if own > int4_rows::SUM_BYTES {
+        own
+    } else {
+        int4_rows::SUM_BYTES
+    }
+};
 /// Every byte of a sum that is not there yet.
 const NONE: u8 = 0xff;
 
@@ -224,7 +231,7 @@ fn tile(values: GpuValues) -> Tile {
 }
 
 /// Behind cuBLASLt's part of the workspace.
-fn sums(workspace: &GpuSlab) -> GpuSlice<'_, u8> {
+pub(super) fn sums(workspace: &GpuSlab) -> GpuSlice<'_, u8> {
     workspace.slice().range(WORKSPACE..WORKSPACE + SUM_BYTES)
 }
 

@@ -1,0 +1,178 @@
+//! Products of few rows with weights of four bits, whose inputs are held in registers (`kernels/linear_int4_rows.cu`).
+
+use std::sync::Arc;
+
+use half::bf16;
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, Launch};
+
+use super::cublas_lt::{Operands, Shape};
+use super::hopper::sums;
+use super::matrix::{GpuValues, INT4_ROWS, INT4_WINDOW, Int4Group};
+use super::{LinearOutput, hopper};
+use crate::cuda::{has_hopper_kernels, load};
+
+/// Constants of the kernels: warps that multiply, threads, and rows of weights of a tile.
+const WARPS: usize = 16;
+const LANES: usize = 32;
+const ALIGN: usize = 128;
+const THREADS: u32 = 640;
+const TILE_ROWS: usize = 16;
+/// Rows of inputs that a product of a warp takes.
+const EIGHT: usize = 8;
+
+/// Products of fewer rows can compute the norm too, which these cannot.
+pub(super) const LEAST_ROWS: usize = 5;
+/// Rows of inputs of the kernels, and windows of inputs that a warp holds at most. With more rows, stream-K is faster.
+const KERNELS: [(usize, usize); 3] = [(8, 2), (16, 2), (24, 1)];
+/// Numbers of slabs beyond the least that may divide the work better.
+const MORE_SLABS: usize = 4;
+/// Partial sums of all slabs of a product, at most. Those of Llama-3.1-70B's gate and up projections fit with 16 rows, those of
+/// Llama-3.1-8B's with 24.
+pub(super) const SUM_BYTES: usize = 7 << 20;
+
+#[derive(Debug)]
+pub(super) struct Int4RowsKernels {
+    gpu: Gpu,
+    /// By rising number of rows; empty where kernels made for Hopper do not run.
+    kernels: Vec<Kernel>,
+    workspace: Arc<GpuSlab>,
+}
+
+#[derive(Debug)]
+struct Kernel {
+    group: Int4Group,
+    most_rows: usize,
+    windows: usize,
+    function: Function,
+    shared_bytes: usize,
+}
+
+impl Int4RowsKernels {
+    /// The partial sums behind cuBLASLt's part of `workspace` are [`hopper`]'s too, which prepares them.
+    pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>) -> Result<Self, GpuError> {
+        let mut kernels = Vec::new();
+        if has_hopper_kernels(gpu) {
+            let module = load(gpu, "linear_int4_rows")?;
+            for group in [Int4Group::Of32, Int4Group::Of64, Int4Group::Of128] {
+                for (most_rows, windows) in KERNELS {
+                    // Registers do not suffice for more.
+                    if group == Int4Group::Of32 && most_rows > 16 {
+                        continue;
+                    }
+                    let name = format!("linear_int4_rows_{}_{most_rows}", group.inputs());
+                    let function = module.function(&name)?;
+                    let shared_bytes = shared_bytes(group, most_rows, windows);
+                    function.allow_shared(shared_bytes)?;
+                    kernels.push(Kernel {
+                        group,
+                        most_rows,
+                        windows,
+                        function,
+                        shared_bytes,
+                    });
+                }
+            }
+        }
+        Ok(Self {
+            gpu: gpu.clone(),
+            kernels,
+            workspace: Arc::clone(workspace),
+        })
+    }
+
+    /// Into how many slabs k is divided, which decides the order of sums; `None` where they cannot compute a product.
+    pub(super) fn slabs(&self, shape: &Shape, output: LinearOutput) -> Option<usize> {
+        let kernel = self.kernel(shape)?;
+        let all = shape.k.div_ceil(INT4_WINDOW);
+        let least = all.div_ceil(WARPS * kernel.windows);
+        // What the busiest block multiplies, in windows of a tile. Partial sums count for about as much as one for each eight rows.
+        let work = |slabs: usize| {
+            let blocks = self.blocks(shape, output, slabs) / slabs;
+            let exchanged = if slabs > 1 { kernel.most_rows / EIGHT } else { 0 };
+            tiles(shape, output).div_ceil(blocks) * (all.div_ceil(slabs) + exchanged)
+        };
+        let most = (least + MORE_SLABS).min(all).min(self.gpu.info().sm_count);
+        let slabs = (least..=most).min_by_key(|&slabs| (work(slabs), slabs))?;
+        self.can(shape, output, slabs).then_some(slabs)
+    }
+
+    /// Whether they can compute a product in so many slabs.
+    pub(super) fn can(&self, shape: &Shape, output: LinearOutput, slabs: usize) -> bool {
+        let &Shape { n, k, pitch, .. } = shape;
+        let Some(kernel) = self.kernel(shape) else {
+            return false;
+        };
+        let sums = tiles(shape, output) * slabs * TILE_ROWS * kernel.most_rows * size_of::<f32>();
+        let windows = output.stacked() * n / INT4_ROWS * k.div_ceil(INT4_WINDOW);
+        n.is_multiple_of(INT4_ROWS)
+            && (slabs == 1 || sums <= hopper::SUM_BYTES)
+            // Outputs in bf16 are stored in pairs.
+            && (output == LinearOutput::F32 || pitch.is_multiple_of(2))
+            && i32::try_from(windows).is_ok()
+    }
+
+    /// The one for the fewest rows that are enough.
+    fn kernel(&self, shape: &Shape) -> Option<&Kernel> {
+        let fits =
+            |kernel: &&Kernel| shape.values == GpuValues::Int4(kernel.group) && kernel.most_rows >= shape.m;
+        self.kernels.iter().find(fits)
+    }
+
+    /// One for each multiprocessor, or for each tile of a slab.
+    fn blocks(&self, shape: &Shape, output: LinearOutput, slabs: usize) -> usize {
+        self.gpu.info().sm_count.min(slabs * tiles(shape, output))
+    }
+
+    /// Launches a product. `shape.n` counts outputs, of which [`LinearOutput::Glu`] has half as many as rows of weights.
+    ///
+    /// # Safety
+    /// As [`CublasLt::run`](super::cublas_lt::CublasLt::run); they must be able to compute it, as [`Self::can`] says.
+    pub(super) unsafe fn run(
+        &self,
+        shape: &Shape,
+        output: LinearOutput,
+        slabs: usize,
+        operands: &Operands,
+    ) -> Result<(), GpuError> {
+        let kernel = self.kernel(shape).expect("as `can` says");
+        let args: [Arg; 13] = [
+            operands.x.into(),
+            operands.weight.into(),
+            operands.weight_scales.into(),
+            operands.bias.into(),
+            operands.out.into(),
+            sums(&self.workspace).ptr().into(),
+            (shape.m as i32).into(),
+            (shape.n as i32).into(),
+            (shape.k as i32).into(),
+            (shape.pitch as i32).into(),
+            output.mode().into(),
+            output.activation().into(),
+            (slabs as i32).into(),
+        ];
+        let blocks = self.blocks(shape, output, slabs) as u32;
+        let launch = Launch::new([blocks, 1, 1], THREADS)
+            .shared(kernel.shared_bytes)
+            .pdl(true);
+        // SAFETY: the caller's promise; the arguments are those of `LINEAR_INT4_ROWS` in kernels/linear_int4_rows.cu.
+        unsafe { self.gpu.launch(&kernel.function, launch, &args) }
+    }
+}
+
+/// Stages of weights, two tiles' sums, inputs on their way to registers, totals of groups of inputs, and barriers.
+fn shared_bytes(group: Int4Group, rows: usize, windows: usize) -> usize {
+    const RING: [usize; 2] = [8 << 10, 10 << 10];
+    let (groups, eights) = (INT4_WINDOW / group.inputs(), rows / EIGHT);
+    // Codes of two eights of rows, and for each lane the words of two rows.
+    let stage = windows * 2 * (INT4_ROWS * INT4_WINDOW / 2 + LANES * groups * size_of::<u32>());
+    let ring = RING[windows - 1] / stage * stage;
+    let sums = 2 * TILE_ROWS * rows * size_of::<f32>();
+    let inputs = EIGHT * INT4_WINDOW / 2 * size_of::<bf16>();
+    let totals = windows * groups * eights * EIGHT * size_of::<f32>();
+    WARPS * (ring + sums + inputs + totals) + ALIGN
+}
+
+/// Of a slab: 16 rows of weights, half of them of the gate if there is one.
+fn tiles(shape: &Shape, output: LinearOutput) -> usize {
+    (output.stacked() * shape.n).div_ceil(TILE_ROWS)
+}

@@ -1,0 +1,411 @@
+// Linear layers for up to 24 rows with weights of four bits (sm_90a): out[m, n] = x[m, k] . weight[n, k]^T (+ bias), with x in registers.
+//
+// k is cut into slabs of at most 32 windows (int4.cuh), or with more than 16 rows of x 16. A tile is 16 rows of weights (eight of the gate and
+// the same eight of the up projection, if gated) with one slab; tiles lie slab after slab and are divided equally among the blocks. Sixteen
+// warps multiply: each has up to two windows of the slab, holds their inputs in registers as right operands of mma.m16n8k16, and takes its
+// part of one tile after the other. A lane copies to shared memory what it multiplies itself, so these warps wait for no copies of others. Further warps add up what
+// the sixteen have, in the order of windows, and store it.
+//
+// Where there are several slabs, their sums are exchanged through device memory (stream_k.cuh): the blocks with a tile of the last slab add
+// them up, slab after slab, once they have multiplied all their tiles. They wait only for blocks with smaller indices.
+//
+// Codes are not widened. The bits of a code, in the low or the high half of a byte, are as bf16 the code times 2^-133 or 2^-129: bf16 has no
+// gap between its subnormal numbers and the next 128. Inputs are multiplied by 2^64 or 2^60 accordingly, and all sums by 2^69 at the end;
+// all of that is exact. Inputs must be below 2^63. Of the sum of a group, its zero times the sum of its inputs is subtracted.
+#include "int4.cuh"
+#include "stream_k.cuh"
+
+namespace {
+
+// Of a thread: x takes 16 for each window and eight rows.
+template <int kTokens, int kGroup>
+constexpr int kRegistersOf = kTokens > 8 ? 96 : kGroup < 128 ? 88 : 80;
+
+struct Problem {
+    const bf16* x;           // [m, k]
+    const uint8_t* weight;   // of [n, k], or if gated [2 n, k]: gate, up
+    const uint32_t* groups;
+    const bf16* bias;        // [n]; null for none
+    void* out;               // [m] rows that begin `pitch` apart
+    float4* sums;            // of tiles, if there are several slabs; all `kNone` between launches
+    int m, n, k, pitch;      // n is a multiple of 8
+    int mode, activation;
+    int slabs;               // no more than blocks
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Warps that multiply, and further ones, four that add up sums, as crates/kernels/src/cuda/linear/int4_rows.rs has them too.
+constexpr int kMultipliers = 16;
+constexpr int kMultiplierThreads = kMultipliers * kWarp, kThreads = kMultiplierThreads + 4 * kWarp;
+
+// Tiles take turns at two places for sums. A named barrier for each: the sums are there.
+constexpr int kPlaces = 2, kFull = 1;
+constexpr int kPart = 32;           // inputs of a part of a window: two products
+constexpr int kHalf = kWindow / 2;  // inputs that a warp prepares at once
+
+template <int kTokens, int kGroup>
+struct Linear {
+    static constexpr int kWindows = kTokens > 16 ? 1 : 2;  // that a warp has at most
+    static constexpr int kEights = kTokens / 8, kGroups = kWindow / kGroup, kParts = kWindow / kPart;
+    // A window of two eights of rows: codes, and for each lane the words of two rows.
+    static constexpr int kEightBytes = kRowsTogether * kWindowBytes, kWordBytes = kGroups * sizeof(uint32_t);
+    static constexpr int kWindowStage = 2 * (kEightBytes + kWarp * kWordBytes), kStageBytes = kWindows * kWindowStage;
+    static constexpr int kStages = (kWindows == 1 ? 8 << 10 : 10 << 10) / kStageBytes;
+    // Stages that are requested before x, which would queue behind more of them.
+    static constexpr int kFirst = kWindows == 1 ? 3 : kStages < 3 ? 1 : 2;
+    static_assert(kFirst < kStages);
+    // Warps that add up a tile, of some of the eights of rows of x each.
+    static constexpr int kAdders = kEights % 2 == 0 ? 2 : 1, kAdderEights = kEights / kAdders;
+    static constexpr int kSumThreads = kMultiplierThreads + kAdders * kWarp;
+
+    static constexpr int kRegisters = kRegistersOf<kTokens, kGroup>;
+    static constexpr int kAdderRegisters = kRegisters < 96 ? kRegisters - 32 : kEights == 3 ? 64 : 32;
+    static constexpr int kMultiplierRegisters = kRegisters < 96 || kEights == 3 ? kRegisters + 8 : 112;
+    static_assert(kMultiplierThreads * kMultiplierRegisters + 4 * kWarp * kAdderRegisters <= kThreads * kRegisters);
+
+    // As `shared_bytes` in crates/kernels/src/cuda/linear/int4_rows.rs counts it too. One block runs on a multiprocessor.
+    struct __align__(128) Shared {
+        uint8_t ring[kMultipliers][kStages * kStageBytes];
+        float4 sums[kPlaces][kMultipliers][kEights * kWarp];        // as products leave them
+        bf16 inputs[kMultipliers][8 * kHalf];                       // on their way to registers
+        float2 totals[kMultipliers][kWindows][kGroups][kEights][4];  // of groups of inputs, of two neighbouring rows of x
+        uint64_t added[kPlaces];                                    // sums have been added up
+    };
+    static_assert(sizeof(Shared) > 114 << 10 && sizeof(Shared) <= 227 << 10);
+    using Inputs = uint32_t[kWindows][kParts][kEights][4];
+
+    const Problem& p;
+    Shared& shared;
+    Outputs outputs;
+    int eights;       // of rows of weights, or if gated of rows of the gate
+    int tiles;        // of a slab
+    int slab;         // of this block
+    int first, last;  // tiles of this block
+
+    __device__ __forceinline__ Linear(const Problem& p, Shared& shared)
+        : p(p), shared(shared), outputs{p.bias, p.out, p.m, p.n, p.pitch, p.mode, p.activation} {
+        eights = p.n / kRowsTogether;
+        tiles = outputs.gated() ? eights : (eights + 1) / 2;
+        // Read anew, as registers do not suffice to keep what follows from it.
+        int block;
+        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+        const int blocks = gridDim.x;
+        slab = block * p.slabs / blocks;
+        const auto first_block = [&](int slab) { return (slab * blocks + p.slabs - 1) / p.slabs; };
+        const int of_slab = first_block(slab + 1) - first_block(slab), at = block - first_block(slab);
+        first = tiles * at / of_slab, last = tiles * (at + 1) / of_slab;
+    }
+
+    __device__ __forceinline__ int windows() const { return (p.k + kWindow - 1) / kWindow; }  // of a row
+    // The first window of a slab.
+    __device__ __forceinline__ int begin(int slab) const { return windows() * slab / p.slabs; }
+    __device__ __forceinline__ int first_output(int tile) const { return tile * (outputs.gated() ? 8 : 16); }
+    // This lane's sums of a tile of a slab, in the exchange; those of further rows of x follow `kWarp` apart.
+    __device__ __forceinline__ float4* exchanged(int slab, int tile) const {
+        return p.sums + size_t(slab * tiles + tile) * (kEights * kWarp) + threadIdx.x % kWarp;
+    }
+    // Of some eights of rows of x, from one on.
+    template <int kCount>
+    __device__ __forceinline__ void store(int tile, const float (&acc)[kCount][4], int first_eight) const {
+        outputs.store_from(first_output(tile), acc, [](int) { return 0x1p69f; }, [](int) { return 1.0f; }, first_eight);
+    }
+
+    __device__ __forceinline__ static void run(const Problem& p, Shared& shared) {
+        if (threadIdx.x < kPlaces) barrier_init(shared.added + threadIdx.x, kAdders);
+        __syncthreads();
+        pdl_launch();
+        // The compiler must see that it is the same for all lanes.
+        const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
+        if (warp < kMultipliers) {
+            take_registers<kMultiplierRegisters>();
+            Linear(p, shared).multiply();
+            if (p.slabs > 1) Linear(p, shared).add_slabs();
+        } else {
+            give_registers<kAdderRegisters>();
+            pdl_wait();
+            Linear(p, shared).add_parts(warp % kPlaces, (warp - kMultipliers) / kPlaces);
+        }
+    }
+
+    // Adds up what the warps have of the tiles with a place.
+    __device__ __forceinline__ void add_parts(int place, int adder) const {
+        if (adder >= kAdders) return;
+        const int parts = min(begin(slab + 1) - begin(slab), kMultipliers), first_eight = adder * kAdderEights;
+        const float4* const from = &shared.sums[place][0][first_eight * kWarp + threadIdx.x % kWarp];
+        for (int tile = first + place; tile < last; tile += kPlaces) {
+            float acc[kAdderEights][4] = {};
+            named_sync<kSumThreads>(kFull + place);
+#pragma unroll 2
+            for (int part = 0; part < parts; ++part) {
+#pragma unroll
+                for (int j = 0; j < kAdderEights; ++j) add(acc[j], from[part * (kEights * kWarp) + j * kWarp]);
+            }
+            __syncwarp();
+            if (threadIdx.x % kWarp == 0) barrier_arrive(shared.added + place);
+            if (p.slabs == 1) {
+                store(tile, acc, first_eight);
+            } else {
+                leave_sums<kWarp>(exchanged(slab, tile) + first_eight * kWarp, acc);
+            }
+        }
+    }
+
+    // Adds up the slabs' sums of this block's tiles, if they are of the last slab.
+    __device__ __forceinline__ void add_slabs() const {
+        if (slab != p.slabs - 1) return;
+        constexpr int kAtOnce = 8 / kEights;  // slabs
+        for (int tile = first + int(threadIdx.x) / kWarp; tile < last; tile += kMultipliers) {
+            float acc[kEights][4] = {};
+            for (int slab = 0; slab < p.slabs; slab += kAtOnce) {
+                add_sums<kWarp, kAtOnce>(acc, min(p.slabs - slab, kAtOnce), [&](int i) { return exchanged(slab + i, tile); });
+            }
+            store(tile, acc, 0);
+        }
+    }
+
+    __device__ __forceinline__ void multiply() const {
+        const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+        const uint32_t ring = shared_address(shared.ring[warp]);
+        const uint32_t codes_at = ring + lane * 16, words_at = ring + 2 * kEightBytes + lane * kWordBytes;
+        const uint8_t *codes, *words;
+        // Keeps the sums of base and offset in registers; the compiler would add them at each request. Before and behind the loads of x, as
+        // registers do not suffice to keep them meanwhile.
+        const auto locate = [&] {
+            int lane;
+            asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+            codes = p.weight + lane * 16;
+            words = reinterpret_cast<const uint8_t*>(p.groups) + lane / 4 * kWordBytes;
+            asm volatile("" : "+l"(codes), "+l"(words));
+        };
+        // This warp's windows are `own` and so many, `kMultipliers` apart.
+        const int own = begin(slab) + warp, count = (begin(slab + 1) - own + kMultipliers - 1) / kMultipliers;
+
+        const auto request = [&](int tile, int stage) {
+            if (tile < last) {
+                const int low = outputs.gated() ? tile : 2 * tile;
+                // Where there is no second eight, the first one stands for it, and is not stored.
+                const int high = outputs.gated() ? low + eights : min(low + 1, eights - 1);
+                const uint32_t at[2] = {uint32_t(low * windows() + own), uint32_t(high * windows() + own)};
+#pragma unroll
+                for (int i = 0; i < kWindows; ++i) {
+                    if (i >= count) continue;
+                    const uint32_t to = stage * kStageBytes + i * kWindowStage;
+#pragma unroll
+                    for (int second = 0; second < 2; ++second) {
+                        const uint64_t from = at[second] + i * kMultipliers;
+                        copy_async_256(codes_at + to + second * kEightBytes, codes + from * kEightBytes, true);
+                        copy_async_of<kWordBytes>(words_at + to + second * (kWarp * kWordBytes), words + from * (kRowsTogether * kWordBytes));
+                    }
+                }
+            }
+            commit_async();
+        };
+        locate();
+#pragma unroll 1
+        for (int i = 0; i < kFirst; ++i) request(first + i, i);
+        pdl_wait();
+
+        Inputs x;
+        load_inputs(x, own, count, [&] {
+#pragma unroll 1
+            for (int i = kFirst; i < kStages; ++i) request(first + i, i);
+        });
+        locate();
+        const uint32_t totals_at = shared_address(&shared.totals[warp][0][0][0][lane % 4]);
+        int stage = 0, place = 0, parity = 1;
+        for (int tile = first; tile < last; ++tile) {
+            wait_async<kStages - 1>();
+            float acc[kEights][4] = {};
+#pragma unroll
+            for (int i = 0; i < kWindows; ++i) {
+                if (i >= count) continue;
+                const uint32_t from = stage * kStageBytes + i * kWindowStage;
+                add_window(acc, x[i], codes_at + from, words_at + from, totals_at + i * uint32_t(sizeof(shared.totals[0][0])));
+            }
+            request(tile + kStages, stage);
+            stage = stage + 1 == kStages ? 0 : stage + 1;
+            barrier_wait(shared.added + place, parity);
+            __syncwarp();
+#pragma unroll
+            for (int j = 0; j < kEights; ++j) {
+                shared.sums[place][warp][j * kWarp + lane] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
+            }
+            named_arrive<kSumThreads>(kFull + place);
+            parity ^= place, place ^= 1;
+        }
+    }
+
+    // Loads this warp's windows of x as operands, and adds up their groups. What is past the last row, input or window becomes zeros. Calls
+    // `meanwhile` while they are on their way.
+    template <typename Meanwhile>
+    __device__ __forceinline__ void load_inputs(Inputs& x, int own, int count, const Meanwhile& meanwhile) const {
+        const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = lane / 8, piece = lane % 8;
+        const uint32_t to = shared_address(shared.inputs[warp]);
+        // Of few rows all are on their way at once.
+        constexpr int kUnits = kWindows * 2, kAtOnce = kEights * kWindows < 3 ? kUnits : kUnits / 2;
+        uint4 raw[kAtOnce][kEights][2];
+        float totals[kEights][4];
+#pragma unroll
+        for (int first_unit = 0; first_unit < kUnits; first_unit += kAtOnce) {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int unit = first_unit + i;
+                const int input = (own + unit / 2 * kMultipliers) * kWindow + unit % 2 * kHalf + piece * 8;
+                const bool is_there = unit / 2 < count && input < p.k;
+#pragma unroll
+                for (int j = 0; j < kEights * 2; ++j) {
+                    const int token = j * 4 + row;
+                    raw[i][j / 2][j % 2] = load16_or_zeros(p.x + (is_there ? token * p.k + input : 0), is_there && token < p.m);
+                }
+            }
+            if (first_unit == 0) meanwhile();
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int unit = first_unit + i, window = unit / 2, part = unit % 2 * 2;
+#pragma unroll
+                for (int j = 0; j < kEights; ++j) prepare(x[window][part][j], x[window][part + 1][j], raw[i][j], to);
+                add_totals(totals, x[window], part, window);
+                add_totals(totals, x[window], part + 1, window);
+                // Also keeps the compiler from going ahead, for which registers do not suffice.
+                __syncwarp();
+            }
+        }
+    }
+
+    // Adds the inputs of a part of a window to totals of its group, which it stores behind the last part. They are products with codes of one.
+    __device__ __forceinline__ void add_totals(float (&totals)[kEights][4], const uint32_t (&x)[kParts][kEights][4], int part, int window) const {
+        constexpr uint32_t kOnes[4] = {0x00010001, 0x00010001, 0x00100010, 0x00100010};
+        constexpr int kOfGroup = kGroup / kPart;
+        const int lane = threadIdx.x % kWarp;
+#pragma unroll
+        for (int j = 0; j < kEights; ++j) {
+            if (part % kOfGroup == 0) totals[j][0] = totals[j][1] = totals[j][2] = totals[j][3] = 0.0f;
+            mma(totals[j], kOnes, x[part][j][0], x[part][j][1]);
+            mma(totals[j], kOnes, x[part][j][2], x[part][j][3]);
+            if (part % kOfGroup != kOfGroup - 1 || lane >= 4) continue;
+            shared.totals[threadIdx.x / kWarp][window][part / kOfGroup][j][lane] = make_float2(totals[j][0], totals[j][1]);
+        }
+    }
+
+    // Half a window of eight rows of x to operands of two parts, by way of shared memory.
+    __device__ __forceinline__ static void prepare(uint32_t (&low)[4], uint32_t (&high)[4], const uint4 (&raw)[2], uint32_t memory) {
+        const int lane = threadIdx.x % kWarp;
+#pragma unroll
+        for (int four = 0; four < 2; ++four) {
+            const int row = four * 4 + lane / 8;
+            store_shared16(memory + row * (kHalf * 2) + (lane % 8 ^ row) * 16, raw[four]);
+        }
+        __syncwarp();
+        load_matrices(low, memory + lane % 8 * (kHalf * 2) + (lane / 8 ^ lane % 8) * 16);
+        load_matrices(high, memory + lane % 8 * (kHalf * 2) + ((4 + lane / 8) ^ lane % 8) * 16);
+        __syncwarp();
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            const uint32_t factors = pair % 2 == 0 ? 0x5f805f80 : 0x5d805d80;
+            low[pair] = scaled(low[pair], factors), high[pair] = scaled(high[pair], factors);
+        }
+    }
+
+    // Eight inputs, once the kernel ahead has written them. The load stays ahead of copies that follow.
+    __device__ __forceinline__ static uint4 load16_or_zeros(const bf16* from, bool wanted) {
+        uint4 v;
+        asm volatile(
+            "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+            "@wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+            : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+            : "l"(from), "r"(int(wanted))
+            : "memory");
+        return v;
+    }
+
+    // Two bf16 times two others.
+    __device__ __forceinline__ static uint32_t scaled(uint32_t pair, uint32_t factors) {
+        const bf162 product = __hmul2(reinterpret_cast<const bf162&>(pair), reinterpret_cast<const bf162&>(factors));
+        return reinterpret_cast<const uint32_t&>(product);
+    }
+
+    // The operand of the low or high codes of the bytes 0 and 2 of words of two rows.
+    __device__ __forceinline__ static void multiply_codes(float (&sums)[kEights][4], uint32_t low, uint32_t high,
+                                                          const uint32_t (&x)[kEights][4], int first) {
+        const uint32_t codes[4] = {low & 0x000f000f, high & 0x000f000f, low & 0x00f000f0, high & 0x00f000f0};
+#pragma unroll
+        for (int j = 0; j < kEights; ++j) mma(sums[j], codes, x[j][first], x[j][first + 1]);
+    }
+
+    // Adds the products of a window.
+    __device__ __forceinline__ static void add_window(float (&acc)[kEights][4], const uint32_t (&x)[kParts][kEights][4], uint32_t codes_at,
+                                                      uint32_t words_at, uint32_t totals_at) {
+        uint32_t codes[2][kParts];
+        load_shared_words(codes[0], codes_at);
+        load_shared_words(codes[1], codes_at + kEightBytes);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            const uint32_t word = words_at + group * 4, words[2] = {load_shared4(word), load_shared4(word + kWarp * kWordBytes)};
+            // With few products two sums each, so that half as many wait for each other.
+            constexpr int kSums = kEights == 1 ? 2 : 1;
+            float sums[kSums][kEights][4] = {};
+#pragma unroll
+            for (int i = 0; i < kGroup / kPart; ++i) {
+                const int part = group * (kGroup / kPart) + i;
+                multiply_codes(sums[0], codes[0][part], codes[1][part], x[part], 0);
+                multiply_codes(sums[kSums - 1], codes[0][part] >> 8, codes[1][part] >> 8, x[part], 2);
+            }
+            const float scales[2] = {group_scale(words[0]), group_scale(words[1])};
+            const float zeros[2] = {negative_zero(words[0]), negative_zero(words[1])};
+#pragma unroll
+            for (int j = 0; j < kEights; ++j) {
+                const uint2 pair = load_shared8(totals_at + (group * kEights + j) * uint32_t(4 * sizeof(float2)));
+                const float totals[2] = {__uint_as_float(pair.x), __uint_as_float(pair.y)};
+#pragma unroll
+                for (int v = 0; v < 4; ++v) {
+                    const float sum = kSums == 1 ? sums[0][j][v] : sums[0][j][v] + sums[kSums - 1][j][v];
+                    acc[j][v] = fmaf(fmaf(zeros[v / 2], totals[v % 2], sum), scales[v / 2], acc[j][v]);
+                }
+            }
+            // Keeps the compiler from computing all groups at once, for which registers do not suffice.
+            if constexpr (kGroups > 1) __syncwarp();
+        }
+    }
+
+    // What a group subtracts from its codes, times -1.
+    __device__ __forceinline__ static float negative_zero(uint32_t group) {
+        constexpr float kTwoTo23 = 8388608.0f;  // the last bits of floats from it on are whole numbers
+        return kTwoTo23 - __uint_as_float(replace_bits<kZeroMask, 0x4b000000>(group));
+    }
+};
+
+template <int kTokens, int kGroup>
+__device__ __forceinline__ void run(const Problem& p) {
+    using L = Linear<kTokens, kGroup>;
+    extern __shared__ __align__(128) uint8_t memory[];
+    L::run(p, *reinterpret_cast<typename L::Shared*>(memory));
+}
+
+#else
+
+template <int kTokens, int kGroup>
+__device__ __forceinline__ void run(const Problem&) {}
+
+#endif
+
+}  // namespace
+
+// One block per multiprocessor, or per tile of a slab if there are fewer.
+#define LINEAR_INT4_ROWS(GROUP, TOKENS)                                                                                              \
+    extern "C" __global__ void __maxnreg__((kRegistersOf<TOKENS, GROUP>))                                                            \
+        linear_int4_rows_##GROUP##_##TOKENS(const bf16* x, const uint8_t* weight, const uint32_t* groups, const bf16* bias,          \
+                                            void* out, float4* sums, int m, int n, int k, int pitch, int mode, int activation,       \
+                                            int slabs) {                                                                             \
+        run<TOKENS, GROUP>({x, weight, groups, bias, out, sums, m, n, k, pitch, mode, activation, slabs});                           \
+    }
+
+LINEAR_INT4_ROWS(32, 8)
+LINEAR_INT4_ROWS(64, 8)
+LINEAR_INT4_ROWS(128, 8)
+LINEAR_INT4_ROWS(32, 16)
+LINEAR_INT4_ROWS(64, 16)
+LINEAR_INT4_ROWS(128, 16)
+// With groups of 32, registers do not suffice for more rows.
+LINEAR_INT4_ROWS(64, 24)
+LINEAR_INT4_ROWS(128, 24)
