@@ -244,11 +244,23 @@ struct Linear {
         if (threadIdx.x % kWarp == 0) barrier_arrive(shared.empty + step % kStages);
     }
 
-    __device__ __forceinline__ void store(int tile, const float (&acc)[kEights][4]) const {
+    __device__ __forceinline__ void store(int tile, float (&acc)[kEights][4]) const {
         constexpr bool kScaled = kValues == Values::kFp8;
-        const auto weight_factor = [&](int row) { return kScaled ? p.weight_scales[row] : 1.0f; };
-        const auto token_factor = [&](int token) { return kScaled ? p.x_scales[token] : 1.0f; };
-        outputs().store(tile, acc, weight_factor, token_factor);
+        if constexpr (kScaled) {
+            // All loads before their use.
+            float factors[kEights][2];
+#pragma unroll
+            for (int j = 0; j < kEights; ++j) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) factors[j][i] = __ldcg(p.x_scales + min(j * 8 + threadIdx.x % 4 * 2 + i, p.m - 1));
+            }
+#pragma unroll
+            for (int j = 0; j < kEights; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[j][i] *= factors[j][i % 2];
+            }
+        }
+        outputs().store(tile, acc, [&](int row) { return kScaled ? p.weight_scales[row] : 1.0f; }, [](int) { return 1.0f; });
     }
 };
 
