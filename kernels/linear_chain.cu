@@ -6,7 +6,7 @@
 // by the same inputs, which it keeps in registers. Sums of the warps are added in a fixed order.
 //
 // Weights are bf16, or e4m3 with scales. Inputs are not quantised: for e4m3 weights a thread has its inputs as halves, times a power of two that
-// keeps the sums of 16 products in the range of halves, and adds those sums in f32.
+// keeps sums of eight products in the range of halves; the two such sums of a piece of 16 weights are added in f32.
 #include "activation.cuh"
 #include "chain.cuh"
 #include "pieces.cuh"
@@ -19,7 +19,7 @@ constexpr int kChainThreads = (kConsumers + 1) * kWarp;
 // What becomes of sums.
 enum class Take { kAdd, kGlu, kStore };
 
-// Of all layers: e4m3 has a scale for each row, or one for each 128 x 128 weights.
+// The format of all layers' weights: e4m3 has a scale for each row, or one for each 128 x 128 weights.
 enum class Weights { kBf16, kFp8Rows, kFp8Blocks };
 
 // `out[n] = x[k] . weight[n, k]^T (+ bias)`, of the norm of x if there is one.
@@ -124,8 +124,8 @@ struct Consumer : Consumers<kConsumers, kPieceInputs<kWeights != Weights::kBf16>
     __device__ __forceinline__ Consumer(Shared& shared, uint8_t* memory)
         : Base{shared.chain.arrived}, c(shared.chain), shared(shared), memory(shared_address(memory)), ring{shared.chain.stages} {}
 
-    // Makes inputs halves, of which the largest of this thread is below 16: sums of 8 products with e4m3 values are finite then. Smaller inputs
-    // lose bits only below 2^-28 of it.
+    // Makes inputs halves, of which the largest of this thread is below 16: sums of 8 products with e4m3 values are finite then. The error of
+    // the others is at most 2^-28 of it.
     __device__ __forceinline__ void narrow_to_halves(int k) {
         __nv_bfloat162 most = __floats2bfloat162_rn(0.0f, 0.0f);
 #pragma unroll
@@ -148,7 +148,7 @@ struct Consumer : Consumers<kConsumers, kPieceInputs<kWeights != Weights::kBf16>
     }
 
     // Adds the products of a piece of weights and this thread's `i`th piece of inputs.
-    __device__ __forceinline__ void add_piece(float& even, float& odd, const uint4& weights, int i, float scale) const {
+    __device__ __forceinline__ void add_products(float& even, float& odd, const uint4& weights, int i, float scale) const {
         if constexpr (kFp8) {
             const uint32_t words[4] = {weights.x, weights.y, weights.z, weights.w};
             __half2 sums;
@@ -208,7 +208,7 @@ struct Consumer : Consumers<kConsumers, kPieceInputs<kWeights != Weights::kBf16>
                         scale[j] = kBlocks ? __ldg(scales[j] + i * (kThreads * kPieceInputs<kFp8> / kFp8Block)) : 1.0f;
                     }
 #pragma unroll
-                    for (int j = 0; j < kRows; ++j) add_piece(even[j], odd[j], weights[j], i, scale[j]);
+                    for (int j = 0; j < kRows; ++j) add_products(even[j], odd[j], weights[j], i, scale[j]);
                 }
 #pragma unroll
                 for (int j = 0; j < kRows; ++j) even[j] = (even[j] + odd[j]) * unit;

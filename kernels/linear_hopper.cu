@@ -260,7 +260,7 @@ struct Linear {
                 for (int i = 0; i < 4; ++i) acc[j][i] *= factors[j][i % 2];
             }
         }
-        outputs().store(tile, acc, [&](int row) { return kScaled ? p.weight_scales[row] : 1.0f; }, [](int) { return 1.0f; });
+        outputs().store(tile, acc, [&](int row) { return kScaled ? p.weight_scales[row] : 1.0f; });
     }
 };
 

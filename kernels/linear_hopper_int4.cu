@@ -164,7 +164,7 @@ struct Linear {
             } else {
                 if (to < shares.stages) exchange.add_others(acc, (tile + 1) * shares.stages);
                 const auto no_factor = [](int) { return 1.0f; };
-                outputs().store(tile * 2 + group, acc, no_factor, no_factor);
+                outputs().store(tile * 2 + group, acc, no_factor);
             }
         }
     }

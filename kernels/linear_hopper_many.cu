@@ -16,7 +16,7 @@ namespace {
 struct Problem {
     const TensorMap* x;       // of [m, k]; a copy has `kRows` rows
     const TensorMap* weight;  // of [n, k], or if gated [2 n, k]: gate, up; a copy has half the rows of a tile
-    const bf16* bias;         // [n]; null for none
+    const bf16* bias;         // [n]; null for none, with outputs in f32, and if gated
     void* out;                // [m] rows that begin `pitch` apart
     int m, n, k, pitch;       // n and pitch are multiples of 8
     int mode, activation;
@@ -28,7 +28,7 @@ constexpr int kRowBytes = 128;  // of a stage
 constexpr int kStageInputs = kRowBytes / 2;
 constexpr int kMostShared = 227 << 10;  // of a block
 
-// A place of the ring, and whether it is used for an even or an odd time.
+// A stage of the ring, and the parity of its barriers' phase.
 template <int kStages>
 struct Ring {
     int stage = 0, phase = 0;
@@ -42,7 +42,8 @@ template <int kRows, int kWeights>
 struct Linear {
     static constexpr int kConsumers = kRows / 64;  // warp groups that multiply, behind one that copies
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32, kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-    // Instructions that multiply by all weights: of 128 registers that the compiler knows of, one with 112 leaves too few.
+    // Instructions for all weights of a tile. With 512 threads the compiler plans 128 registers a thread; one instruction with 112 sums leaves
+    // too few, so there are two.
     static constexpr int kInstructions = kConsumers > 2 && kWeights > 192 ? 2 : 1;
     static constexpr int kConsumerThreads = kConsumers * kWarpGroup;
     static constexpr int kHalf = kWeights / 2;  // rows of weights of a copy
@@ -58,7 +59,7 @@ struct Linear {
     };
     static_assert(kHalf % 8 == 0, "copies begin at multiples of 1024 bytes");
 
-    // Where outputs of a tile begin; those of weights, or of gates, have the same numbers.
+    // The first row of x and the first output of a tile. Output i is row i of the weights, or of the gates.
     struct Tile {
         int row, column;
     };
@@ -71,9 +72,9 @@ struct Linear {
     __device__ __forceinline__ bool is_gated() const { return p.mode == kGlu; }
     __device__ __forceinline__ int row_tiles() const { return (p.m + kRows - 1) / kRows; }
     __device__ __forceinline__ int outputs() const { return is_gated() ? kHalf : kWeights; }
-    // Pieces of work: tiles of neighbouring rows, which share weights, follow each other.
+    // A work item is a tile for each block of a cluster; those of neighbouring rows, which share weights, follow each other.
     __device__ __forceinline__ int row_groups() const { return (row_tiles() + cluster.parts - 1) / cluster.parts; }
-    __device__ __forceinline__ int works() const { return (p.n + outputs() - 1) / outputs() * row_groups(); }
+    __device__ __forceinline__ int work_items() const { return (p.n + outputs() - 1) / outputs() * row_groups(); }
     __device__ __forceinline__ int first_work() const { return blockIdx.x / cluster.parts; }
     __device__ __forceinline__ int work_step() const { return gridDim.x / cluster.parts; }
 
@@ -82,7 +83,7 @@ struct Linear {
         return {row * kRows, column * outputs()};
     }
 
-    // Of k.
+    // Stages of a tile.
     __device__ __forceinline__ int stages() const { return (p.k + kStageInputs - 1) / kStageInputs; }
 
     __device__ __forceinline__ void operator()() const {
@@ -121,7 +122,7 @@ struct Linear {
         pdl_wait();
         Ring<kStages> ring;
         int step = 0;
-        for (int work = first_work(); work < works(); work += work_step()) {
+        for (int work = first_work(); work < work_items(); work += work_step()) {
             const Tile tile = tile_at(work);
             for (int i = 0; i < count; ++i, ++step, ring.advance()) {
                 if (step >= ahead) {
@@ -133,7 +134,7 @@ struct Linear {
         }
     }
 
-    // What a stage will have, and its weights. Rows past the last gate are the first ones of the up projection, and those past the end
+    // Announces the bytes of a stage and begins to copy its weights. Rows past the last gate are the first ones of the up projection, and those past the end
     // zeros; their outputs are not stored.
     __device__ __forceinline__ void begin_stage(const Tile& tile, int stage_of_k, int stage) const {
         uint64_t* const full = shared.full + stage;
@@ -151,7 +152,7 @@ struct Linear {
         const uint64_t inputs = rows_operand(shared_address(shared.inputs) + uint32_t(group * 64 * kRowBytes));
         const uint64_t weights = rows_operand(shared_address(shared.weights));
         const int lane = threadIdx.x % kWarp, count = stages();
-        // Of the block that a lane tells that weights are used.
+        // The first lanes of a warp tell one block each that a stage is free; these are that block's barriers.
         const bool tells = lane < cluster.parts;
         const uint32_t empty = cluster_address(shared_address(shared.empty), tells ? lane : 0);
         const auto release = [&](int stage) {
@@ -160,7 +161,7 @@ struct Linear {
         // Before the first write: the kernel ahead may read what is written.
         pdl_wait();
         Ring<kStages> ring;
-        for (int work = first_work(); work < works(); work += work_step()) {
+        for (int work = first_work(); work < work_items(); work += work_step()) {
             float acc[kInstructions][2 * kEights / kInstructions][4];
             int last = 0;
             for (int i = 0; i < count; ++i) {

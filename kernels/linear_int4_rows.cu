@@ -3,15 +3,15 @@
 // k is cut into slabs of at most 32 windows (int4.cuh), or with more than 16 rows of x 16. A tile is 16 rows of weights (eight of the gate and
 // the same eight of the up projection, if gated) with one slab; tiles lie slab after slab and are divided equally among the blocks. Sixteen
 // warps multiply: each has up to two windows of the slab, holds their inputs in registers as right operands of mma.m16n8k16, and takes its
-// part of one tile after the other. A lane copies to shared memory what it multiplies itself, so these warps wait for no copies of others. Further warps add up what
-// the sixteen have, in the order of windows, and store it.
+// part of one tile after the other. A lane copies to shared memory what it multiplies itself, so these warps wait for no copies of others.
+// Further warps add up what the sixteen have, in the order of windows, and store it.
 //
 // Where there are several slabs, their sums are exchanged through device memory (stream_k.cuh): the blocks with a tile of the last slab add
 // them up, slab after slab, once they have multiplied all their tiles. They wait only for blocks with smaller indices.
 //
 // Codes are not widened. The bits of a code, in the low or the high half of a byte, are as bf16 the code times 2^-133 or 2^-129: bf16 has no
 // gap between its subnormal numbers and the next 128. Inputs are multiplied by 2^64 or 2^60 accordingly, and all sums by 2^69 at the end;
-// all of that is exact. Inputs must be below 2^63. Of the sum of a group, its zero times the sum of its inputs is subtracted.
+// that is exact for sums of 2^-57 and more and inputs below 2^63. Of the sum of a group, its zero times the sum of its inputs is subtracted.
 #include "int4.cuh"
 #include "stream_k.cuh"
 
@@ -108,7 +108,7 @@ struct Linear {
     // Of some eights of rows of x, from one on.
     template <int kCount>
     __device__ __forceinline__ void store(int tile, const float (&acc)[kCount][4], int first_eight) const {
-        outputs.store_from(first_output(tile), acc, [](int) { return 0x1p69f; }, [](int) { return 1.0f; }, first_eight);
+        outputs.store_from(first_output(tile), acc, [](int) { return 0x1p69f; }, first_eight);
     }
 
     __device__ __forceinline__ static void run(const Problem& p, Shared& shared) {
@@ -157,8 +157,8 @@ struct Linear {
         constexpr int kAtOnce = 8 / kEights;  // slabs
         for (int tile = first + int(threadIdx.x) / kWarp; tile < last; tile += kMultipliers) {
             float acc[kEights][4] = {};
-            for (int slab = 0; slab < p.slabs; slab += kAtOnce) {
-                add_sums<kWarp, kAtOnce>(acc, min(p.slabs - slab, kAtOnce), [&](int i) { return exchanged(slab + i, tile); });
+            for (int from = 0; from < p.slabs; from += kAtOnce) {
+                add_sums<kWarp, kAtOnce>(acc, min(p.slabs - from, kAtOnce), [&](int i) { return exchanged(from + i, tile); });
             }
             store(tile, acc, 0);
         }

@@ -89,7 +89,8 @@ __device__ __forceinline__ float sum_values(float (&x)[kValues]) {
     return x[0];
 }
 
-// The threads that multiply, so many warps: what they do together. Of a row a thread has so many adjacent vectors, and the same of others further on.
+// What the `kConsumers` warps that multiply do together. A thread has `kAdjacent` neighbouring vectors of a row, then as many again
+// `kConsumerThreads * kAdjacent` vectors further on.
 template <int kConsumers, int kAdjacent = 1>
 struct Consumers {
     static constexpr int kConsumerThreads = kConsumers * kWarp;

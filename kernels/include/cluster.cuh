@@ -4,7 +4,7 @@
 
 #include "common.cuh"
 
-// The address of a shared variable, given as `shared_address` says, in block `rank` of the cluster.
+// The address, in block `rank` of the cluster, of the shared variable that has address `mine` (of `shared_address`) here.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t mine, int rank) {
     uint32_t theirs = mine;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -116,7 +116,7 @@ __device__ __forceinline__ uint32_t transpose(uint32_t pair) {
     return out;
 }
 
-// Of four lanes' words each lane gets those of its own number.
+// Transposes words among each four neighbouring lanes: lane i gets word i of each of them.
 __device__ __forceinline__ uint4 transpose_quads(uint32_t (&words)[4]) {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {

@@ -141,19 +141,18 @@ struct Outputs {
         return gate / (1.0f + __expf(-sigmoid_input(Activation(activation), gate))) * up;
     }
 
-    // Stores the sums of a tile of `kTileRows`: a thread has those of rows `lane / 4` and eight further of its warp's 16 rows of weights, times two neighbouring
-    // rows of x. `weight_factor` and `token_factor` are those of rows of weights and of x.
-    template <int kEights, typename WeightFactor, typename TokenFactor>
-    __device__ __forceinline__ void store(int tile, const float (&acc)[kEights][4], const WeightFactor& weight_factor,
-                                          const TokenFactor& token_factor) const {
+    // Stores the sums of a tile of `kTileRows`: a thread has those of rows `lane / 4` and eight further of its warp's 16 rows of weights, times
+    // two neighbouring rows of x. `weight_factor` is that of a row of weights.
+    template <int kEights, typename WeightFactor>
+    __device__ __forceinline__ void store(int tile, const float (&acc)[kEights][4], const WeightFactor& weight_factor) const {
         const int warp = threadIdx.x % kWarpGroup / kWarp;
-        store_from(tile * of_tile() + warp * (gated() ? 8 : 16), acc, weight_factor, token_factor);
+        store_from(tile * of_tile() + warp * (gated() ? 8 : 16), acc, weight_factor);
     }
 
     // The same for the warp's 16 rows of weights alone, whose first output is `first`, and for rows of x from `8 * first_eight` on.
-    template <int kEights, typename WeightFactor, typename TokenFactor>
+    template <int kEights, typename WeightFactor>
     __device__ __forceinline__ void store_from(int first, const float (&acc)[kEights][4], const WeightFactor& weight_factor,
-                                               const TokenFactor& token_factor, int first_eight = 0) const {
+                                               int first_eight = 0) const {
         const int lane = threadIdx.x % kWarp, row = lane / 4, quad = lane % 4;
         const auto bias_of = [&](int output) { return bias != nullptr && output < n ? __bfloat162float(bias[output]) : 0.0f; };
         const float low_bias = bias_of(first + row), high_bias = gated() ? 0.0f : bias_of(first + row + 8);
@@ -166,9 +165,8 @@ struct Outputs {
             float low[2], high[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float of_token = token_factor(min(first_token + quad * 2 + i, m - 1));
-                low[i] = fmaf(acc[j][i], low_factor * of_token, low_bias);
-                high[i] = fmaf(acc[j][i + 2], high_factor * of_token, high_bias);
+                low[i] = fmaf(acc[j][i], low_factor, low_bias);
+                high[i] = fmaf(acc[j][i + 2], high_factor, high_bias);
             }
             if (mode == kF32) {
                 float* const to = static_cast<float*>(out) + first + row;

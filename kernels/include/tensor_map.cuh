@@ -45,7 +45,8 @@ __device__ __forceinline__ void copy_tensor(void* to, const TensorMap& map, int2
                  : "memory");
 }
 
-// The same to several blocks of the cluster at once, those of the bits of `blocks`: to the same place in each, whose own barrier is told.
+// The same to each block of the cluster whose bit is set in `blocks`, at the same offset in its shared memory; the barrier at that offset there
+// is told.
 __device__ __forceinline__ void copy_tensor(void* to, const TensorMap& map, int2 from, uint64_t* barrier, uint16_t blocks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "

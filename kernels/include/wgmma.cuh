@@ -146,7 +146,7 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
 // What this thread has initialised, other blocks of the cluster may use after the next barrier of the cluster.
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Arrives at a barrier of a block of the cluster, whose address `cluster_address` says. It does not publish what this thread wrote to
+// Arrives at a barrier in any block of the cluster; `barrier` is an address of `cluster_address`. It does not publish what this thread wrote to
 // memory of other blocks.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");

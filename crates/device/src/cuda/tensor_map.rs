@@ -55,8 +55,8 @@ pub struct MatrixTiles {
     pub copied: usize,
 }
 
-/// A kernel's first argument, for copies of rows of 128 bytes, of 64 of them but for [`MatrixTiles`], swizzled as matrix products of warp
-/// groups want them.
+/// A kernel argument for copies of boxes of rows of 128 bytes, 64 rows or as many as [`MatrixTiles`] says, swizzled as matrix products of
+/// warp groups want them.
 #[derive(Clone, Debug)]
 pub struct TensorMap(sys::CUtensorMap);
 

@@ -19,23 +19,29 @@ const LEAST_STAGES: usize = 3;
 /// Under way at once: enough to read as fast as the memory can. Inputs of the next layer queue behind what is more.
 pub(super) const BYTES_IN_FLIGHT: usize = 64 << 10;
 
-/// A kernel whose blocks wait for each other; `None` where they do not all run at once, and on GPUs that are not of Hopper's
+/// Kernels of a file whose blocks wait for each other; none where they do not all run at once, and on GPUs that are not of Hopper's
 /// generation. A block has so many threads, and `beside` bytes of shared memory that are no stages.
 pub(super) fn load(
     gpu: &Gpu,
     file: &str,
-    name: &str,
+    names: &[&str],
     threads: usize,
     beside: usize,
-) -> Result<Option<Function>, GpuError> {
-    if !has_hopper_kernels(gpu) {
-        return Ok(None);
+) -> Result<Vec<Function>, GpuError> {
+    let mut functions = Vec::new();
+    if has_hopper_kernels(gpu) {
+        let (info, module) = (gpu.info(), super::load(gpu, file)?);
+        let shared = info.max_shared_bytes - beside;
+        for name in names {
+            let function = module.function(name)?;
+            function.allow_shared(shared)?;
+            if function.clusters_at_once(1, threads, shared)? < info.sm_count {
+                return Ok(Vec::new());
+            }
+            functions.push(function);
+        }
     }
-    let (info, function) = (gpu.info(), super::load(gpu, file)?.function(name)?);
-    let shared = info.max_shared_bytes - beside;
-    function.allow_shared(shared)?;
-    let at_once = function.clusters_at_once(1, threads, shared)?;
-    Ok((at_once >= info.sm_count).then_some(function))
+    Ok(functions)
 }
 
 /// Bytes of a row of weights in bf16 or e4m3, if the kernels can multiply it.

@@ -12,6 +12,7 @@ mod chain;
 mod choice;
 mod cublas_lt;
 mod dequantised;
+mod exchange;
 mod gguf;
 mod hopper;
 mod int4;
@@ -117,7 +118,7 @@ pub enum LinearPath {
     Stream(LinearCut),
     /// Up to 32 rows of weights in bf16, e4m3 or four bits by the kernels for Hopper; where that cannot be, cuBLASLt.
     Hopper,
-    /// Up to 24 rows of weights in four bits, 16 with groups of 32, the inputs in registers; where that cannot be, cuBLASLt.
+    /// Up to 24 rows, 16 with groups of 32, by weights in four bits, the inputs in registers; where that cannot be, cuBLASLt.
     Int4Rows,
     /// Weights of four bits by warp groups, k divided among so many blocks; where that cannot be, cuBLASLt.
     Int4(usize),
@@ -127,7 +128,7 @@ pub enum LinearPath {
 
 impl Linears {
     /// Bytes of device memory that [`Self::load`] wants.
-    pub const WORKSPACE_BYTES: usize = cublas_lt::WORKSPACE + hopper::SUM_BYTES + chain::COUNTER_BYTES;
+    pub const WORKSPACE_BYTES: usize = cublas_lt::WORKSPACE + exchange::BYTES + chain::COUNTER_BYTES;
 
     /// Opens cuBLASLt and loads the kernels. `workspace` is used by every product.
     ///
@@ -147,6 +148,7 @@ impl Linears {
     }
 
     fn with_products(gpu: &Gpu, workspace: GpuSlab, fp8_products: bool) -> Result<Self, GpuError> {
+        exchange::clear(gpu, &workspace)?;
         let workspace = Arc::new(workspace);
         Ok(Self {
             gpu: gpu.clone(),

@@ -7,7 +7,7 @@ use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Launch};
 
 use super::cublas_lt::WORKSPACE;
-use super::hopper::SUM_BYTES;
+use super::exchange;
 use super::tune::{Kind, Timer};
 use super::{Fp8Scaling, GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
 use crate::Activation;
@@ -23,6 +23,12 @@ const MOST_NORM_VECS: usize = 4;
 const LEAST_SUMS: usize = 112;
 /// Shared memory beside the stages: at least `sizeof(Shared)`.
 const STATIC_BYTES: usize = 5 << 10;
+/// The kernels, by what weights are.
+const KERNELS: [(GpuValues, &str); 3] = [
+    (GpuValues::Bf16, "linear_chain_bf16"),
+    (GpuValues::Fp8(Fp8Scaling::Rows), "linear_chain_fp8_rows"),
+    (GpuValues::Fp8(Fp8Scaling::Blocks), "linear_chain_fp8_blocks"),
+];
 /// A measurement makes at least so many calls.
 const LEAST_CALLS: usize = 2;
 
@@ -91,21 +97,20 @@ fn row_bytes(linear: &GpuLinear) -> Option<usize> {
 impl ChainKernel {
     /// `workspace` has [`COUNTER_BYTES`] behind what the other kernels use.
     pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>) -> Result<Self, GpuError> {
-        let mut functions = Vec::new();
-        for (values, name) in [
-            (GpuValues::Bf16, "linear_chain_bf16"),
-            (GpuValues::Fp8(Fp8Scaling::Rows), "linear_chain_fp8_rows"),
-            (GpuValues::Fp8(Fp8Scaling::Blocks), "linear_chain_fp8_blocks"),
-        ] {
-            let function = chain::load(gpu, "linear_chain", name, THREADS, STATIC_BYTES)?;
-            functions.extend(function.map(|function| (values, function)));
-        }
+        let functions = chain::load(
+            gpu,
+            "linear_chain",
+            &KERNELS.map(|(_, name)| name),
+            THREADS,
+            STATIC_BYTES,
+        )?;
+        let of_values = KERNELS.map(|(values, _)| values).into_iter().zip(functions);
         if has_hopper_kernels(gpu) {
             gpu.fill(counter(workspace), 0)?;
         }
         Ok(Self {
             gpu: gpu.clone(),
-            functions,
+            functions: of_values.collect(),
             workspace: Arc::clone(workspace),
             faster: HashSet::new(),
         })
@@ -307,10 +312,7 @@ impl Linears {
                 int(next.map_or(0, |next| next.linear.n)),
                 norm.eps.into(),
                 next.map_or(0.0, |next| next.norm.eps).into(),
-                int(match activation {
-                    Activation::Silu => 0,
-                    Activation::GeluTanh => 1,
-                }),
+                LinearOutput::Glu(activation).activation().into(),
                 int(ring.stage_bytes),
                 int(ring.stages),
                 int((BYTES_IN_FLIGHT / ring.stage_bytes).max(2)),
@@ -333,6 +335,6 @@ fn of_one_row(linear: &GpuLinear) -> Kind {
 }
 
 fn counter(workspace: &GpuSlab) -> GpuSlice<'_, u8> {
-    let start = WORKSPACE + SUM_BYTES;
+    let start = WORKSPACE + exchange::BYTES;
     workspace.slice().range(start..start + COUNTER_BYTES)
 }

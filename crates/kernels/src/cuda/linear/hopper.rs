@@ -3,12 +3,12 @@
 
 use std::sync::Arc;
 
-use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Launch, MatrixRows};
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, Launch, MatrixRows};
 
 use super::choice::Choice;
-use super::cublas_lt::{Operands, Shape, WORKSPACE};
+use super::cublas_lt::{Operands, Shape};
 use super::matrix::{Fp8Scaling, GpuValues, INT4_ROWS, Int4Group};
-use super::{LinearOutput, int4_rows};
+use super::{LinearOutput, exchange};
 use crate::cuda::{has_hopper_kernels, load};
 
 /// Constants of the kernels; the first is the rows of weights whose sums a warp group has.
@@ -25,18 +25,9 @@ const INT4_SHARED_BYTES: usize = (226 << 10) + ALIGN;
 
 /// One thread block runs on each multiprocessor; no GPU of that generation has more than this.
 const MOST_BLOCKS: usize = 144;
-/// Behind cuBLASLt's part of the workspace: partial sums that thread blocks leave to each other. With weights in four bits a tile has the
-/// rows of two warp groups. `kernels/linear_int4_rows.cu` leaves its sums in the same place.
-pub(super) const SUM_BYTES: usize = {
-    let own = MOST_BLOCKS * 2 * GROUP_ROWS * MOST_ROWS * size_of::<f32>();
-    if own > int4_rows::SUM_BYTES {
-        own
-    } else {
-        int4_rows::SUM_BYTES
-    }
-};
-/// Every byte of a sum that is not there yet.
-const NONE: u8 = 0xff;
+/// Partial sums of all blocks: with weights in four bits a tile has the rows of two warp groups.
+const SUM_BYTES: usize = MOST_BLOCKS * 2 * GROUP_ROWS * MOST_ROWS * size_of::<f32>();
+const _: () = assert!(SUM_BYTES <= exchange::BYTES, "room for partial sums");
 
 #[derive(Debug)]
 pub(super) struct HopperKernels {
@@ -64,7 +55,7 @@ struct Tile {
 }
 
 impl HopperKernels {
-    /// `workspace` has [`SUM_BYTES`] behind cuBLASLt's [`WORKSPACE`], which nobody else uses.
+    /// `workspace` has the room of [`exchange`].
     pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>, fp8_products: bool) -> Result<Self, GpuError> {
         let mut kernels = Vec::new();
         if has_hopper_kernels(gpu) {
@@ -101,7 +92,6 @@ impl HopperKernels {
                 });
                 kernels.push((values, of_rows.into_iter().collect::<Result<_, _>>()?));
             }
-            gpu.fill(sums(workspace), NONE)?;
         }
         Ok(Self {
             gpu: gpu.clone(),
@@ -174,7 +164,7 @@ impl HopperKernels {
             operands.weight_scales.into(),
             operands.bias.into(),
             operands.out.into(),
-            sums(&self.workspace).ptr().into(),
+            exchange::sums(&self.workspace).ptr().into(),
             (shape.m as i32).into(),
             (shape.n as i32).into(),
             (shape.k as i32).into(),
@@ -228,11 +218,6 @@ fn tile(values: GpuValues) -> Tile {
         rows,
         stage_inputs,
     }
-}
-
-/// Behind cuBLASLt's part of the workspace.
-pub(super) fn sums(workspace: &GpuSlab) -> GpuSlice<'_, u8> {
-    workspace.slice().range(WORKSPACE..WORKSPACE + SUM_BYTES)
 }
 
 /// Stages of weights and inputs with their barriers, sums of those that share a tile, and alignment.

@@ -6,9 +6,8 @@ use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, Launch};
 
 use super::cublas_lt::{Operands, Shape};
-use super::hopper::sums;
 use super::matrix::{GpuValues, INT4_ROWS, INT4_WINDOW, Int4Group};
-use super::{LinearOutput, hopper};
+use super::{LinearOutput, exchange};
 use crate::cuda::{has_hopper_kernels, load};
 
 /// Constants of the kernels: warps that multiply, threads, and rows of weights of a tile.
@@ -20,15 +19,12 @@ const TILE_ROWS: usize = 16;
 /// Rows of inputs that a product of a warp takes.
 const EIGHT: usize = 8;
 
-/// Products of fewer rows can compute the norm too, which these cannot.
+/// With fewer rows the streaming kernels can compute the norm too; these cannot.
 pub(super) const LEAST_ROWS: usize = 5;
 /// Rows of inputs of the kernels, and windows of inputs that a warp holds at most. With more rows, stream-K is faster.
 const KERNELS: [(usize, usize); 3] = [(8, 2), (16, 2), (24, 1)];
-/// Numbers of slabs beyond the least that may divide the work better.
+/// How many slabs more than the least are considered: they may divide the work better.
 const MORE_SLABS: usize = 4;
-/// Partial sums of all slabs of a product, at most. Those of Llama-3.1-70B's gate and up projections fit with 16 rows, those of
-/// Llama-3.1-8B's with 24.
-pub(super) const SUM_BYTES: usize = 7 << 20;
 
 #[derive(Debug)]
 pub(super) struct Int4RowsKernels {
@@ -48,7 +44,7 @@ struct Kernel {
 }
 
 impl Int4RowsKernels {
-    /// The partial sums behind cuBLASLt's part of `workspace` are [`hopper`]'s too, which prepares them.
+    /// `workspace` has the room of [`exchange`].
     pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>) -> Result<Self, GpuError> {
         let mut kernels = Vec::new();
         if has_hopper_kernels(gpu) {
@@ -82,7 +78,7 @@ impl Int4RowsKernels {
 
     /// Into how many slabs k is divided, which decides the order of sums; `None` where they cannot compute a product.
     pub(super) fn slabs(&self, shape: &Shape, output: LinearOutput) -> Option<usize> {
-        let kernel = self.kernel(shape)?;
+        let kernel = self.kernel(shape).filter(|_| shape.n > 0)?;
         let all = shape.k.div_ceil(INT4_WINDOW);
         let least = all.div_ceil(WARPS * kernel.windows);
         // What the busiest block multiplies, in windows of a tile. Partial sums count for about as much as one for each eight rows.
@@ -92,8 +88,10 @@ impl Int4RowsKernels {
             tiles(shape, output).div_ceil(blocks) * (all.div_ceil(slabs) + exchanged)
         };
         let most = (least + MORE_SLABS).min(all).min(self.gpu.info().sm_count);
-        let slabs = (least..=most).min_by_key(|&slabs| (work(slabs), slabs))?;
-        self.can(shape, output, slabs).then_some(slabs)
+        let can = |slabs: &usize| self.can(shape, output, *slabs);
+        (least..=most)
+            .filter(can)
+            .min_by_key(|&slabs| (work(slabs), slabs))
     }
 
     /// Whether they can compute a product in so many slabs.
@@ -102,10 +100,14 @@ impl Int4RowsKernels {
         let Some(kernel) = self.kernel(shape) else {
             return false;
         };
+        let all = k.div_ceil(INT4_WINDOW);
         let sums = tiles(shape, output) * slabs * TILE_ROWS * kernel.most_rows * size_of::<f32>();
-        let windows = output.stacked() * n / INT4_ROWS * k.div_ceil(INT4_WINDOW);
-        n.is_multiple_of(INT4_ROWS)
-            && (slabs == 1 || sums <= hopper::SUM_BYTES)
+        let windows = output.stacked() * n / INT4_ROWS * all;
+        // The warps of a block hold all inputs of a slab, and a slab has a block of its own.
+        (1..=all.min(self.gpu.info().sm_count)).contains(&slabs)
+            && all.div_ceil(slabs) <= WARPS * kernel.windows
+            && n.is_multiple_of(INT4_ROWS)
+            && (slabs == 1 || sums <= exchange::BYTES)
             // Outputs in bf16 are stored in pairs.
             && (output == LinearOutput::F32 || pitch.is_multiple_of(2))
             && i32::try_from(windows).is_ok()
@@ -141,7 +143,7 @@ impl Int4RowsKernels {
             operands.weight_scales.into(),
             operands.bias.into(),
             operands.out.into(),
-            sums(&self.workspace).ptr().into(),
+            exchange::sums(&self.workspace).ptr().into(),
             (shape.m as i32).into(),
             (shape.n as i32).into(),
             (shape.k as i32).into(),

@@ -21,10 +21,10 @@ const HALVES: usize = 2;
 /// Rows of x and of weights of the tiles.
 const TILES: [(usize, usize); 5] = [(128, 192), (128, 224), (128, 256), (192, 192), (192, 224)];
 
-/// Fewer are other kernels', and with more cuBLASLt's tiles fill the GPU.
+/// Other kernels compute fewer rows; with more, cuBLASLt's tiles fill the GPU.
 const ROWS: std::ops::RangeInclusive<usize> = 65..=512;
 
-/// What tiles are ranked by, in cycles of a multiprocessor: bytes that it gets from L2 in one, and what the end of a tile takes.
+/// Estimates to rank tiles by: bytes that a multiprocessor loads from L2 in a cycle, and cycles to store a tile.
 const LOADED_BYTES: usize = 36;
 const STORE_CYCLES: usize = 2000;
 
@@ -67,8 +67,8 @@ impl LinearTile {
         if m > self.rows { 2 } else { 1 }
     }
 
-    /// Tiles of a product for each cluster to take one of at a time.
-    fn works(self, shape: &Shape, output: LinearOutput) -> usize {
+    /// Work items of a product: a tile for each block of a cluster.
+    fn work_items(self, shape: &Shape, output: LinearOutput) -> usize {
         let outputs = self.weights / output.stacked();
         shape.n.div_ceil(outputs) * shape.m.div_ceil(self.cluster(shape.m) * self.rows)
     }
@@ -123,6 +123,7 @@ impl ManyKernels {
     pub(super) fn can(&self, shape: &Shape, tile: LinearTile) -> bool {
         let &Shape { m, n, k, pitch, .. } = shape;
         !self.kernels.is_empty()
+            && TILES.contains(&(tile.rows, tile.weights))
             && shape.values == GpuValues::Bf16
             && ROWS.contains(&m)
             && k > 0
@@ -143,7 +144,7 @@ impl ManyKernels {
         let loaded = (rows + weights / tile.cluster(shape.m)) * STAGE_ROW_BYTES / LOADED_BYTES;
         let stages = shape.k.div_ceil(STAGE_INPUTS);
         let turns = tile
-            .works(shape, output)
+            .work_items(shape, output)
             .div_ceil(self.clusters_at_once(tile.cluster(shape.m)));
         turns * (stages * multiplied.max(loaded) + STORE_CYCLES)
     }
@@ -184,7 +185,7 @@ impl ManyKernels {
             output.activation().into(),
         ];
         let cluster = tile.cluster(shape.m);
-        let clusters = tile.works(shape, output).min(self.clusters_at_once(cluster));
+        let clusters = tile.work_items(shape, output).min(self.clusters_at_once(cluster));
         let launch = Launch::new([(clusters * cluster) as u32, 1, 1], tile.threads() as u32)
             .shared(tile.shared_bytes())
             .cluster(cluster as u32)

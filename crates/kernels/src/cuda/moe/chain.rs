@@ -82,18 +82,6 @@ pub(super) struct MoeChainKernel {
     function: Function,
 }
 
-/// Bytes of a row of weights that the kernel can multiply.
-fn row_bytes(linear: &GpuLinear) -> Option<usize> {
-    let element = match linear.matrix().values()? {
-        GpuValues::Bf16 => size_of::<bf16>(),
-        GpuValues::Fp8(_) => 1,
-        GpuValues::Int4(_) | GpuValues::Gguf(_) => return None,
-    };
-    let bytes = linear.inputs() * element;
-    (bytes.is_multiple_of(PIECE) && Addresses::of(linear).weight.is_multiple_of(PIECE as u64))
-        .then_some(bytes)
-}
-
 /// Weight, scales or null, and scales from one row of blocks to the next.
 fn operands(address: &Addresses) -> [Arg; 3] {
     [
@@ -106,7 +94,7 @@ fn operands(address: &Addresses) -> [Arg; 3] {
 impl MoeChainKernel {
     /// `None` where its blocks do not all run at once.
     pub(super) fn load(gpu: &Gpu) -> Result<Option<Self>, GpuError> {
-        let function = chain::load(gpu, "moe_chain", "moe_chain", THREADS, STATIC_BYTES)?;
+        let function = chain::load(gpu, "moe_chain", &["moe_chain"], THREADS, STATIC_BYTES)?.pop();
         Ok(function.map(|function| Self {
             gpu: gpu.clone(),
             function,
@@ -135,7 +123,7 @@ impl MoeChainKernel {
             shared.gate_up.is_like(first_gate_up)
                 && shared.down.is_like(first_down)
                 && to_logits(shared.gate, 1)
-                && all.iter().all(|linear| row_bytes(linear).is_some())
+                && all.iter().all(|linear| chain::row_bytes(linear).is_some())
         };
         let blocks = Some(GpuValues::Fp8(Fp8Scaling::Blocks));
         let are_in_blocks = [first_gate_up, first_down]
@@ -155,11 +143,11 @@ impl MoeChainKernel {
             && shared.is_none_or(is_like_experts)
             && next.is_none_or(|next| next.inputs() == width);
         let stages = [
-            row_bytes(output),
-            row_bytes(router),
-            row_bytes(first_gate_up).map(|bytes| 2 * bytes),
-            row_bytes(first_down),
-            next.map_or(Some(0), row_bytes),
+            chain::row_bytes(output),
+            chain::row_bytes(router),
+            chain::row_bytes(first_gate_up).map(|bytes| 2 * bytes),
+            chain::row_bytes(first_down),
+            next.map_or(Some(0), chain::row_bytes),
         ];
         let slots = top_k + usize::from(shared.is_some());
         let inputs = output.inputs().max(width).max(slots * inner) * size_of::<bf16>();
