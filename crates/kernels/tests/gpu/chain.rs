@@ -32,37 +32,49 @@ struct Layer {
 impl Layer {
     /// In bf16, or in e4m3 with such scales.
     fn random(gpu: &Gpu, rng: &mut StdRng, fp8: Option<Fp8Scaling>, [n, k]: [usize; 2], bias: bool) -> Self {
-        let scale = (3.0 / k as f32).sqrt();
-        let bias = bias.then(|| common::random(rng, n));
-        let slab = |bytes: &[u8]| Arc::new(common::upload(gpu, bytes));
-        let (weight, matrix) = match fp8 {
-            None => {
-                let values = (0..n * k).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0) * scale));
-                let values: Vec<bf16> = values.collect();
-                let slab = slab(bytemuck::cast_slice(&values));
-                (wide(&values), GpuMatrix::Bf16(GpuWeight::new(&slab, 0..n * k)))
-            }
-            Some(scaling) => {
-                let values = (0..n * k).map(|_| e4m3_from_f32(rng.random_range(-448.0..448.0)));
-                let values: Vec<u8> = values.collect();
-                let count = scaling.weight_scales(n, k);
-                let scales = (0..count).map(|_| rng.random_range(0.5..2.0) * scale / 448.0);
-                let scales: Vec<f32> = scales.collect();
-                let wide = values.iter().enumerate().map(|(at, &value)| {
-                    let scale = scales[weight_scale(scaling, k, at / k, at % k)];
-                    f64::from(e4m3_to_f32(value)) * f64::from(scale)
-                });
-                let matrix = GpuMatrix::Fp8 {
-                    values: GpuWeight::new(&slab(&values), 0..n * k),
-                    scales: GpuWeight::new(&slab(bytemuck::cast_slice(&scales)), 0..count),
-                    scaling,
-                };
-                (wide.collect(), matrix)
-            }
+        if let Some(scaling) = fp8 {
+            let codes = (0..n * k).map(|_| e4m3_from_f32(rng.random_range(-448.0..448.0)));
+            let codes: Vec<u8> = codes.collect();
+            return Self::fp8(gpu, rng, scaling, &codes, k, bias);
+        }
+        let scale = typical(k);
+        let values = (0..n * k).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0) * scale));
+        let values: Vec<bf16> = values.collect();
+        let slab = Arc::new(common::upload(gpu, &values));
+        let matrix = GpuMatrix::Bf16(GpuWeight::new(&slab, 0..n * k));
+        Self::new(gpu, rng, (wide(&values), matrix), k, bias)
+    }
+
+    /// Of these codes `[n, k]`, with random scales.
+    fn fp8(gpu: &Gpu, rng: &mut StdRng, scaling: Fp8Scaling, codes: &[u8], k: usize, bias: bool) -> Self {
+        let count = scaling.weight_scales(codes.len() / k, k);
+        let scale = typical(k) / 448.0;
+        let scales = (0..count).map(|_| rng.random_range(0.5..2.0) * scale);
+        let scales: Vec<f32> = scales.collect();
+        let weight = codes.iter().enumerate().map(|(at, &code)| {
+            let scale = scales[weight_scale(scaling, k, at / k, at % k)];
+            f64::from(e4m3_to_f32(code)) * f64::from(scale)
+        });
+        let matrix = GpuMatrix::Fp8 {
+            values: GpuWeight::new(&Arc::new(common::upload(gpu, codes)), 0..codes.len()),
+            scales: GpuWeight::new(&Arc::new(common::upload(gpu, &scales)), 0..count),
+            scaling,
         };
+        Self::new(gpu, rng, (weight.collect(), matrix), k, bias)
+    }
+
+    fn new(
+        gpu: &Gpu,
+        rng: &mut StdRng,
+        (weight, matrix): (Vec<f64>, GpuMatrix),
+        k: usize,
+        bias: bool,
+    ) -> Self {
+        let n = weight.len() / k;
+        let bias = bias.then(|| common::random(rng, n));
         let device_bias = bias
             .as_ref()
-            .map(|bias| GpuWeight::new(&slab(bytemuck::cast_slice(bias)), 0..n));
+            .map(|bias| GpuWeight::new(&Arc::new(common::upload(gpu, bias)), 0..n));
         Self {
             weight,
             bias,
@@ -74,6 +86,11 @@ impl Layer {
     fn forward(&self, x: &[f64]) -> Vec<f64> {
         common::product(x, &self.weight, self.k, self.bias.as_deref())
     }
+}
+
+/// The largest of `k` weights that keep the size of their inputs.
+fn typical(k: usize) -> f32 {
+    (3.0 / k as f32).sqrt()
 }
 
 fn round(x: f64) -> f64 {
@@ -269,6 +286,78 @@ fn layers_of_one_row_in_one_launch() {
     }
 }
 
+/// Sizes of the chains of [`extreme_inputs`]: attended, width, inner, next.
+const EXTREME_SIZES: [[usize; 4]; 3] = [
+    [128, 128, 128, 32],
+    [896, 896, 4864, 1152],
+    [8192, 2048, 384, 1000],
+];
+
+/// With e4m3 weights, products are summed eight at a time in halves: the largest sums there can be, and inputs of very different sizes. With
+/// weights of all formats, inputs that are all zero.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn extreme_inputs() {
+    let gpu = common::gpu();
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
+    let linears = crate::linear::linears(&gpu);
+    let mut rng = common::rng("extreme_inputs");
+    let check = |case: &Case| {
+        assert!(linears.can_chain(case.layers(), case.next()), "{}", case.what);
+        let found = case.run(&gpu, &linears);
+        case.check(&found);
+        found
+    };
+    for (scaling, size) in [Fp8Scaling::Rows, Fp8Scaling::Blocks]
+        .into_iter()
+        .flat_map(|scaling| EXTREME_SIZES.map(|size| (scaling, size)))
+    {
+        let [attended, width, ..] = size;
+        let mut case = Case::random(&gpu, &mut rng, Some(scaling), size);
+        case.hidden = common::random(&mut rng, width);
+        // As halves they are just below 16, and outputs are near 1.
+        for (weight, input) in [(448.0, 15.9375), (448.0, -15.9375), (-448.0, 15.9375)] {
+            case.what = format!("{scaling:?}, {size:?}, weights {weight}, inputs {input}");
+            case.x = vec![bf16::from_f32(input * 2f32.powi(-10)); attended];
+            let codes = vec![e4m3_from_f32(weight); width * attended];
+            case.output = Layer::fp8(&gpu, &mut rng, scaling, &codes, attended, false);
+            check(&case);
+        }
+        // With weights of 0 for the large input, the others decide the outputs.
+        for weighs in [true, false] {
+            let at = rng.random_range(0..attended);
+            case.what = format!("{scaling:?}, {size:?}, input {at} is large, weighs {weighs}");
+            case.x = common::random(&mut rng, attended);
+            case.x[at] = bf16::from_f32(2f32.powi(15));
+            let code = |index: usize| match index % attended == at && !weighs {
+                true => 0,
+                false => e4m3_from_f32(rng.random_range(-448.0..448.0)),
+            };
+            let codes: Vec<u8> = (0..width * attended).map(code).collect();
+            case.output = Layer::fp8(&gpu, &mut rng, scaling, &codes, attended, false);
+            check(&case);
+        }
+    }
+    for (fp8, size) in [None, Some(Fp8Scaling::Rows), Some(Fp8Scaling::Blocks)]
+        .into_iter()
+        .flat_map(|fp8| EXTREME_SIZES.map(|size| (fp8, size)))
+    {
+        let [attended, width, inner, _] = size;
+        let mut case = Case::random(&gpu, &mut rng, fp8, size);
+        case.what = format!("{fp8:?}, {size:?}, zeros");
+        case.x.fill(bf16::ZERO);
+        case.hidden.fill(bf16::ZERO);
+        case.output = Layer::random(&gpu, &mut rng, fp8, [width, attended], false);
+        case.down = Layer::random(&gpu, &mut rng, fp8, [width, inner], false);
+        let found = check(&case);
+        for zeros in [&found.activated, &found.hidden] {
+            assert!(zeros.iter().all(|x| x.to_f32() == 0.0), "{}", case.what);
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn layers_that_do_not_fit_together_are_not_chained() {
@@ -280,11 +369,15 @@ fn layers_that_do_not_fit_together_are_not_chained() {
     };
     let mut fp8 = |scaling: Fp8Scaling, n: usize, k: usize| layer_of(Some(scaling), n, k, false);
     let rows = [fp8(Fp8Scaling::Rows, 64, 128), fp8(Fp8Scaling::Rows, 256, 64)];
+    let [rows_down, rows_next] = [fp8(Fp8Scaling::Rows, 64, 128), fp8(Fp8Scaling::Rows, 32, 64)];
+    let part_of_a_piece = fp8(Fp8Scaling::Rows, 64, 72);
     let blocks = fp8(Fp8Scaling::Blocks, 64, 128);
     let mut layer = |n: usize, k: usize, bias: bool| layer_of(None, n, k, bias);
     let [output, gate_up, down] = [layer(64, 64, false), layer(192, 64, false), layer(64, 96, false)];
     let next = layer(32, 64, false);
     let fits = linears.can_chain([&output, &gate_up, &down], Some(&next));
+    assert_eq!(fits, has_hopper_kernels(&gpu));
+    let fits = linears.can_chain([&rows[0], &rows[1], &rows_down], Some(&rows_next));
     assert_eq!(fits, has_hopper_kernels(&gpu));
     // A bias of gates, inputs that are no whole pieces, a row that is too long, other widths, and several formats.
     let others = [
@@ -312,6 +405,9 @@ fn layers_that_do_not_fit_together_are_not_chained() {
             [rows[0].clone(), gate_up.clone(), down.clone()],
             Some(next.clone()),
         ),
+        ([part_of_a_piece, rows[1].clone(), rows_down.clone()], None),
+        ([rows[0].clone(), rows[1].clone(), rows_down], Some(next.clone())),
+        ([output.clone(), gate_up.clone(), down.clone()], Some(rows_next)),
         ([rows[0].clone(), rows[1].clone(), blocks], None),
         ([output, gate_up, down], Some(layer(32, 72, false))),
     ];

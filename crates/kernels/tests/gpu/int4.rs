@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use half::bf16;
-use plimsoll_device::cuda::Gpu;
+use plimsoll_device::Pod;
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
     GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, Int4Group, Int4Kernels, LinearCut, LinearOutput,
-    LinearPath, LinearRoom, LinearScratch, LinearUse, Linears, has_hopper_kernels, int4_pitch,
+    LinearPath, LinearRoom, LinearScratch, LinearUse, Linears, TimedWay, has_hopper_kernels, int4_pitch,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -15,6 +16,7 @@ use rand::seq::SliceRandom;
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 use rayon::slice::ParallelSliceMut;
 
+use crate::chain::{EPS, add, normalise};
 use crate::common::{self, wide};
 use crate::fused::{ACTIVATIONS, activate};
 use crate::linear::{linears, paths, written};
@@ -149,37 +151,39 @@ impl Case {
         GpuLinear::new(self.matrix(gpu), bias, self.n, self.k)
     }
 
-    fn forward(&self, gpu: &Gpu, linears: &Linears, output: LinearOutput) -> Vec<bf16> {
+    /// What `run` writes, given room, inputs and the layer.
+    fn written<T: Pod>(
+        &self,
+        gpu: &Gpu,
+        len: usize,
+        run: impl FnOnce(LinearRoom<'_>, GpuSlice<'_, bf16>, &GpuLinear, GpuSlice<'_, T>) -> Result<(), GpuError>,
+    ) -> Vec<T> {
         let &Self { m, n, k, .. } = self;
         let (layer, x) = (self.layer(gpu), common::upload(gpu, &self.x));
-        let (weights, inputs) = (
-            common::poisoned::<bf16>(gpu, n * k),
-            common::poisoned::<bf16>(gpu, m * k),
-        );
+        let [weights, inputs] = [n * k, m * k].map(|len| common::poisoned::<bf16>(gpu, len));
         let room = LinearRoom {
             weights: Some(weights.slice()),
             inputs: Some(inputs.slice()),
         };
-        let len = m * n / if output == LinearOutput::Bf16 { 1 } else { 2 };
         written(gpu, len, |out| {
-            linears.forward_in(room, x.slice(), &layer, output, out.slice().range(0..len))
+            run(room, x.slice(), &layer, out.slice().range(0..len))
+        })
+    }
+
+    fn forward(&self, gpu: &Gpu, linears: &Linears, output: LinearOutput) -> Vec<bf16> {
+        let len = self.m * self.n / if output == LinearOutput::Bf16 { 1 } else { 2 };
+        self.written(gpu, len, |room, x, layer, out| {
+            linears.forward_in(room, x, layer, output, out)
         })
     }
 
     /// Rows of outputs that are wider than those: what is behind them stays.
     fn check_wider(&self, gpu: &Gpu, linears: &Linears, wider: usize, way: &str) {
-        let &Self { m, n, k, .. } = self;
+        let &Self { m, n, .. } = self;
         let what = self.what(&format!("{way}, rows wider by {wider}"));
-        let (layer, x) = (self.layer(gpu), common::upload(gpu, &self.x));
-        let weights = common::poisoned::<bf16>(gpu, n * k);
-        let room = LinearRoom {
-            weights: Some(weights.slice()),
-            inputs: None,
-        };
         let pitch = n + wider;
-        let all: Vec<bf16> = written(gpu, m * pitch, |out| {
-            let out = out.slice().range(0..m * pitch);
-            linears.forward_in(room, x.slice(), &layer, LinearOutput::Bf16, out)
+        let all = self.written(gpu, m * pitch, |room, x, layer, out| {
+            linears.forward_in(room, x, layer, LinearOutput::Bf16, out)
         });
         let rows = all.chunks_exact(pitch).map(|row| row.split_at(n));
         let (found, behind): (Vec<&[bf16]>, Vec<&[bf16]>) = rows.unzip();
@@ -190,31 +194,16 @@ impl Case {
     }
 
     fn check_f32(&self, gpu: &Gpu, linears: &Linears, way: &str) {
-        let &Self { m, n, k, .. } = self;
-        let (layer, x) = (self.layer(gpu), common::upload(gpu, &self.x));
-        let weights = common::poisoned::<bf16>(gpu, n * k);
-        let room = LinearRoom {
-            weights: Some(weights.slice()),
-            inputs: None,
-        };
-        let out: Vec<f32> = written(gpu, m * n, |out| {
-            linears.forward_f32_in(room, x.slice(), &layer, out.slice().range(0..m * n))
+        let out: Vec<f32> = self.written(gpu, self.m * self.n, |room, x, layer, out| {
+            linears.forward_f32_in(room, x, layer, out)
         });
         let what = self.what(&format!("{way}, f32"));
         common::assert_close(&what, &out, &self.reference(&wide(&self.x)), TOLERANCE);
     }
 
     fn what(&self, way: &str) -> String {
-        let Self {
-            group,
-            m,
-            n,
-            k,
-            bias,
-            order,
-            ..
-        } = self;
-        let (bias, order) = (bias.is_some(), order.is_some());
+        let Self { group, m, n, k, .. } = self;
+        let (bias, order) = (self.bias.is_some(), self.order.is_some());
         format!("{way} {group:?} [{m}, {k}] x [{n}, {k}] bias {bias} order {order}")
     }
 
@@ -247,7 +236,6 @@ impl Case {
 
     /// The norm ahead of the product, where it is a part of it.
     fn check_norm(&self, gpu: &Gpu, linears: &Linears, what: &str) {
-        const EPS: f32 = 1e-5;
         let &Self { m, n, k, .. } = self;
         let layer = self.layer(gpu);
         if !linears.fuses_norm(m, &layer, LinearOutput::Bf16) {
@@ -271,18 +259,9 @@ impl Case {
         let out: Vec<bf16> = written(gpu, m * n, |out| {
             linears.forward_norm(&residual, &layer, LinearOutput::Bf16, out.slice().range(0..m * n))
         });
-        let sums: Vec<f64> = wide(&self.x)
-            .into_iter()
-            .zip(wide(&delta))
-            .map(|(x, delta)| bf16::from_f64(x + delta).to_f64())
-            .collect();
-        let normed = sums.chunks_exact(k).flat_map(|row| {
-            let square = row.iter().map(|x| x * x).sum::<f64>() / k as f64;
-            let scale = 1.0 / (square + f64::from(EPS)).sqrt();
-            let row = row.iter().zip(&weight);
-            row.map(|(x, weight)| bf16::from_f64(x * scale * f64::from(*weight)).to_f64())
-                .collect::<Vec<f64>>()
-        });
+        let sums = add(&wide(&self.x), &wide(&delta));
+        let rows = sums.chunks_exact(k);
+        let normed = rows.flat_map(|row| normalise(row, &weight));
         let reference = self.reference(&normed.collect::<Vec<f64>>());
         common::assert_close(&format!("{what} norm"), &common::widen(&out), &reference, 6e-3);
     }
@@ -410,8 +389,8 @@ fn few_rows_are_divided_equally_among_blocks() {
     }
 }
 
-/// Two slabs with so many tiles that each warp adds up several, and that the ring goes round; launches one after the other, which find the
-/// exchange as it was.
+/// More inputs than a block holds, so more slabs than one, and so many tiles that each warp adds up several and the ring goes round;
+/// launches one after the other, which find the exchange as it was.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn slabs_of_many_tiles_are_added_up() {
@@ -462,19 +441,13 @@ fn few_rows_go_from_tile_to_tile() {
             let what = format!("{row_warps} rows of warps, {blocks_per_sm} blocks, {tiles} tiles");
             let case = Case::random(&mut rng, group, [m, n - 8, k], m % 2 == 0, false);
             // Those of `linear.cu` want multiples of 256 inputs.
-            assert!(
-                linears.is_own(m, &case.layer(&gpu), LinearOutput::Bf16),
-                "{}",
-                case.what(&what)
-            );
+            let is_own = linears.is_own(m, &case.layer(&gpu), LinearOutput::Bf16);
+            assert!(is_own, "{}", case.what(&what));
             case.check_wider(&gpu, &linears, wider, &what);
             // Half as many outputs, if gated, are whole eights.
             let case = Case::random(&mut rng, group, [m, n - 16, k], false, false);
-            assert!(
-                linears.fuses_glu(m, &case.layer(&gpu), Activation::Silu),
-                "{}",
-                case.what(&what)
-            );
+            let fuses = linears.fuses_glu(m, &case.layer(&gpu), Activation::Silu);
+            assert!(fuses, "{}", case.what(&what));
             case.check(&gpu, &linears, &what);
             case.check_f32(&gpu, &linears, &what);
         }
@@ -510,35 +483,81 @@ fn rows_are_independent() {
     }
 }
 
+/// Measures products of the case's layer with so many rows.
+fn measure(
+    gpu: &Gpu,
+    linears: &mut Linears,
+    case: &Case,
+    outputs: &[LinearOutput],
+    rows: &[usize],
+    agree: fn(&mut [TimedWay]) -> Result<(), GpuError>,
+) {
+    let &Case { n, k, .. } = case;
+    let most = rows.iter().max().expect("numbers of rows");
+    let [x, weights] = [most * k, n * k].map(|len| common::poisoned::<bf16>(gpu, len));
+    let out = common::poisoned::<f32>(gpu, most * n);
+    let layers = [&case.layer(gpu)];
+    let uses = outputs.iter().map(|&output| LinearUse {
+        layers: &layers,
+        output,
+        rows,
+    });
+    let scratch = LinearScratch {
+        x: x.slice(),
+        out: out.slice(),
+        weights: weights.slice(),
+    };
+    let uses: Vec<LinearUse<'_>> = uses.collect();
+    let measured = linears.measure_together(&uses, scratch, &mut { agree });
+    measured.expect("measurements");
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn measured_choices() {
     let gpu = common::gpu();
     let mut rng = common::rng("int4, measured");
-    let rows = [1, 8, 16, 32, 64, 256];
+    let outputs = [LinearOutput::Bf16, LinearOutput::Glu(Activation::Silu)];
     let (n, k) = (1040, 512);
     for group in GROUPS {
         let mut linears = linears(&gpu);
-        let x = common::poisoned::<bf16>(&gpu, 256 * k);
-        let out = common::poisoned::<f32>(&gpu, 256 * n);
-        let weights = common::poisoned::<bf16>(&gpu, n * k);
-        let layer = Case::random(&mut rng, group, [1, n, k], false, false).layer(&gpu);
-        let layers = [&layer];
-        let outputs = [LinearOutput::Bf16, LinearOutput::Glu(Activation::Silu)];
-        let uses = outputs.map(|output| LinearUse {
-            layers: &layers,
-            output,
-            rows: &rows,
-        });
-        let scratch = LinearScratch {
-            x: x.slice(),
-            out: out.slice(),
-            weights: weights.slice(),
-        };
-        linears.measure(&uses, scratch).expect("measurements");
+        let case = Case::random(&mut rng, group, [1, n, k], false, false);
+        let rows = [1, 8, 16, 32, 64, 256];
+        measure(&gpu, &mut linears, &case, &outputs, &rows, |_| Ok(()));
         for m in [1, 3, 8, 13, 20, 33, 64, 100, 300] {
             let case = Case::random(&mut rng, group, [m, n, k], false, m % 2 == 0);
             case.check(&gpu, &linears, "measured");
+        }
+    }
+}
+
+/// What was measured for fewer rows counts for more, even where their kernel cannot divide k so.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn more_rows_than_were_measured() {
+    let gpu = common::gpu();
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
+    let mut rng = common::rng("int4, more rows than measured");
+    // A tile for each block: one slab is best for 16 rows.
+    let (n, k) = (16 * gpu.info().sm_count, 4096);
+    for group in GROUPS {
+        let mut linears = linears(&gpu);
+        let case = Case::random(&mut rng, group, [1, n, k], false, false);
+        let outputs = [LinearOutput::Bf16];
+        // No way but that with inputs in registers: see `Choice::number`.
+        measure(&gpu, &mut linears, &case, &outputs, &[8, 16], |ways| {
+            let others = ways.iter_mut().filter(|way| way.way >> 20 != 1);
+            others.for_each(|way| way.us = f32::INFINITY);
+            Ok(())
+        });
+        let choices = linears.choices();
+        let is_one_slab = choices[1].path.contains("in registers, 1 slab");
+        assert!(choices[1].rows == 16 && is_one_slab, "{choices:?}");
+        for m in [16, 17, 20, 24] {
+            let case = Case::random(&mut rng, group, [m, n, k], false, false);
+            case.check(&gpu, &linears, "measured for fewer rows");
         }
     }
 }
@@ -556,10 +575,8 @@ fn made_up_codes_are_spread_evenly() {
         counts[usize::from(byte >> 4)] += 1;
     }
     let mean = len / 8;
-    assert!(
-        counts.iter().all(|&count| count.abs_diff(mean) < mean / 50),
-        "{counts:?}"
-    );
+    let is_even = counts.iter().all(|&count| count.abs_diff(mean) < mean / 50);
+    assert!(is_even, "{counts:?}");
 }
 
 #[test]

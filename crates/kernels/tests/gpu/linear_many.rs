@@ -11,6 +11,9 @@ use crate::common;
 use crate::fused::ACTIVATIONS;
 use crate::linear::{Case, TOLERANCE, check, check_chain, forward, linears, written};
 
+/// Of k: fewer than the 4 or 5 of the ring, as many, more, and several turns of it.
+const STAGES: [usize; 7] = [1, 3, 4, 5, 6, 10, 14];
+
 /// Checks a case as [`check`] does, and that a tile is what computes all of it.
 fn check_tile(gpu: &Gpu, linears: &mut Linears, tile: LinearTile, case: &Case) {
     linears.fix(Some(LinearPath::Many(tile)));
@@ -20,8 +23,9 @@ fn check_tile(gpu: &Gpu, linears: &mut Linears, tile: LinearTile, case: &Case) {
         linears.is_own(m, &layer, LinearOutput::Bf16),
         "{what}: not its own"
     );
+    // Outputs in f32 have no bias.
     assert!(
-        linears.is_own(m, &layer, LinearOutput::F32),
+        case.has_bias() || linears.is_own(m, &layer, LinearOutput::F32),
         "{what}: not its own"
     );
     if layer.outputs().is_multiple_of(16) && !case.has_bias() {
@@ -51,12 +55,15 @@ fn every_tile_matches_reference() {
     let mut linears = linears(&gpu);
     for tile in LinearTile::all() {
         for shared in [false, true] {
-            for bias in [false, true] {
+            for (bias, stages) in [false, true]
+                .into_iter()
+                .flat_map(|bias| STAGES.map(|of| (bias, of)))
+            {
                 let m = rows(&mut rng, tile, shared);
                 // Gated products too, without a bias.
                 let n = 8 * rng.random_range(1..=60) * if bias { 1 } else { 2 };
-                // Stages of k that are no whole turns of the ring, and a last one that is not whole.
-                let k = 64 * rng.random_range(4..=16) - [0, 8, 40][rng.random_range(0..3)];
+                // The last stage may not be whole.
+                let k = 64 * stages - [0, 8, 40][rng.random_range(0..3)];
                 let case = Case::random(&mut rng, m, n, k, bias);
                 check_tile(&gpu, &mut linears, tile, &case);
             }
@@ -123,6 +130,8 @@ fn rows_of_outputs_may_be_wider() {
         let pitch = n + 8 * rng.random_range(1..=5);
         let case = Case::random(&mut rng, m, n, k, true);
         let (layer, x) = (case.layer(&gpu), common::upload(&gpu, &case.x));
+        let is_own = linears.is_own(m, &layer, LinearOutput::Bf16);
+        assert!(is_own, "{}: not its own", case.what(&tile.to_string()));
         let out: Vec<bf16> = written(&gpu, m * pitch, |out| {
             let out = out.slice().range(0..m * pitch);
             linears.forward_in(LinearRoom::default(), x.slice(), &layer, LinearOutput::Bf16, out)
@@ -145,6 +154,9 @@ fn rows_of_outputs_may_be_wider() {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn rows_are_independent() {
     let gpu = common::gpu();
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
     let mut rng = common::rng("linear, many rows, rows");
     let mut linears = linears(&gpu);
     let (n, k) = (520, 1024);
@@ -152,28 +164,70 @@ fn rows_are_independent() {
         linears.fix(Some(LinearPath::Many(tile)));
         for m in [70, 300] {
             let mut case = Case::random(&mut rng, m, n, k, true);
-            let bits = |out: &[bf16]| -> Vec<u16> { out[..n].iter().map(|x| x.to_bits()).collect() };
-            let first = bits(&forward(&gpu, &linears, &case));
-            let again = bits(&forward(&gpu, &linears, &case));
-            assert_eq!(first, again, "{tile}: two runs");
+            let is_own = linears.is_own(m, &case.layer(&gpu), LinearOutput::Bf16);
+            assert!(is_own, "{}: not its own", case.what(&tile.to_string()));
+            let bits = |case: &Case| -> Vec<u16> {
+                let out = forward(&gpu, &linears, case);
+                out.iter().map(|x| x.to_bits()).collect()
+            };
+            let first = bits(&case);
+            assert!(first == bits(&case), "{tile}, {m} rows: two runs");
             case.x[k..].fill(bf16::NAN);
-            let beside = bits(&forward(&gpu, &linears, &case));
-            assert_eq!(first, beside, "{tile}: NaN in other rows");
+            assert_eq!(first[..n], bits(&case)[..n], "{tile}: NaN in other rows");
         }
     }
 }
+
+/// All tiles add up the products of an output in the same order.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn tiles_give_the_same_bits() {
+    let gpu = common::gpu();
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
+    let mut rng = common::rng("linear, many rows, tiles");
+    let mut linears = linears(&gpu);
+    for m in [100, 180, 400] {
+        let (n, k) = (456, 1000);
+        let case = Case::random(&mut rng, m, n, k, false);
+        let (layer, x) = (case.layer(&gpu), common::upload(&gpu, &case.x));
+        let found = LinearTile::all().map(|tile| {
+            linears.fix(Some(LinearPath::Many(tile)));
+            let is_own = linears.is_own(m, &layer, LinearOutput::F32);
+            assert!(is_own, "{}: not its own", case.what(&tile.to_string()));
+            let out: Vec<f32> = written(&gpu, m * n, |out| {
+                linears.forward_f32(x.slice(), &layer, out.slice().range(0..m * n))
+            });
+            (tile, out.iter().map(|x| x.to_bits()).collect())
+        });
+        let found: Vec<(LinearTile, Vec<u32>)> = found.collect();
+        for (tile, bits) in &found {
+            assert!(*bits == found[0].1, "{}", case.what(&tile.to_string()));
+        }
+    }
+}
+
+/// Inputs and outputs of the layers of [`check_chain`].
+const CHAIN_WIDTH: usize = 1024;
 
 /// Kernels that start before the ones ahead have ended read what these wrote.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn chain_in_a_graph_of_many_rows() {
     let gpu = common::gpu();
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
     let mut rng = common::rng("linear, many rows, chain");
     let mut linears = linears(&gpu);
     for tile in LinearTile::all() {
         linears.fix(Some(LinearPath::Many(tile)));
         let shared = rng.random_bool(0.5);
         let m = rows(&mut rng, tile, shared).min(tile.rows + 40);
+        let layer = Case::random(&mut rng, m, CHAIN_WIDTH, CHAIN_WIDTH, false).layer(&gpu);
+        let is_own = linears.is_own(m, &layer, LinearOutput::Bf16);
+        assert!(is_own, "{tile}, {m} rows: not its own");
         check_chain(&gpu, &linears, &mut rng, m);
     }
 }
