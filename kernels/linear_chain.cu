@@ -150,18 +150,8 @@ struct Consumer : Consumers<kConsumers, kPieceInputs<kWeights != Weights::kBf16>
     // Adds the products of a piece of weights and this thread's `i`th piece of inputs.
     __device__ __forceinline__ void add_products(float& even, float& odd, const uint4& weights, int i, float scale) const {
         if constexpr (kFp8) {
-            const uint32_t words[4] = {weights.x, weights.y, weights.z, weights.w};
-            __half2 sums;
-#pragma unroll
-            for (int j = 0; j < kPieceInputs<kFp8> / 2; ++j) {
-                const auto pair = static_cast<__nv_fp8x2_storage_t>(words[j / 2] >> j % 2 * 16 & 0xffff);
-                const __half2 wide(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3));
-                const __half2 inputs = reinterpret_cast<const __half2&>(x[2 * i + j / 4].pair[j % 4]);
-                sums = j == 0 ? __hmul2(wide, inputs) : __hfma2(wide, inputs, sums);
-            }
-            const float2 both = __half22float2(sums);
-            even = fmaf(both.x, scale, even);
-            odd = fmaf(both.y, scale, odd);
+            const auto inputs = [&](int j) { return reinterpret_cast<const uint4&>(x[2 * i + j]); };
+            even = fmaf(sum_of_piece(weights, inputs(0), inputs(1)), scale, even);
         } else {
             const Float8 wide = widen(reinterpret_cast<const Bf16x8&>(weights)), inputs = widen(x[i]);
 #pragma unroll

@@ -3,128 +3,15 @@
 // says how. An expert that every row goes to is one more, which the sigmoid of its gate multiplies.
 //
 // Each block has its share of the outputs of each product, of all chosen experts as if they were one. Weights are bf16, or e4m3 with scales;
-// inputs are not quantised. A warp multiplies whole rows of weights, its lanes 16 bytes each in turn, with inputs in shared memory. Of the experts'
-// second projections a warp has the same outputs for all experts, and adds their sums in the order of their logits. All blocks choose the row's
-// experts by the same logits; only then does the thread that copies go on to their weights.
-#include "chain.cuh"
-#include "experts.cuh"
-#include "pieces.cuh"
+// inputs are not quantised (pieces.cuh). A warp multiplies whole rows of weights, its lanes 16 bytes each in turn, with inputs in shared memory.
+// Of the experts' second projections a warp has the same outputs for all experts, in the order of their logits. All blocks choose the row's
+// experts by the same logits; only then does the thread that copies go on to their weights. What blocks need of each other they give as tagged
+// words (tagged.cuh).
+#include "moe_chain.cuh"
 
 namespace {
 
-constexpr int kConsumers = 16;  // warps
-constexpr int kChainThreads = (kConsumers + 1) * kWarp;
-
-// Matrices of all experts, anything of the next one `stride` bytes further.
-struct Matrices {
-    Matrix first;
-    size_t stride;
-
-    __device__ __forceinline__ Matrix of(int expert) const {
-        return {of_expert(first.weight, stride, expert), of_expert(first.scales, stride, expert), first.scale_stride};
-    }
-};
-
-struct RowNorm {
-    const float* weight;
-    float eps;
-};
-
-struct MoeChain {
-    const bf16* x;  // [attended]
-    Matrix output;  // [width, attended]
-    const bf16* output_bias;
-    bf16* hidden;  // [width]
-    RowNorm norm;
-    const bf16* router_weight;  // [experts, width]
-    Router router;
-    float* logits;                 // [experts]
-    Matrices gate_up, down;        // [2 inner, width], [width, inner]
-    Matrix shared_gate_up, shared_down;  // of the expert that every row goes to; null for none
-    const bf16* shared_gate;       // [width]
-    float* shared_logit;
-    bf16* activated;         // [top_k, inner]
-    bf16* shared_activated;  // [inner]
-    RowNorm next_norm;
-    Matrix next;  // [next_outputs, width]; null for none
-    const bf16* next_bias;
-    bf16* out;
-    unsigned* arrived;
-    int attended, width, experts, top_k, inner, next_outputs, kind;
-    int stage_bytes, stages, in_flight;  // bytes of a stage, how many there are, and bytes that may be on their way
-
-    __device__ __forceinline__ bool has_shared() const { return shared_gate != nullptr; }
-    __device__ __forceinline__ int slots() const { return top_k + has_shared(); }
-};
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// As crates/kernels/src/cuda/moe.rs (MOST_ROUTES, and the expert for all rows) and moe/chain.rs have them too.
-constexpr int kMostSlots = 33;      // experts of a row
-constexpr int kMostResiduals = 32;  // outputs of a block that are added to the residual stream
-constexpr int kStaticBytes = 9 << 10;
-
-constexpr int kRoutedExperts = kConsumers * kWarp;
-constexpr int kSlotsOfWarp = (kMostSlots + kConsumers - 1) / kConsumers;
-
-// What becomes of a product's sums.
-enum class Take { kAdd, kLogits, kStore };
-
-// A product with rows of weights that are the same for all tokens.
-struct Link {
-    Matrix matrix;
-    const bf16* bias;
-    int n, k;
-    Take take;
-    void* out;
-};
-
-constexpr int kLinks = 4;  // the mixer's output, the router, the gate of the expert for all rows, and what follows
-constexpr int kNext = 3;
-
-// An expert of the row.
-struct Slot {
-    Matrix gate_up, down;
-    bf16* activated;
-    float weight;
-};
-
-struct Shared {
-    StageBarriers barriers;
-    uint64_t routed;
-    Link links[kLinks];
-    Slot slots[kMostSlots];
-    float sums[kConsumers];
-    bf16 residual[kMostResiduals];
-    __align__(16) uint32_t keys[kRoutedExperts];  // logits, as to_key makes them
-    uint32_t top_key;
-    float down_scales[kMostSlots][kWarp];  // of this block's rows, or of their blocks: of two rows of blocks, of up to 2,048 inputs
-};
-static_assert(sizeof(Shared) <= kStaticBytes);
-
-// The outputs of a product that a block computes.
-struct Share {
-    int first, count;
-
-    __device__ __forceinline__ explicit Share(int n)
-        : first(unsigned(n) * blockIdx.x / gridDim.x), count(int(unsigned(n) * (blockIdx.x + 1) / gridDim.x) - first) {}
-};
-
-// The gated outputs of a block, in parts that go through a stage: of one expert each.
-struct GatedParts {
-    int slot, first, count = 0, left;
-
-    __device__ __forceinline__ GatedParts(const Share& share, int inner) : slot(share.first / inner), first(share.first - slot * inner), left(share.count) {}
-
-    // Goes on to the next part, if there is one.
-    __device__ __forceinline__ bool next(int inner, int at_once) {
-        first += count;
-        left -= count;
-        if (first == inner) first = 0, ++slot;
-        count = min(min(at_once, left), inner - first);
-        return count > 0;
-    }
-};
 
 // Copies the weights of all products, by one thread.
 __device__ __forceinline__ void produce(const MoeChain& c, Shared& shared, uint8_t* memory) {
@@ -135,58 +22,65 @@ __device__ __forceinline__ void produce(const MoeChain& c, Shared& shared, uint8
     for (int i = 0; i < kLinks; ++i) {
         const Link& link = shared.links[i];
         if (i == kNext) {
-            barrier_wait(&shared.routed, 0);
             {
-                const int row_bytes = c.gate_up.first.row_bytes(c.width), at_once = c.stage_bytes / (2 * row_bytes);
+                const int row_bytes = shared.shares[kGatedShare].row_bytes, at_once = shared.shares[kGatedShare].at_once;
                 const int most = most_of(2 * at_once * row_bytes);
-                for (GatedParts parts(Share(c.slots() * c.inner), c.inner); parts.next(c.inner, at_once);) {
+                for (GatedParts parts(shared, c.inner); parts.next(at_once);) {
                     const int bytes = parts.count * row_bytes;
                     const uint32_t to = place(producer.begin(2 * bytes, most));
+                    barrier_wait(&shared.routed, 0);
                     const uint8_t* const from = shared.slots[parts.slot].gate_up.weight + size_t(parts.first) * row_bytes;
                     producer.copy(to, from, bytes);
                     producer.copy(to + bytes, from + size_t(c.inner) * row_bytes, bytes);
                     producer.ring.next();
                 }
             }
-            const Share share(c.width);
-            const int row_bytes = c.down.first.row_bytes(c.inner), at_once = min(c.stage_bytes / row_bytes, kConsumers);
-            const int most = most_of(at_once * row_bytes);
-            for (int first = 0; first < share.count; first += at_once) {
-                const int bytes = min(at_once, share.count - first) * row_bytes;
-                for (int slot = 0; slot < c.slots(); ++slot) {
-                    const uint8_t* const from = shared.slots[slot].down.weight + size_t(share.first + first) * row_bytes;
-                    producer.copy(place(producer.begin(bytes, most)), from, bytes);
-                    producer.ring.next();
+            for (DownParts parts(shared, c.slots()); parts.next();) {
+                const int row_bytes = parts.share.row_bytes, bytes = parts.rows * row_bytes;
+                const uint32_t to = place(producer.begin(parts.slots * bytes, most_of(parts.slots * bytes)));
+                barrier_wait(&shared.routed, 0);
+#pragma unroll 1
+                for (int i = 0; i < parts.slots; ++i) {
+                    const uint8_t* const from = shared.slots[parts.slot + i].down.weight;
+                    producer.copy(to + i * bytes, from + size_t(parts.share.first + parts.row) * row_bytes, bytes);
                 }
+                producer.ring.next();
             }
         }
-        if (link.n == 0) continue;
-        const Share share(link.n);
-        const int row_bytes = link.matrix.row_bytes(link.k), at_once = c.stage_bytes / row_bytes, most = most_of(at_once * row_bytes);
-        for (int first = 0; first < share.count; first += at_once) {
-            const int bytes = min(at_once, share.count - first) * row_bytes;
-            producer.copy(place(producer.begin(bytes, most)), link.matrix.weight + size_t(share.first + first) * row_bytes, bytes);
+        const Share share = shared.shares[i];
+        const int most = most_of(share.at_once * share.row_bytes);
+        for (int first = 0; first < share.count; first += share.at_once) {
+            const int bytes = min(share.at_once, share.count - first) * share.row_bytes;
+            const uint8_t* const from = link.matrix.weight + size_t(share.first + first) * share.row_bytes;
+            producer.copy(place(producer.begin(bytes, most)), from, bytes);
             producer.ring.next();
         }
     }
 }
 
 // Instruction caches are cold at each launch and each new product, so the code is kept small and loops are not unrolled.
-struct Consumer : Consumers<kConsumers> {
+struct Consumer {
     const MoeChain& c;
     Shared& shared;
     const uint8_t* stages;
-    uint4* inputs;  // of a product, in shared memory
+    uint2* inputs;   // of products with bf16 weights, in shared memory, in quads
+    uint4* halves;   // of those with e4m3 weights: of each piece the first eight inputs, of each the last eight, and of each a factor
+    int pieces = 0;  // of those
     Ring ring;
+    uint32_t tag = 0;      // of the launch
+    unsigned counted = 0;  // blocks, of all waits so far
+    bf16 residual{};       // of a thread's output of this block
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
     __device__ __forceinline__ Consumer(const MoeChain& c, Shared& shared, uint8_t* memory)
-        : Consumers<kConsumers>{c.arrived},
-          c(c),
+        : c(c),
           shared(shared),
           stages(memory),
-          inputs(reinterpret_cast<uint4*>(memory + c.stages * c.stage_bytes)),
+          inputs(reinterpret_cast<uint2*>(memory + c.stages * c.stage_bytes)),
+          halves(reinterpret_cast<uint4*>(memory + c.stages * c.stage_bytes + c.plain_bytes)),
           ring{c.stages} {}
+
+    __device__ __forceinline__ static void sync() { named_sync<kConsumerThreads>(1); }
 
     // Waits for the next stage.
     __device__ __forceinline__ const uint8_t* wait_stage() {
@@ -200,40 +94,129 @@ struct Consumer : Consumers<kConsumers> {
         ring.next();
     }
 
-    // A row of inputs from memory.
-    __device__ __forceinline__ void take_inputs(const bf16* from, int count, uint4* to) const {
-#pragma unroll 4
-        for (int vec = threadIdx.x; vec * kVec < count; vec += kConsumerThreads) to[vec] = __ldcg(reinterpret_cast<const uint4*>(from) + vec);
+    // Inputs of a thread for products with e4m3 weights, by all lanes of a warp: a quad of the piece at `to`, whose factor is beside it.
+    __device__ __forceinline__ static void put_halves(uint2* to, float* factor_to, uint2 values, bool is_input) {
+        const PieceFactor factor = piece_factor(values);
+        if (!is_input) return;
+        const float2 low = widen_pair(values.x), high = widen_pair(values.y);
+        *to = make_uint2(pack_halves(low.x * factor.of_inputs, low.y * factor.of_inputs),
+                         pack_halves(high.x * factor.of_inputs, high.y * factor.of_inputs));
+        *factor_to = factor.of_sum;
     }
 
-    // The norm of the residual stream, which all blocks have written. It has no more than a vector for each thread.
-    __device__ __forceinline__ void take_norm(const Float8 (&norm)[1], float eps) {
-        Bf16x8 x[1];
-        load(x, c.hidden, c.width);
-        normalise(x, norm, shared.sums, c.width, eps);
-        if (int(threadIdx.x) * kVec < c.width) inputs[threadIdx.x] = reinterpret_cast<const uint4&>(x[0]);
+    // All threads of this block are done with the phase before, and with its inputs.
+    __device__ __forceinline__ void tell_others() {
+        sync();
+        if (threadIdx.x == 0) count_written(&c.exchange->written);
+    }
+
+    // Waits until all blocks have written what this phase needs, though words may still be on their way.
+    __device__ __forceinline__ void wait_for_others() {
+        counted += gridDim.x;
+        if (threadIdx.x == 0) wait_count(&c.exchange->written, counted);
         sync();
     }
 
-    // What this lane has of the products of rows of weights and inputs. `scales` are of each row's first block, and of blocks there is one each
-    // 128 inputs.
+    // Weights of a phase's norm, as `take` needs them.
+    __device__ __forceinline__ void load_norm(float4 (&norm)[kTaken], const Source& from) const {
+        const int quads = from.count / kQuad;
+#pragma unroll
+        for (int i = 0; i < kTaken; ++i) {
+            const int quad = threadIdx.x + i * kConsumerThreads;
+            if (from.norm.weight != nullptr && quad < quads) norm[i] = reinterpret_cast<const float4*>(from.norm.weight)[quad];
+        }
+    }
+
+    // Takes the inputs of a phase to shared memory.
+    __device__ __forceinline__ void take(const Source& from, const float4 (&norm)[kTaken]) {
+        constexpr unsigned kQuads = kFp8Piece / kQuad;  // of a piece, in neighbouring lanes
+        const int quads = from.count / kQuad, part = threadIdx.x % kQuads;
+        if (from.halves) pieces = from.count / kFp8Piece;
+#pragma unroll 1
+        for (int base = 0; base < quads; base += kTaken * kConsumerThreads) {
+            const int first = base + threadIdx.x;
+            uint4* const piece = halves + unsigned(first) / kQuads;
+            float* const factor = reinterpret_cast<float*>(halves + 2 * pieces) + unsigned(first) / kQuads;
+            const auto is_left = [&](int i) { return base + i * kConsumerThreads < quads; };  // for any thread
+            uint2 values[kTaken];
+            if (from.words == nullptr) {
+#pragma unroll
+                for (int i = 0; i < kTaken; ++i) {
+                    const int quad = first + i * kConsumerThreads;
+                    values[i] = quad < quads ? __ldcg(reinterpret_cast<const uint2*>(c.x) + quad) : make_uint2(0, 0);
+                }
+                // Behind the loads, as it waits for its own.
+                if (base == 0) {
+                    tag = __ldcg(&c.exchange->last_tag) + 1;
+                    if (threadIdx.x < kMostResiduals) shared.residual[threadIdx.x] = residual;
+                }
+            } else {
+                wait_quads(values, from.words, first, kConsumerThreads, quads, tag);
+            }
+            float scale = 0.0f;
+            if (from.norm.weight != nullptr) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int i = 0; i < kTaken; ++i) {
+                    if (!is_left(i)) break;
+                    const float2 low = widen_pair(values[i].x), high = widen_pair(values[i].y);
+                    sum += fmaf(low.x, low.x, low.y * low.y) + fmaf(high.x, high.x, high.y * high.y);
+                }
+                sum = warp_sum(sum);
+                if (lane == 0) shared.sums[warp] = sum;
+                sync();
+                sum = 0.0f;
+#pragma unroll
+                for (int i = 0; i < kConsumers; ++i) sum += shared.sums[i];
+                scale = rsqrtf(__fdividef(sum, float(from.count)) + from.norm.eps);
+            }
+#pragma unroll
+            for (int i = 0; i < kTaken; ++i) {
+                if (!is_left(i)) break;
+                if (from.norm.weight != nullptr) {
+                    const float2 low = widen_pair(values[i].x), high = widen_pair(values[i].y);
+                    values[i] = make_uint2(pack(low.x * scale * norm[i].x, low.y * scale * norm[i].y),
+                                           pack(high.x * scale * norm[i].z, high.y * scale * norm[i].w));
+                }
+                const int step = i * kConsumerThreads;
+                const bool is_input = first + step < quads;
+                if (from.plain && is_input) inputs[first + step] = values[i];
+                if (from.halves) {
+                    uint2* const to = reinterpret_cast<uint2*>(piece + part / 2 * pieces + step / kQuads) + part % 2;
+                    put_halves(to, factor + step / kQuads, values[i], is_input);
+                }
+            }
+        }
+        sync();
+    }
+
+    // To the block that a piece is of; 0 for a scale for each output.
+    __device__ __forceinline__ static int block_shift(const Matrix& matrix) {
+        static_assert(kFp8Block == kFp8Piece << 3);
+        return matrix.scale_stride > 0 ? 3 : 31;
+    }
+
+    // What this lane has of the products of rows of weights and inputs from a piece on. `scales` are of each row's first block.
     template <bool kFp8, int kRows>
     __device__ __forceinline__ void multiply(float (&sums)[kRows], const uint4* const (&rows)[kRows], const float* const (&scales)[kRows],
-                                             bool blocks, const uint4* x, int pieces) const {
+                                             int shift, int first, int of_row) const {
         float parts[kRows][4] = {};
+        const uint4* const x = (kFp8 ? halves : reinterpret_cast<const uint4*>(inputs)) + first;
+        const float* const factors = reinterpret_cast<const float*>(halves + 2 * pieces) + first;
 #pragma unroll 1
-        for (int piece = lane; piece < pieces; piece += kWarp) {
-            const PieceInputs<kFp8> of_piece(x + piece * (kPieceInputs<kFp8> / kVec));
+        for (int piece = lane; piece < of_row; piece += kWarp) {
+            if constexpr (kFp8) {
+                const uint4 low = x[piece], high = x[piece + pieces];
+                const float factor = factors[piece];
 #pragma unroll
-            for (int row = 0; row < kRows; ++row) {
-                if constexpr (kFp8) {
-                    float products[4] = {};
-                    add_piece(products, rows[row][piece], of_piece);
-                    const float scale = scales[row][blocks ? piece * kPieceInputs<kFp8> / kFp8Block : 0];
-                    parts[row][0] = fmaf(sum_of(products), scale, parts[row][0]);
-                } else {
-                    add_piece(parts[row], rows[row][piece], of_piece);
+                for (int row = 0; row < kRows; ++row) {
+                    const float scale = scales[row][piece >> shift] * factor;
+                    parts[row][0] = fmaf(sum_of_piece(rows[row][piece], low, high), scale, parts[row][0]);
                 }
+            } else {
+                const PieceInputs of_piece(x[piece]);
+#pragma unroll
+                for (int row = 0; row < kRows; ++row) add_piece(parts[row], rows[row][piece], of_piece);
             }
         }
 #pragma unroll
@@ -248,10 +231,9 @@ struct Consumer : Consumers<kConsumers> {
 
     // Warps take rows in turn, from stage to stage.
     template <bool kFp8>
-    __device__ __forceinline__ void plain(const Link& link) {
+    __device__ __forceinline__ void plain(const Link& link, const Share& share) {
         const Matrix matrix = link.matrix;
-        const int row_bytes = matrix.row_bytes(link.k), pieces = row_bytes / kPieceBytes, at_once = c.stage_bytes / row_bytes;
-        const Share share(link.n);
+        const int row_bytes = share.row_bytes, of_row = row_bytes / kPieceBytes, at_once = share.at_once;
 #pragma unroll 1
         for (int first = 0; first < share.count; first += at_once) {
             const int end = min(at_once, share.count - first);
@@ -261,14 +243,17 @@ struct Consumer : Consumers<kConsumers> {
                 const int row = share.first + first + at;
                 float sums[1];
                 multiply<kFp8, 1>(sums, {reinterpret_cast<const uint4*>(stage + at * row_bytes)}, {kFp8 ? matrix.scales_of(row) : nullptr},
-                                  matrix.scale_stride > 0, inputs, pieces);
+                                  block_shift(matrix), 0, of_row);
                 float value = warp_sum(sums[0]);
                 if (lane == 0) {
                     if (link.bias != nullptr) value += __bfloat162float(link.bias[row]);
-                    if (link.take == Take::kLogits) {
+                    if (link.take == Take::kAdd) {
+                        publish(c.exchange->hidden + row, add(first + at, value), tag);
+                    } else if (link.take == Take::kLogits) {
+                        publish(c.exchange->logits + link.first_logit + row, value, tag);
                         static_cast<float*>(link.out)[row] = value;
                     } else {
-                        static_cast<bf16*>(link.out)[row] = link.take == Take::kAdd ? add(first + at, value) : __float2bfloat16(value);
+                        static_cast<bf16*>(link.out)[row] = __float2bfloat16(value);
                     }
                 }
             }
@@ -279,10 +264,10 @@ struct Consumer : Consumers<kConsumers> {
     // The first projections of the row's experts.
     template <bool kFp8>
     __device__ __forceinline__ void gated() {
-        const int row_bytes = c.gate_up.first.row_bytes(c.width), pieces = row_bytes / kPieceBytes, at_once = c.stage_bytes / (2 * row_bytes);
-        const bool blocks = c.gate_up.first.scale_stride > 0;
+        const int row_bytes = shared.shares[kGatedShare].row_bytes, of_row = row_bytes / kPieceBytes, at_once = shared.shares[kGatedShare].at_once;
+        const int shift = block_shift(c.gate_up.first);
         int turn = warp;
-        for (GatedParts parts(Share(c.slots() * c.inner), c.inner); parts.next(c.inner, at_once);) {
+        for (GatedParts parts(shared, c.inner); parts.next(at_once);) {
             const Slot& slot = shared.slots[parts.slot];
             const uint8_t* const stage = wait_stage();
 #pragma unroll 1
@@ -292,9 +277,13 @@ struct Consumer : Consumers<kConsumers> {
                 if (kFp8) gate_scales = slot.gate_up.scales_of(gate), up_scales = slot.gate_up.scales_of(up);
                 const auto row = [&](int at) { return reinterpret_cast<const uint4*>(stage + at * row_bytes); };
                 float sums[2];
-                multiply<kFp8, 2>(sums, {row(turn), row(parts.count + turn)}, {gate_scales, up_scales}, blocks, inputs, pieces);
+                multiply<kFp8, 2>(sums, {row(turn), row(parts.count + turn)}, {gate_scales, up_scales}, shift, 0, of_row);
                 const float sum = sum_values(sums), of_up = __shfl_sync(kAllLanes, sum, kWarp / 2);
-                if (lane == 0) slot.activated[gate] = __float2bfloat16(activate(c.kind, sum, of_up));
+                if (lane == 0) {
+                    const bf16 value = __float2bfloat16(activate(c.kind, sum, of_up));
+                    publish(c.exchange->activated + parts.slot * c.inner + gate, value, tag);
+                    slot.activated[gate] = value;
+                }
             }
             turn -= parts.count;
             release_stage();
@@ -302,7 +291,7 @@ struct Consumer : Consumers<kConsumers> {
     }
 
     __device__ __forceinline__ void prefetch_gated_scales() const {
-        for (GatedParts parts(Share(c.slots() * c.inner), c.inner); parts.next(c.inner, c.inner);) {
+        for (GatedParts parts(shared, c.inner); parts.next(c.inner);) {
             const Matrix& matrix = shared.slots[parts.slot].gate_up;
             prefetch_scales(matrix, parts.first, parts.count);
             prefetch_scales(matrix, c.inner + parts.first, parts.count);
@@ -310,14 +299,15 @@ struct Consumer : Consumers<kConsumers> {
     }
 
     // Which of a slot's scales in shared memory is the first of one of this block's rows of the second projections.
-    __device__ __forceinline__ int down_scale(const Share& share, int row) const {
+    __device__ __forceinline__ int down_scale(int row) const {
         if (c.down.first.scale_stride == 0) return row;
+        const Share& share = shared.shares[kDownShare];
         return ((share.first + row) / kFp8Block - share.first / kFp8Block) * (c.inner / kFp8Block);
     }
 
     // The scales of the second projections of the experts that this warp has to read, a lane of each.
     __device__ __forceinline__ void load_down_scales(float (&scales)[kSlotsOfWarp]) const {
-        const Share share(c.width);
+        const Share& share = shared.shares[kDownShare];
         const int of_row = c.inner / kFp8Block, stride = c.down.first.scale_stride;
         const int row = stride == 0 ? lane : lane / of_row, block = stride == 0 ? 0 : lane % of_row;
         const int rows = stride == 0 ? share.count : (share.first + share.count - 1) / kFp8Block - share.first / kFp8Block + 1;
@@ -329,31 +319,58 @@ struct Consumer : Consumers<kConsumers> {
         }
     }
 
-    // The second projections, and their sum, which is added to the residual stream.
+    // Puts them where all warps have them, times the weights of experts.
+    __device__ __forceinline__ void put_down_scales(const float (&scales)[kSlotsOfWarp]) const {
+#pragma unroll
+        for (int i = 0; i < kSlotsOfWarp; ++i) {
+            const int slot = warp + i * kConsumers;
+            if (slot < c.slots()) shared.down_scales[slot][lane] = scales[i] * shared.slots[slot].weight;
+        }
+    }
+
+    // The second projections, and their sum, which is added to the residual stream. A warp has one row of each expert's weights at a time. Those
+    // of e4m3 that are in a stage it multiplies as if they were one row.
     template <bool kFp8>
     __device__ __forceinline__ void down() {
-        const int row_bytes = c.down.first.row_bytes(c.inner), pieces = row_bytes / kPieceBytes, at_once = min(c.stage_bytes / row_bytes, kConsumers);
-        const bool blocks = c.down.first.scale_stride > 0;
-        const Share share(c.width);
+        const Share& share = shared.shares[kDownShare];
+        const int row_bytes = share.row_bytes, of_row = row_bytes / kPieceBytes, shift = block_shift(c.down.first);
+        float sum = 0.0f;
+        for (DownParts parts(shared, c.slots()); parts.next();) {
+            const uint8_t* const stage = wait_stage();
+            const int row = parts.row + warp, expert_bytes = parts.rows * row_bytes;
+            const bool has_row = warp < parts.rows;
+            if (has_row) {
+                const uint8_t* weights = stage + warp * row_bytes;
+                if constexpr (kFp8) {
+                    const float* scales = shared.down_scales[parts.slot] + down_scale(row);
+                    const uint4* const x = halves + parts.slot * of_row;
+                    const float* const factors = reinterpret_cast<const float*>(halves + 2 * pieces) + parts.slot * of_row;
+                    int piece = lane;  // of an expert's row
 #pragma unroll 1
-        for (int first = 0; first < share.count; first += at_once) {
-            const int row = first + warp;
-            const bool has_row = warp < min(at_once, share.count - first);
-            float sum = 0.0f;
+                    for (int i = lane; i < parts.slots * of_row; i += kWarp, piece += kWarp) {
+                        for (; piece >= of_row; piece -= of_row) weights += expert_bytes, scales += kWarp;
+                        const float scale = scales[piece >> shift] * factors[i];
+                        sum = fmaf(sum_of_piece(reinterpret_cast<const uint4*>(weights)[piece], x[i], x[i + pieces]), scale, sum);
+                    }
+                } else {
 #pragma unroll 1
-            for (int slot = 0; slot < c.slots(); ++slot) {
-                const uint8_t* const stage = wait_stage();
-                if (has_row) {
-                    float of_slot[1];
-                    multiply<kFp8, 1>(of_slot, {reinterpret_cast<const uint4*>(stage + warp * row_bytes)},
-                                      {kFp8 ? shared.down_scales[slot] + down_scale(share, row) : nullptr}, blocks,
-                                      inputs + slot * (c.inner / kVec), pieces);
-                    sum = fmaf(shared.slots[slot].weight, of_slot[0], sum);
+                    for (int i = 0; i < parts.slots; ++i, weights += expert_bytes) {
+                        float of_expert[1];
+                        multiply<false, 1>(of_expert, {reinterpret_cast<const uint4*>(weights)}, {nullptr}, 0, (parts.slot + i) * of_row, of_row);
+                        sum = fmaf(shared.slots[parts.slot + i].weight, of_expert[0], sum);
+                    }
                 }
-                release_stage();
             }
+            release_stage();
+            if (!parts.has_all()) continue;
             sum = warp_sum(sum);
-            if (lane == 0 && has_row) c.hidden[share.first + row] = add(row, sum);
+            if (lane == 0 && has_row) {
+                const bf16 value = add(row, sum);
+                // Words that nobody reads might come after the last block has left.
+                if (c.next_outputs > 0) publish(c.exchange->next_hidden + share.first + row, value, tag);
+                c.hidden[share.first + row] = value;
+            }
+            sum = 0.0f;
         }
     }
 
@@ -361,68 +378,92 @@ struct Consumer : Consumers<kConsumers> {
     // are in the order of logits, the largest first, and of equal ones that of the first expert. An expert has as many threads as can be.
     __device__ __forceinline__ void route() {
         const Router& router = c.router;
-        const int log2 = 31 - __clz(kRoutedExperts / c.experts), threads = 1 << min(log2, 5);
-        const int expert = threadIdx.x >> min(log2, 5), part = threadIdx.x & (threads - 1);
+        const int log2 = min(31 - __clz(kRoutedExperts / c.experts), 5), threads = 1 << log2;
+        const int expert = threadIdx.x >> log2, part = threadIdx.x & (threads - 1), own = expert / kQuad * kQuad;
         uint32_t key = 0;
         if (expert < c.experts) {
             const float bias = router.bias == nullptr ? 0.0f : __bfloat162float(router.bias[expert]);
-            key = to_key(__ldcg(c.logits + expert) * router.scale + bias);
+            key = to_key(wait_value(c.exchange->logits + expert, tag) * router.scale + bias);
         }
         if (part == 0) shared.keys[expert] = key;
         sync();
-        // How many are before it.
-        int rank = 0;
+        // How many are before it: those that are larger, and of quads before its own those that are equal.
+        uint32_t rank = 0;
 #pragma unroll 2
-        for (int at = part * 4; at < c.experts; at += threads * 4) {
-            const uint4 other = *reinterpret_cast<const uint4*>(shared.keys + at);
-            const uint32_t others[4] = {other.x, other.y, other.z, other.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) rank += others[i] >= key + (at + i >= expert);
+        for (int at = part * kQuad; at < c.experts; at += threads * kQuad) {
+            const uint4 others = *reinterpret_cast<const uint4*>(shared.keys + at);
+            const uint32_t bound = ~key + (at < own);
+            count_carry(rank, others.x, bound);
+            count_carry(rank, others.y, bound);
+            count_carry(rank, others.z, bound);
+            count_carry(rank, others.w, bound);
         }
 #pragma unroll 1
         for (int offset = threads / 2; offset > 0; offset /= 2) rank += __shfl_xor_sync(kAllLanes, rank, offset);
-        const bool is_first = part == 0 && key > 0, is_chosen = is_first && rank < c.top_k;
-        if (is_first && rank == 0) shared.top_key = key;
-        sync();
-        const float top = from_key(shared.top_key);
-        const float weight = is_chosen || (is_first && router.of_all) ? expf(from_key(key) - top) : 0.0f;
-        float sum = warp_sum(weight);
-        if (lane == 0) shared.sums[warp] = sum;
-        sync();
-        sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kConsumers; ++i) sum += shared.sums[i];
-        if (is_chosen) {
-            const float scale = router.scales == nullptr ? 1.0f : router.scales[expert];
-            const float part_of_all = isfinite(top) ? __fdividef(weight, sum) : __int_as_float(0x7fffffff);
-            shared.slots[rank] = {c.gate_up.of(expert), c.down.of(expert), c.activated + rank * c.inner, part_of_all * scale};
-        }
-        if (threadIdx.x == 0 && c.has_shared()) {
-            shared.slots[c.top_k] = {c.shared_gate_up, c.shared_down, c.shared_activated, 1.0f / (1.0f + expf(-__ldcg(c.shared_logit)))};
+        if (part == 0 && key > 0) {
+#pragma unroll 1
+            for (int at = own; at < expert; ++at) rank += shared.keys[at] == key;
+            if (rank < c.top_k) {
+                shared.slots[rank] = {c.gate_up.of(expert), c.down.of(expert), c.activated + rank * c.inner, from_key(key), expert};
+                barrier_arrive(&shared.routed);
+            }
         }
         sync();
-        if (threadIdx.x == 0) barrier_arrive(&shared.routed);
+        if (warp == kLeastBusy) weigh();
+    }
+
+    // The weights of the row's experts, of which slots have the logits, by a warp. They are needed in the next phase.
+    __device__ __forceinline__ void weigh() {
+        const Router& router = c.router;
+        Slot& slot = shared.slots[min(lane, c.top_k - 1)];
+        const float top = shared.slots[0].weight;
+        float weight = lane < c.top_k ? expf(slot.weight - top) : 0.0f, sum = weight;
+        if (router.of_all) {
+            sum = 0.0f;
+#pragma unroll 1
+            for (int at = lane; at < c.experts; at += kWarp) sum += expf(from_key(shared.keys[at]) - top);
+        }
+        weight = isfinite(top) ? __fdividef(weight, warp_sum(sum)) : __int_as_float(0x7fffffff);
+        __syncwarp();
+        if (lane < c.top_k) slot.weight = router.scales == nullptr ? weight : weight * router.scales[slot.expert];
+        if (lane == 0 && c.has_shared()) {
+            shared.slots[c.top_k].weight = 1.0f / (1.0f + expf(-wait_value(c.exchange->logits + c.experts, tag)));
+        }
+    }
+
+    // By a warp of each block, once the block has read all that others gave it. The last block says which tag is the next launch's, and none waits
+    // for a count any more.
+    __device__ __forceinline__ void leave() const {
+        Exchange& exchange = *c.exchange;
+        if (tag == kLastTag) __threadfence();
+        unsigned before = 0;
+        if (lane == 0) before = atomicInc(&exchange.arrived, gridDim.x - 1);
+        if (__shfl_sync(kAllLanes, before, 0) != gridDim.x - 1) return;
+        if (tag == kLastTag) {
+            __threadfence();
+            uint4* const words = reinterpret_cast<uint4*>(exchange.hidden);
+            const int vecs = (sizeof(Exchange) - offsetof(Exchange, hidden)) / sizeof(uint4);
+            for (int i = lane; i < vecs; i += kWarp) words[i] = make_uint4(0, 0, 0, 0);
+        }
+        if (lane == 0) exchange.written = 0, exchange.last_tag = tag == kLastTag ? 0 : tag;
     }
 
     __device__ __forceinline__ void run() {
-        enum Phase { kOutput, kRouter, kGated, kDown, kLast };
         pdl_wait();
-        const Share own(c.width);
-        bf16 residual;
+        const Share& own = shared.shares[kDownShare];
         if (int(threadIdx.x) < own.count) residual = c.hidden[own.first + threadIdx.x];
-        take_inputs(c.x, c.attended, inputs);
-        if (int(threadIdx.x) < own.count) shared.residual[threadIdx.x] = residual;
-        sync();
         const int phases = shared.links[kNext].n == 0 ? kLast : kLast + 1;
         float scales[kSlotsOfWarp] = {};  // of second projections
 #pragma unroll 1
         for (int phase = kOutput; phase < phases; ++phase) {
-            const bool norms = phase == kRouter || phase == kLast;
-            const RowNorm row_norm{phase == kRouter ? c.norm.weight : c.next_norm.weight, phase == kRouter ? c.norm.eps : c.next_norm.eps};
-            Float8 norm[1];
-            if (norms) load_norm(norm, row_norm.weight, c.width);
-            if (phase > kOutput) meet();
-            if (norms) take_norm(norm, row_norm.eps);
+            const Source source = shared.sources[phase];
+            float4 norm[kTaken] = {};
+            load_norm(norm, source);
+            if (phase > kOutput) {
+                tell_others();
+                if (phase == kDown && c.down.first.is_fp8()) put_down_scales(scales);
+                wait_for_others();
+            }
             if (phase == kGated) {
                 route();
                 // Read ahead, as they come from memory.
@@ -433,14 +474,11 @@ struct Consumer : Consumers<kConsumers> {
                 } else {
                     gated<false>();
                 }
-            } else if (phase == kDown) {
-#pragma unroll
-                for (int i = 0; i < kSlotsOfWarp; ++i) {
-                    if (warp + i * kConsumers < c.slots()) shared.down_scales[warp + i * kConsumers][lane] = scales[i];
-                }
-                take_inputs(c.activated, c.top_k * c.inner, inputs);
-                if (c.has_shared()) take_inputs(c.shared_activated, c.inner, inputs + c.top_k * (c.inner / kVec));
-                sync();
+                continue;
+            }
+            take(source, norm);
+            if (phase == phases - 1 && warp == kLeastBusy) leave();
+            if (phase == kDown) {
                 if (c.down.first.is_fp8()) {
                     down<true>();
                 } else {
@@ -451,14 +489,13 @@ struct Consumer : Consumers<kConsumers> {
 #pragma unroll 1
                 for (int i = first; i < end; ++i) {
                     if (shared.links[i].matrix.is_fp8()) {
-                        plain<true>(shared.links[i]);
+                        plain<true>(shared.links[i], shared.shares[i]);
                     } else {
-                        plain<false>(shared.links[i]);
+                        plain<false>(shared.links[i], shared.shares[i]);
                     }
                 }
             }
         }
-        leave();
     }
 };
 
@@ -468,20 +505,36 @@ __device__ __forceinline__ void run(const MoeChain& c) {
     pdl_launch();
     if (threadIdx.x == 0) {
         const auto bf16_rows = [](const bf16* rows) { return Matrix{reinterpret_cast<const uint8_t*>(rows), nullptr, 0}; };
-        shared.links[0] = {c.output, c.output_bias, c.width, c.attended, Take::kAdd, c.hidden};
-        shared.links[1] = {bf16_rows(c.router_weight), nullptr, c.experts, c.width, Take::kLogits, c.logits};
-        shared.links[2] = {bf16_rows(c.shared_gate), nullptr, c.has_shared(), c.width, Take::kLogits, c.shared_logit};
-        shared.links[kNext] = {c.next, c.next_bias, c.next_outputs, c.width, Take::kStore, c.out};
-        barrier_init(&shared.routed, 1);
+        shared.links[0] = {c.output, c.output_bias, c.width, c.attended, Take::kAdd, nullptr, 0};
+        shared.links[1] = {bf16_rows(c.router_weight), nullptr, c.experts, c.width, Take::kLogits, c.logits, 0};
+        shared.links[2] = {bf16_rows(c.shared_gate), nullptr, c.has_shared(), c.width, Take::kLogits, c.shared_logit, c.experts};
+        shared.links[kNext] = {c.next, c.next_bias, c.next_outputs, c.width, Take::kStore, c.out, 0};
+        if (c.has_shared()) shared.slots[c.top_k] = {c.shared_gate_up, c.shared_down, c.shared_activated, 0.0f, 0};
+        barrier_init(&shared.routed, c.top_k);
         shared.barriers.init(c.stages, kConsumers);
     }
+    if (threadIdx.x == kWarp) {
+        const auto source = [](const uint32_t* words, int count, const RowNorm& norm, const Matrix& matrix) {
+            return Source{words, norm, count, !matrix.is_fp8(), matrix.is_fp8()};
+        };
+        shared.sources[kOutput] = source(nullptr, c.attended, {}, c.output);
+        shared.sources[kRouter] = source(c.exchange->hidden, c.width, c.norm, c.gate_up.first);
+        shared.sources[kRouter].plain = true;
+        shared.sources[kGated] = {};
+        shared.sources[kDown] = source(c.exchange->activated, c.slots() * c.inner, {}, c.down.first);
+        shared.sources[kLast] = source(c.exchange->next_hidden, c.width, c.next_norm, c.next);
+    }
+    if (threadIdx.x < kWarp) {
+        __syncwarp();
+        divide(c, shared);
+    }
     __syncthreads();
-    if (threadIdx.x < kConsumers * kWarp) {
+    if (threadIdx.x < kConsumerThreads) {
         Consumer(c, shared, memory).run();
         return;
     }
     // Scales, and weights of norms, wait in L2 for when they are needed.
-    const Share outputs(c.width), next_outputs(c.next_outputs);
+    const Share &outputs = shared.shares[0], &next_outputs = shared.shares[kNext];
     prefetch_scales(c.output, outputs.first, outputs.count);
     prefetch_scales(c.next, next_outputs.first, next_outputs.count);
     if (blockIdx.x == 0) {
@@ -506,9 +559,9 @@ extern "C" __global__ void __launch_bounds__(kChainThreads, 1)
               uint64_t next_gate_up, const uint8_t* down, const float* down_scales, int down_stride, uint64_t next_down,
               const uint8_t* shared_gate_up, const float* shared_gate_up_scales, const uint8_t* shared_down, const float* shared_down_scales,
               const bf16* shared_gate, float* shared_logit, bf16* activated, bf16* shared_activated, const float* next_norm, float next_eps,
-              const uint8_t* next, const float* next_scales, int next_stride, const bf16* next_bias, bf16* out, unsigned* arrived,
+              const uint8_t* next, const float* next_scales, int next_stride, const bf16* next_bias, bf16* out, Exchange* exchange,
               int attended, int width, int experts, int top_k, int inner, int next_outputs, int kind, int stage_bytes, int stages,
-              int in_flight) {
+              int in_flight, int plain_bytes) {
     run({x,
          {output, output_scales, output_stride},
          output_bias,
@@ -529,7 +582,7 @@ extern "C" __global__ void __launch_bounds__(kChainThreads, 1)
          {next, next_scales, next_stride},
          next_bias,
          out,
-         arrived,
+         exchange,
          attended,
          width,
          experts,
@@ -539,5 +592,6 @@ extern "C" __global__ void __launch_bounds__(kChainThreads, 1)
          kind,
          stage_bytes,
          stages,
-         in_flight});
+         in_flight,
+         plain_bytes});
 }

@@ -2,8 +2,8 @@
 //
 // One block runs on each multiprocessor. One thread of it copies the block's shares of the weights to a ring of stages by the copy engine, one
 // layer after the other; bulk copies of 16 KiB and more read at 4.6 TB/s on an H200, copies of 16 bytes a lane at 4.3. The ring is deep, but
-// few copies are under way at once: what blocks read of each other would queue behind them. All other warps multiply, and wait for the other blocks
-// between layers.
+// few copies are under way at once: what blocks read of each other would queue behind them. All other warps multiply, and wait for what the other
+// blocks give them between layers.
 #pragma once
 
 #include "rows.cuh"

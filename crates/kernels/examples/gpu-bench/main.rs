@@ -12,6 +12,7 @@ mod fused;
 mod linear;
 mod linear_many;
 mod moe;
+mod moe_chain;
 mod sample;
 
 type Bench = fn(&plimsoll_device::cuda::Gpu);
@@ -31,6 +32,7 @@ fn main() {
         ("linear_int4", linear::bench_int4),
         ("linear_many", linear_many::bench),
         ("moe", moe::bench),
+        ("moe_chain", moe_chain::bench),
         ("sample", sample::bench),
     ];
     for &(name, bench) in all {

@@ -24,7 +24,7 @@ const STEPS: usize = 6;
 
 /// How weights are stored.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Stored {
+pub(crate) enum Stored {
     Bf16,
     Fp8Blocks,
     Mxfp4,
@@ -33,16 +33,16 @@ enum Stored {
 }
 
 #[derive(Clone, Copy)]
-struct Model {
-    name: &'static str,
-    experts: usize,
-    top_k: usize,
-    hidden: usize,
-    inner: usize,
-    stored: Stored,
+pub(crate) struct Model {
+    pub(crate) name: &'static str,
+    pub(crate) experts: usize,
+    pub(crate) top_k: usize,
+    pub(crate) hidden: usize,
+    pub(crate) inner: usize,
+    pub(crate) stored: Stored,
 }
 
-const MODELS: [Model; 4] = [
+pub(crate) const MODELS: [Model; 4] = [
     Model {
         name: "Qwen3-30B-A3B, bf16",
         experts: 128,
@@ -86,7 +86,7 @@ struct Layer<'a> {
 }
 
 impl Model {
-    fn row_bytes(&self, inputs: usize) -> usize {
+    pub(crate) fn row_bytes(&self, inputs: usize) -> usize {
         match self.stored {
             Stored::Bf16 => 2 * inputs,
             Stored::Fp8Blocks => inputs,
@@ -96,13 +96,13 @@ impl Model {
     }
 
     /// Of one expert.
-    fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         2 * self.inner * self.row_bytes(self.hidden) + self.hidden * self.row_bytes(self.inner)
     }
 }
 
 /// Random matrices `[n, k]`.
-fn experts(
+pub(crate) fn experts(
     gpu: &Gpu,
     kernels: &MoeKernels,
     fused: &FusedKernels,
@@ -110,6 +110,17 @@ fn experts(
     n: usize,
     k: usize,
 ) -> GpuExperts {
+    GpuExperts::new(gpu, &matrices(gpu, kernels, fused, model, [n, k])).expect("a tensor map")
+}
+
+/// As many as there are experts.
+pub(crate) fn matrices(
+    gpu: &Gpu,
+    kernels: &MoeKernels,
+    fused: &FusedKernels,
+    model: &Model,
+    [n, k]: [usize; 2],
+) -> Vec<GpuLinear> {
     let values = (n * model.row_bytes(k)).next_multiple_of(256);
     let blocks = Fp8Scaling::Blocks.weight_scales(n, k);
     let each = values + (size_of::<f32>() * blocks).next_multiple_of(256);
@@ -157,11 +168,10 @@ fn experts(
         };
         GpuLinear::new(matrix, None, n, k)
     };
-    let linears: Vec<GpuLinear> = (0..model.experts).map(linear).collect();
-    GpuExperts::new(gpu, &linears).expect("a tensor map")
+    (0..model.experts).map(linear).collect()
 }
 
-fn alloc(gpu: &Gpu, bytes: usize) -> GpuSlab {
+pub(crate) fn alloc(gpu: &Gpu, bytes: usize) -> GpuSlab {
     gpu.alloc(Component::Arena, bytes).expect("room on the GPU")
 }
 

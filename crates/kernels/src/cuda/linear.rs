@@ -128,7 +128,7 @@ pub enum LinearPath {
 
 impl Linears {
     /// Bytes of device memory that [`Self::load`] wants.
-    pub const WORKSPACE_BYTES: usize = cublas_lt::WORKSPACE + exchange::BYTES + chain::COUNTER_BYTES;
+    pub const WORKSPACE_BYTES: usize = cublas_lt::WORKSPACE + exchange::BYTES + chain::CHAIN_BYTES;
 
     /// Opens cuBLASLt and loads the kernels. `workspace` is used by every product.
     ///

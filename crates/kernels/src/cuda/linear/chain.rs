@@ -32,8 +32,9 @@ const KERNELS: [(GpuValues, &str); 3] = [
 /// A measurement makes at least so many calls.
 const LEAST_CALLS: usize = 2;
 
-/// Behind the workspace of the others: how many blocks have arrived. Zero between launches.
-pub(super) const COUNTER_BYTES: usize = 256;
+/// Behind the workspace of the others: what blocks of a chain give each other, zero at first. It begins with how many of them have arrived, zero
+/// between launches; the rest is `Exchange` of `kernels/moe_chain.cu`.
+pub(super) const CHAIN_BYTES: usize = 304 << 10;
 
 /// From what a mixer gives to the projections that the next mixer begins with, for one row; the residual stream is complete before and
 /// after.
@@ -95,7 +96,7 @@ fn row_bytes(linear: &GpuLinear) -> Option<usize> {
 }
 
 impl ChainKernel {
-    /// `workspace` has [`COUNTER_BYTES`] behind what the other kernels use.
+    /// `workspace` has [`CHAIN_BYTES`] behind what the other kernels use.
     pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>) -> Result<Self, GpuError> {
         let functions = chain::load(
             gpu,
@@ -106,7 +107,7 @@ impl ChainKernel {
         )?;
         let of_values = KERNELS.map(|(values, _)| values).into_iter().zip(functions);
         if has_hopper_kernels(gpu) {
-            gpu.fill(counter(workspace), 0)?;
+            gpu.fill(chain_room(workspace), 0)?;
         }
         Ok(Self {
             gpu: gpu.clone(),
@@ -236,9 +237,9 @@ impl Linears {
         Ok(Some([us, apart]))
     }
 
-    /// Where the blocks of chains count that they have arrived: zero between launches, of which there is one at a time.
-    pub(crate) fn chain_counter(&self) -> GpuSlice<'_, u8> {
-        counter(&self.chain.workspace)
+    /// Where the blocks of a chain give each other what they have computed. There is one launch at a time.
+    pub(crate) fn chain_room(&self) -> GpuSlice<'_, u8> {
+        chain_room(&self.chain.workspace)
     }
 
     /// Computes the layers of a chain in one launch, for one row.
@@ -305,7 +306,7 @@ impl Linears {
                 next.map_or_else(null, |next| next.norm.weight.into()),
                 activated.into(),
                 next.map_or_else(null, |next| next.out.into()),
-                counter(&kernel.workspace).into(),
+                chain_room(&kernel.workspace).into(),
                 int(x.len()),
                 int(width),
                 int(activated.len()),
@@ -334,7 +335,7 @@ fn of_one_row(linear: &GpuLinear) -> Kind {
     Kind::from(&linear.key(1, LinearOutput::Bf16))
 }
 
-fn counter(workspace: &GpuSlab) -> GpuSlice<'_, u8> {
+fn chain_room(workspace: &GpuSlab) -> GpuSlice<'_, u8> {
     let start = WORKSPACE + exchange::BYTES;
-    workspace.slice().range(start..start + COUNTER_BYTES)
+    workspace.slice().range(start..start + CHAIN_BYTES)
 }

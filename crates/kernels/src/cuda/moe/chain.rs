@@ -17,6 +17,8 @@ const MOST_WIDTH: usize = 16 * super::WARP * VEC;
 const MOST_RESIDUALS: usize = 32;
 /// Shared memory beside the stages and inputs: at least `sizeof(Shared)`.
 const STATIC_BYTES: usize = 9 << 10;
+/// Inputs of a piece of e4m3 weights.
+const FP8_PIECE: usize = 16;
 /// Of an expert. Lanes of a warp have the scales of the second projections' blocks, of which the outputs of a block of the kernel touch two
 /// rows; with more inputs most warps would be idle, too.
 const MOST_INNER: usize = 2048;
@@ -91,6 +93,35 @@ fn operands(address: &Addresses) -> [Arg; 3] {
     ]
 }
 
+/// Bytes of shared memory for the inputs of a product at a time, as those with weights in bf16 and in e4m3 take them: as `bf16`; as `f16`, and a
+/// factor for each [`FP8_PIECE`].
+#[derive(Clone, Copy, Debug, Default)]
+struct InputRoom {
+    plain: usize,
+    halves: usize,
+}
+
+impl InputRoom {
+    /// With room for so many inputs of a layer.
+    fn with(self, linear: &GpuLinear, count: usize) -> Self {
+        let Self { plain, halves } = self;
+        match linear.matrix().values() {
+            Some(GpuValues::Fp8(_)) => Self {
+                plain,
+                halves: halves.max(2 * count + count / FP8_PIECE * size_of::<f32>()),
+            },
+            _ => Self {
+                plain: plain.max(size_of::<bf16>() * count),
+                halves,
+            },
+        }
+    }
+
+    fn bytes(self) -> usize {
+        self.plain + self.halves
+    }
+}
+
 impl MoeChainKernel {
     /// `None` where its blocks do not all run at once.
     pub(super) fn load(gpu: &Gpu) -> Result<Option<Self>, GpuError> {
@@ -101,8 +132,8 @@ impl MoeChainKernel {
         }))
     }
 
-    /// The stages of these layers and the bytes of inputs beside them, if the kernel can compute them.
-    fn ring(&self, layers: &MoeChainLayers<'_>, next: Option<&GpuLinear>) -> Option<(Ring, usize)> {
+    /// The stages of these layers and the inputs beside them, if the kernel can compute them.
+    fn ring(&self, layers: &MoeChainLayers<'_>, next: Option<&GpuLinear>) -> Option<(Ring, InputRoom)> {
         let &MoeChainLayers {
             output,
             router,
@@ -150,8 +181,13 @@ impl MoeChainKernel {
             next.map_or(Some(0), chain::row_bytes),
         ];
         let slots = top_k + usize::from(shared.is_some());
-        let inputs = output.inputs().max(width).max(slots * inner) * size_of::<bf16>();
-        let room = info.max_shared_bytes.checked_sub(STATIC_BYTES + inputs)?;
+        let inputs = InputRoom::default()
+            .with(output, output.inputs())
+            .with(router, width)
+            .with(first_gate_up, width)
+            .with(first_down, slots * inner);
+        let inputs = next.map_or(inputs, |next| inputs.with(next, width));
+        let room = info.max_shared_bytes.checked_sub(STATIC_BYTES + inputs.bytes())?;
         let ring = Ring::new(stages, room)?;
         fit.then_some((ring, inputs))
     }
@@ -265,7 +301,7 @@ impl MoeKernels {
             &[
                 end.map_or(0, |end| end.bias).into(),
                 next.map_or_else(null, |next| next.out.into()),
-                linears.chain_counter().into(),
+                linears.chain_room().into(),
                 int(x.len()),
                 int(width),
                 int(experts),
@@ -276,11 +312,12 @@ impl MoeKernels {
                 int(ring.stage_bytes),
                 int(ring.stages),
                 int(BYTES_IN_FLIGHT),
+                int(inputs.plain),
             ],
         ]
         .concat();
         let launch = Launch::new([kernel.gpu.info().sm_count as u32, 1, 1], THREADS as u32)
-            .shared(ring.bytes() + inputs)
+            .shared(ring.bytes() + inputs.bytes())
             .pdl(true);
         // SAFETY: the lengths were checked; the arguments are those of `moe_chain` in kernels/moe_chain.cu. For its blocks that wait for
         // each other holds what is said of `Linears::forward_chain`.

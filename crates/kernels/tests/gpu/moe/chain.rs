@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use half::bf16;
-use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 use plimsoll_kernels::cuda::{
     GpuChainEnd, GpuLinear, GpuMatrix, GpuMoeChain, GpuNorm, GpuRouter, GpuWeight, Linears, MoeChainLayers,
     MoeKernels, SharedExpertLayers, has_hopper_kernels,
@@ -95,6 +95,107 @@ struct Outputs {
     out: Vec<bf16>,
 }
 
+/// What a launch takes and leaves.
+struct Memory {
+    x: GpuSlab,
+    hidden: GpuSlab,
+    norms: [GpuSlab; 2],
+    router_bias: GpuSlab,
+    logits: GpuSlab,
+    shared_logit: GpuSlab,
+    activated: GpuSlab,
+    shared_activated: GpuSlab,
+    out: GpuSlab,
+}
+
+impl Memory {
+    fn new(gpu: &Gpu, case: &Case) -> Self {
+        let Size {
+            inner,
+            next,
+            experts,
+            top_k,
+            ..
+        } = case.size;
+        let floats = |len: usize| common::poisoned::<f32>(gpu, len + GUARD);
+        let poisoned = |len: usize| common::poisoned::<bf16>(gpu, len + GUARD);
+        Self {
+            x: common::upload(gpu, &case.x),
+            hidden: common::upload(gpu, &case.hidden),
+            norms: case.norms.each_ref().map(|norm| common::upload(gpu, norm)),
+            router_bias: common::upload(gpu, case.router_bias.as_deref().unwrap_or_default()),
+            logits: floats(experts),
+            shared_logit: floats(1),
+            activated: poisoned(top_k * inner),
+            shared_activated: poisoned(inner),
+            out: poisoned(next),
+        }
+    }
+
+    fn forward(&self, case: &Case, kernels: &MoeKernels, linears: &Linears) -> Result<(), GpuError> {
+        let Size {
+            width,
+            inner,
+            next,
+            experts,
+            top_k,
+            ..
+        } = case.size;
+        let [norm, next_norm] = self.norms.each_ref().map(|norm| GpuNorm {
+            weight: norm.slice().range(0..width),
+            eps: EPS,
+        });
+        let bias = self.router_bias.slice();
+        let router_bias = case.router_bias.as_ref().map(|_| bias.range(0..experts));
+        let shared = case.shared.as_ref().map(|_| {
+            (
+                self.shared_activated.slice().range(0..inner),
+                self.shared_logit.slice().range(0..1),
+            )
+        });
+        kernels.forward_chain(
+            linears,
+            &GpuMoeChain {
+                layers: case.layers(),
+                x: self.x.slice().range(0..case.x.len()),
+                hidden: self.hidden.slice().range(0..width),
+                norm,
+                router: GpuRouter::plain(router_bias, case.softmax),
+                logits: self.logits.slice().range(0..experts),
+                activation: case.activation,
+                activated: self.activated.slice().range(0..top_k * inner),
+                shared,
+                next: case.next().map(|linear| GpuChainEnd {
+                    norm: next_norm,
+                    linear,
+                    out: self.out.slice().range(0..next),
+                }),
+            },
+        )
+    }
+
+    fn outputs(&self, gpu: &Gpu, case: &Case) -> Outputs {
+        let Size {
+            width,
+            inner,
+            next,
+            experts,
+            top_k,
+            shared,
+            ..
+        } = case.size;
+        let shared = usize::from(shared);
+        Outputs {
+            logits: unguarded(gpu, &self.logits, experts, f32::is_nan),
+            shared_logit: unguarded(gpu, &self.shared_logit, shared, f32::is_nan),
+            activated: unguarded(gpu, &self.activated, top_k * inner, bf16::is_nan),
+            shared_activated: unguarded(gpu, &self.shared_activated, shared * inner, bf16::is_nan),
+            hidden: common::download(gpu, &self.hidden, width),
+            out: unguarded(gpu, &self.out, next, bf16::is_nan),
+        }
+    }
+}
+
 impl Case {
     fn random(gpu: &Gpu, rng: &mut StdRng, size: Size) -> Self {
         let Size {
@@ -155,61 +256,9 @@ impl Case {
     }
 
     fn run(&self, gpu: &Gpu, kernels: &MoeKernels, linears: &Linears) -> Outputs {
-        let Size {
-            width,
-            inner,
-            next,
-            experts,
-            top_k,
-            ..
-        } = self.size;
-        let (x, hidden) = (common::upload(gpu, &self.x), common::upload(gpu, &self.hidden));
-        let norms = self.norms.each_ref().map(|norm| common::upload(gpu, norm));
-        let [norm, next_norm] = norms.each_ref().map(|norm| GpuNorm {
-            weight: norm.slice().range(0..width),
-            eps: EPS,
-        });
-        let bias = common::upload(gpu, self.router_bias.as_deref().unwrap_or_default());
-        let floats = |len: usize| common::poisoned::<f32>(gpu, len + GUARD);
-        let (logits, shared_logit) = (floats(experts), floats(1));
-        let poisoned = |len: usize| common::poisoned::<bf16>(gpu, len + GUARD);
-        let (activated, shared_activated, out) = (poisoned(top_k * inner), poisoned(inner), poisoned(next));
-        let router_bias = self.router_bias.as_ref().map(|_| bias.slice().range(0..experts));
-        kernels
-            .forward_chain(
-                linears,
-                &GpuMoeChain {
-                    layers: self.layers(),
-                    x: x.slice().range(0..self.x.len()),
-                    hidden: hidden.slice().range(0..width),
-                    norm,
-                    router: GpuRouter::plain(router_bias, self.softmax),
-                    logits: logits.slice().range(0..experts),
-                    activation: self.activation,
-                    activated: activated.slice().range(0..top_k * inner),
-                    shared: self.shared.as_ref().map(|_| {
-                        (
-                            shared_activated.slice().range(0..inner),
-                            shared_logit.slice().range(0..1),
-                        )
-                    }),
-                    next: self.next().map(|linear| GpuChainEnd {
-                        norm: next_norm,
-                        linear,
-                        out: out.slice().range(0..next),
-                    }),
-                },
-            )
-            .expect("a launch");
-        let shared = usize::from(self.size.shared);
-        Outputs {
-            logits: unguarded(gpu, &logits, experts, f32::is_nan),
-            shared_logit: unguarded(gpu, &shared_logit, shared, f32::is_nan),
-            activated: unguarded(gpu, &activated, top_k * inner, bf16::is_nan),
-            shared_activated: unguarded(gpu, &shared_activated, shared * inner, bf16::is_nan),
-            hidden: common::download(gpu, &hidden, width),
-            out: unguarded(gpu, &out, next, bf16::is_nan),
-        }
+        let memory = Memory::new(gpu, self);
+        memory.forward(self, kernels, linears).expect("a launch");
+        memory.outputs(gpu, self)
     }
 
     /// Each part from what was found before it.
@@ -377,8 +426,8 @@ fn a_layer_with_experts_in_one_launch() {
             width: 1040,
             inner: 272,
             next: 1000,
-            experts: 7,
-            top_k: 7,
+            experts: 12,
+            top_k: 12,
             shared: true,
             ..rows
         },
@@ -387,7 +436,7 @@ fn a_layer_with_experts_in_one_launch() {
             width: 3968,
             inner: 2048,
             next: 16,
-            experts: 5,
+            experts: 12,
             top_k: 1,
             ..blocks
         },
@@ -421,6 +470,54 @@ fn a_layer_with_experts_in_one_launch() {
             );
         }
     }
+}
+
+/// Layers of different sizes that take turns in the workspace, in graphs too, until the tags of launches begin anew (65,535 of them).
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn what_launches_before_left_is_not_taken() {
+    let gpu = common::gpu();
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
+    let (linears, kernels) = (crate::linear::linears(&gpu), MoeKernels::load(&gpu).unwrap());
+    let mut rng = common::rng("what_launches_before_left_is_not_taken");
+    let small = Size {
+        attended: 64,
+        width: 64,
+        inner: 16,
+        next: 64,
+        experts: 4,
+        top_k: 2,
+        ..BF16
+    };
+    let small = [small, Size { next: 0, ..small }].map(|size| Case::random(&gpu, &mut rng, size));
+    let mut large = Case::random(&gpu, &mut rng, BF16);
+    let run = |case: &Case| case.run(&gpu, &kernels, &linears);
+    let want = [run(&small[0]), run(&small[1]), run(&large)];
+    let cases = small.iter().chain([&large]);
+    cases.zip(&want).for_each(|(case, found)| case.check(found));
+    let memory = small.each_ref().map(|case| Memory::new(&gpu, case));
+    // With another launch of the large layer as many as there are tags.
+    const LAUNCHES: usize = 434;
+    const REPLAYS: usize = 65_534 / LAUNCHES;
+    let graph = gpu
+        .capture(|| {
+            (0..LAUNCHES).try_for_each(|at| memory[at % 2].forward(&small[at % 2], &kernels, &linears))
+        })
+        .expect("a capture");
+    for round in 0..2 {
+        let inputs = (large.x.clone(), large.hidden.clone());
+        large.x = common::random(&mut rng, large.x.len());
+        large.hidden = common::random(&mut rng, large.hidden.len());
+        run(&large);
+        (large.x, large.hidden) = inputs;
+        for _ in 0..REPLAYS {
+            graph.launch().expect("a replay");
+        }
+        assert!(run(&large) == want[2], "round {round}: other bits");
+    }
+    assert!(small.each_ref().map(run) == want[..2], "other bits");
 }
 
 #[test]

@@ -1,0 +1,213 @@
+// What moe_chain.cu computes, and how a block divides it among its threads and with the other blocks.
+#pragma once
+
+#include <stddef.h>
+
+#include "chain.cuh"
+#include "experts.cuh"
+#include "pieces.cuh"
+#include "tagged.cuh"
+
+constexpr int kConsumers = 16;  // warps
+constexpr int kConsumerThreads = kConsumers * kWarp;
+constexpr int kLeastBusy = kConsumers - 1;  // as warps take outputs in turn
+constexpr int kChainThreads = kConsumerThreads + kWarp;
+
+// As crates/kernels/src/cuda/moe.rs (MOST_ROUTES, and the expert for all rows) and moe/chain.rs have them too.
+constexpr int kMostSlots = 33;  // experts of a row
+constexpr int kMostWidth = kConsumerThreads * kVec;
+constexpr int kMostInner = 2048;
+constexpr int kRoutedExperts = kConsumerThreads;
+
+// What blocks give each other, in the workspace of the linear layers (crates/kernels/src/cuda/linear/chain.rs).
+struct Exchange {
+    unsigned arrived;                              // blocks: 0 between launches, as linear_chain.cu counts them too
+    uint32_t last_tag;                             // of the launch before
+    __align__(128) unsigned written;               // blocks, at all waits: 0 between launches
+    __align__(128) uint32_t hidden[kMostWidth];    // the residual stream after the mixer,
+    uint32_t next_hidden[kMostWidth];              // and after the experts
+    uint32_t activated[kMostSlots * kMostInner];   // [slots, inner]
+    uint64_t logits[kRoutedExperts + 1];           // the last one of the gate of the expert for all rows
+};
+static_assert(sizeof(Exchange) <= 304 << 10, "EXCHANGE_BYTES");
+
+// Matrices of all experts, anything of the next one `stride` bytes further.
+struct Matrices {
+    Matrix first;
+    size_t stride;
+
+    __device__ __forceinline__ Matrix of(int expert) const {
+        return {of_expert(first.weight, stride, expert), of_expert(first.scales, stride, expert), first.scale_stride};
+    }
+};
+
+struct RowNorm {
+    const float* weight;
+    float eps;
+};
+
+struct MoeChain {
+    const bf16* x;  // [attended]
+    Matrix output;  // [width, attended]
+    const bf16* output_bias;
+    bf16* hidden;  // [width]
+    RowNorm norm;
+    const bf16* router_weight;  // [experts, width]
+    Router router;
+    float* logits;                 // [experts]
+    Matrices gate_up, down;        // [2 inner, width], [width, inner]
+    Matrix shared_gate_up, shared_down;  // of the expert that every row goes to; null for none
+    const bf16* shared_gate;       // [width]
+    float* shared_logit;
+    bf16* activated;         // [top_k, inner]
+    bf16* shared_activated;  // [inner]
+    RowNorm next_norm;
+    Matrix next;  // [next_outputs, width]; null for none
+    const bf16* next_bias;
+    bf16* out;
+    Exchange* exchange;
+    int attended, width, experts, top_k, inner, next_outputs, kind;
+    int stage_bytes, stages, in_flight;  // bytes of a stage, how many there are, and bytes that may be on their way
+    int plain_bytes;                     // of inputs of products with bf16 weights, behind the stages
+
+    __device__ __forceinline__ bool has_shared() const { return shared_gate != nullptr; }
+    __device__ __forceinline__ int slots() const { return top_k + has_shared(); }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// As crates/kernels/src/cuda/moe/chain.rs has them too.
+constexpr int kMostResiduals = 32;  // outputs of a block that are added to the residual stream
+constexpr int kStaticBytes = 9 << 10;
+
+constexpr int kQuad = 4;
+constexpr int kTaken = 3;  // quads of inputs that a thread takes at a time
+static_assert(kTaken * kQuad * kConsumerThreads >= kMostWidth, "a norm is one turn");
+constexpr int kSlotsOfWarp = (kMostSlots + kConsumers - 1) / kConsumers;
+
+// What becomes of a product's sums.
+enum class Take { kAdd, kLogits, kStore };
+
+// A product with rows of weights that are the same for all tokens.
+struct Link {
+    Matrix matrix;
+    const bf16* bias;
+    int n, k;
+    Take take;
+    void* out;        // of sums that blocks add to the residual stream, null
+    int first_logit;  // in what blocks give each other
+};
+
+constexpr int kLinks = 4;  // the mixer's output, the router, the gate of the expert for all rows, and what follows
+constexpr int kNext = 3;
+
+// The outputs of a product that a block computes.
+struct Share {
+    int first, count;
+    int row_bytes;  // of weights
+    int at_once;    // outputs whose weights a stage has room for: of gate and up two rows each
+
+    __device__ __forceinline__ void set(int n, int bytes, int rows, int stage_bytes) {
+        first = unsigned(n) * blockIdx.x / gridDim.x;
+        count = int(unsigned(n) * (blockIdx.x + 1) / gridDim.x) - first;
+        row_bytes = bytes;
+        at_once = stage_bytes / (rows * bytes);
+    }
+};
+
+// Shares of links, and of the experts' products.
+constexpr int kGatedShare = kLinks, kDownShare = kLinks + 1, kShares = kLinks + 2;
+
+// Between them blocks wait for each other. All but kGated take inputs.
+enum Phase { kOutput, kRouter, kGated, kDown, kLast, kPhases };
+
+// Where the inputs of a phase are.
+struct Source {
+    const uint32_t* words;  // null for those of the first phase
+    RowNorm norm;           // its weights null for none
+    int count;
+    bool plain, halves;  // for products with weights in bf16, and in e4m3
+};
+
+// An expert of the row.
+struct Slot {
+    Matrix gate_up, down;
+    bf16* activated;
+    float weight;  // its logit at first
+    int expert;    // whose scale the router has
+};
+
+struct Shared {
+    StageBarriers barriers;
+    uint64_t routed;
+    Link links[kLinks];
+    Share shares[kShares];
+    Source sources[kPhases];
+    int first_slot;  // of the gated share
+    Slot slots[kMostSlots];
+    __align__(16) float sums[kConsumers];
+    bf16 residual[kMostResiduals];
+    __align__(16) uint32_t keys[kRoutedExperts];  // logits, as to_key makes them
+    // Of this block's rows, or of their blocks (of two rows of blocks, of up to 2,048 inputs), times the weight of the expert.
+    float down_scales[kMostSlots][kWarp];
+};
+static_assert(sizeof(Shared) <= kStaticBytes);
+
+// Says what this block has of each product, a lane of each; divisions take long, and more so when others wait.
+__device__ __forceinline__ void divide(const MoeChain& c, Shared& shared) {
+    const int at = threadIdx.x % kWarp;
+    if (at >= kShares) return;
+    int n = c.width, row_bytes = c.down.first.row_bytes(c.inner);
+    if (at < kLinks) n = shared.links[at].n, row_bytes = shared.links[at].matrix.row_bytes(shared.links[at].k);
+    if (at == kGatedShare) n = c.slots() * c.inner, row_bytes = c.gate_up.first.row_bytes(c.width);
+    Share& share = shared.shares[at];
+    share.set(n, row_bytes, at == kGatedShare ? 2 : 1, c.stage_bytes);
+    if (at == kGatedShare) shared.first_slot = share.first / c.inner;
+}
+
+// The gated outputs of a block, in parts that go through a stage: of one expert each.
+struct GatedParts {
+    int inner, slot, first, count = 0, left;
+
+    __device__ __forceinline__ GatedParts(const Shared& shared, int inner)
+        : inner(inner), slot(shared.first_slot), first(shared.shares[kGatedShare].first - slot * inner), left(shared.shares[kGatedShare].count) {}
+
+    // Goes on to the next part, if there is one, of at most so many outputs.
+    __device__ __forceinline__ bool next(int at_once) {
+        first += count;
+        left -= count;
+        if (first == inner) first = 0, ++slot;
+        count = min(min(at_once, left), inner - first);
+        return count > 0;
+    }
+};
+
+// A block's rows of the second projections, in parts that go through a stage: of the same rows of some experts, and of all experts before the
+// next rows.
+struct DownParts {
+    const Share& share;
+    int all_slots, row = 0, rows = 0, slot = 0, slots = 0;
+
+    __device__ __forceinline__ DownParts(const Shared& shared, int all_slots) : share(shared.shares[kDownShare]), all_slots(all_slots) {}
+
+    __device__ __forceinline__ bool has_all() const { return slot + slots == all_slots; }
+
+    // Goes on to the next part, if there is one.
+    __device__ __forceinline__ bool next() {
+        slot += slots;
+        if (slot == all_slots || rows == 0) {
+            slot = 0;
+            row += rows;
+            rows = min(min(share.at_once, kConsumers), share.count - row);
+        }
+        if (rows > 0) slots = min(share.at_once / rows, all_slots - slot);
+        return rows > 0;
+    }
+};
+
+// Adds 1 if the sum of two words does not fit in one.
+__device__ __forceinline__ void count_carry(uint32_t& count, uint32_t a, uint32_t b) {
+    asm("{\n.reg .u32 sum;\nadd.cc.u32 sum, %1, %2;\naddc.u32 %0, %0, 0;\n}" : "+r"(count) : "r"(a), "r"(b));
+}
+
+#endif
