@@ -112,9 +112,10 @@ impl ManyKernels {
         })
     }
 
-    /// The tiles that can compute a product, those that should be fastest first.
+    /// The tiles that can compute a product and may be fast, those that should be fastest first.
     pub(super) fn tiles(&self, shape: &Shape, output: LinearOutput) -> Vec<LinearTile> {
-        let mut tiles: Vec<_> = LinearTile::all().filter(|tile| self.can(shape, *tile)).collect();
+        let may_be_fast = |tile: &LinearTile| self.can(shape, *tile) && self.fills(shape, output, *tile);
+        let mut tiles: Vec<_> = LinearTile::all().filter(may_be_fast).collect();
         tiles.sort_by_key(|tile| self.cycles(shape, output, *tile));
         tiles
     }
@@ -136,6 +137,18 @@ impl ManyKernels {
         self.clusters[blocks - 1]
     }
 
+    /// How many tiles of a product a cluster computes at most, one after the other.
+    fn turns(&self, shape: &Shape, output: LinearOutput, tile: LinearTile) -> usize {
+        let at_once = self.clusters_at_once(tile.cluster(shape.m));
+        tile.work_items(shape, output).div_ceil(at_once)
+    }
+
+    /// Whether tiles of a product keep more than half of the multiprocessors busy: with fewer, cuBLASLt's smaller tiles were always faster.
+    fn fills(&self, shape: &Shape, output: LinearOutput, tile: LinearTile) -> bool {
+        let at_once = self.clusters_at_once(tile.cluster(shape.m));
+        2 * tile.work_items(shape, output) > self.turns(shape, output, tile) * at_once
+    }
+
     /// What a product should take, of a multiprocessor.
     fn cycles(&self, shape: &Shape, output: LinearOutput, tile: LinearTile) -> usize {
         let LinearTile { rows, weights } = tile;
@@ -143,10 +156,7 @@ impl ManyKernels {
         let multiplied = rows / GROUP_ROWS * weights * 2;
         let loaded = (rows + weights / tile.cluster(shape.m)) * STAGE_ROW_BYTES / LOADED_BYTES;
         let stages = shape.k.div_ceil(STAGE_INPUTS);
-        let turns = tile
-            .work_items(shape, output)
-            .div_ceil(self.clusters_at_once(tile.cluster(shape.m)));
-        turns * (stages * multiplied.max(loaded) + STORE_CYCLES)
+        self.turns(shape, output, tile) * (stages * multiplied.max(loaded) + STORE_CYCLES)
     }
 
     /// Launches a product. `shape.n` counts outputs, of which [`LinearOutput::Glu`] has half as many as rows of weights.

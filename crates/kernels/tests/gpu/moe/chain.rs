@@ -275,7 +275,11 @@ impl Case {
         } = self.size;
         let hidden = add(&wide(&self.hidden), &self.output.product(0, &wide(&self.x)));
         let normed = normalise(&hidden, &self.norms[0]);
-        close("logits", &found.logits, &self.router.product(&normed));
+        // With the gate's, which alone may be next to nothing beside its error.
+        let mut want = self.router.product(&normed);
+        want.extend(self.shared.iter().flat_map(|shared| shared.gate.product(&normed)));
+        let both = [&found.logits[..], &found.shared_logit].concat();
+        close("logits", &both, &want);
 
         let bias = self.router_bias.iter().flatten().map(|bias| bias.to_f32());
         let mut logits = found.logits.clone();
@@ -316,7 +320,6 @@ impl Case {
             add_scaled(self.down.product(expert, &wide(own)), f64::from(route.weight));
         }
         if let Some(shared) = &self.shared {
-            close("gate", &found.shared_logit, &shared.gate.product(&normed));
             let want = activated(shared.gate_up.product(0, &normed));
             close(
                 "activated of all rows' expert",
