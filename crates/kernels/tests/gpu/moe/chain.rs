@@ -283,10 +283,9 @@ impl Case {
 
         let bias = self.router_bias.iter().flatten().map(|bias| bias.to_f32());
         let mut logits = found.logits.clone();
-        logits
-            .iter_mut()
-            .zip(bias)
-            .for_each(|(logit, bias)| *logit += bias);
+        for (logit, bias) in logits.iter_mut().zip(bias) {
+            *logit += bias;
+        }
         let keys = logits.clone();
         let mut routes = vec![
             Route {
@@ -312,11 +311,8 @@ impl Case {
         for (route, own) in routes.iter().zip(found.activated.chunks_exact(inner)) {
             let expert = route.expert as usize;
             let want = activated(self.gate_up.product(expert, &normed));
-            close(
-                &format!("activated of expert {expert}"),
-                &common::widen(own),
-                &want,
-            );
+            let what = format!("activated of expert {expert}");
+            close(&what, &common::widen(own), &want);
             add_scaled(self.down.product(expert, &wide(own)), f64::from(route.weight));
         }
         if let Some(shared) = &self.shared {
