@@ -64,8 +64,8 @@ struct Share {
 
     __device__ __forceinline__ void set(const Link& l, int stage_bytes) {
         const int gated = is_gated(l);
-        first = unsigned(l.n) * blockIdx.x / gridDim.x;
-        count = unsigned(l.n) * (blockIdx.x + 1) / gridDim.x - first;
+        first = first_output(l.n, blockIdx.x);
+        count = first_output(l.n, blockIdx.x + 1) - first;
         row_bytes = l.matrix.row_bytes(l.k);
         at_once = min(stage_bytes / row_bytes, kStageRows) >> gated;
         batch = (kSumRows >> gated) / at_once * at_once;
@@ -106,10 +106,107 @@ __device__ __forceinline__ void keep_narrow(Bf16x8& x) {
     asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
 }
 
+constexpr uint64_t kLongestWait = 10'000'000'000;  // nanoseconds
+
+__device__ __forceinline__ uint64_t nanoseconds() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// What the `kConsumers` warps that multiply do together. A thread has `kAdjacent` neighbouring vectors of a row, then as many again
+// `kConsumerThreads * kAdjacent` vectors further on.
+template <int kAdjacent>
+struct Consumers {
+    static constexpr int kConsumerThreads = kConsumers * kWarp;
+
+    unsigned* arrived;  // blocks; zero between launches
+    int waits = 0;
+
+    __device__ __forceinline__ static void sync() { named_sync<kConsumerThreads>(1); }
+
+    // Which vector of a row this thread's `i`th is.
+    __device__ __forceinline__ static int vec_of(int i) {
+        return (int(threadIdx.x) + i / kAdjacent * kConsumerThreads) * kAdjacent + i % kAdjacent;
+    }
+
+    // What this block has written is there for all; waits until so is what the others have.
+    __device__ __forceinline__ void meet() {
+        sync();
+        ++waits;
+        if (threadIdx.x == 0) {
+            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
+            const uint64_t begin = nanoseconds();
+            while (true) {
+                unsigned now;
+                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
+                if (now >= waits * gridDim.x) break;
+                // Another kernel of this kind would have to have the other multiprocessors.
+                if (nanoseconds() - begin > kLongestWait) __trap();
+                __nanosleep(20);
+            }
+        }
+        sync();
+    }
+
+    // The last block to end leaves the counter at zero.
+    __device__ __forceinline__ void leave() const {
+        if (threadIdx.x == 0 && atomicAdd(arrived, 1) + 1 == (waits + 1) * gridDim.x) atomicExch(arrived, 0);
+    }
+
+    // This thread's vectors of a row of k elements, past the cache of the multiprocessor, as other blocks have just written them.
+    template <int kVecs>
+    __device__ __forceinline__ static void load(Bf16x8 (&x)[kVecs], const bf16* from, int k) {
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            const int vec = vec_of(i);
+            if (vec * kVec >= k) continue;
+            const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from) + vec);
+            x[i] = reinterpret_cast<const Bf16x8&>(v);
+        }
+    }
+
+    // The same of the weights of a norm.
+    template <int kVecs>
+    __device__ __forceinline__ static void load_norm(Float8 (&norm)[kVecs], const float* from, int k) {
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            const int vec = vec_of(i);
+            if (vec * kVec < k) norm[i] = load_floats(from + vec * kVec);
+        }
+    }
+
+    // The norm of a row that was loaded so; `squares` is used once between two waits of all threads.
+    template <int kVecs, int kAll>
+    __device__ __forceinline__ static void normalise(Bf16x8 (&x)[kAll], const Float8 (&norm)[kVecs], float (&squares)[kConsumers], int k,
+                                                     float eps) {
+        static_assert(kVecs <= kAll);
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            if (vec_of(i) * kVec < k) sum += sum_of_squares(widen(x[i]));
+        }
+        sum = warp_sum(sum);
+        if (threadIdx.x % kWarp == 0) squares[threadIdx.x / kWarp] = sum;
+        sync();
+        sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kConsumers; ++i) sum += squares[i];
+        const float scale = rsqrtf(sum / float(k) + eps);
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            Float8 wide = widen(x[i]);
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) wide.at[j] = wide.at[j] * scale * norm[i].at[j];
+            x[i] = narrow(wide);
+        }
+    }
+};
+
 template <Weights kWeights>
-struct Consumer : Consumers<kConsumers, kPieceInputs<kWeights != Weights::kBf16> / kVec> {
+struct Consumer : Consumers<kPieceInputs<kWeights != Weights::kBf16> / kVec> {
     static constexpr bool kFp8 = kWeights != Weights::kBf16, kBlocks = kWeights == Weights::kFp8Blocks;
-    using Base = Consumers<kConsumers, kPieceInputs<kFp8> / kVec>;
+    using Base = Consumers<kPieceInputs<kFp8> / kVec>;
     static constexpr int kThreads = Base::kConsumerThreads;
 
     const Chain& c;
@@ -124,8 +221,7 @@ struct Consumer : Consumers<kConsumers, kPieceInputs<kWeights != Weights::kBf16>
     __device__ __forceinline__ Consumer(Shared& shared, uint8_t* memory)
         : Base{shared.chain.arrived}, c(shared.chain), shared(shared), memory(shared_address(memory)), ring{shared.chain.stages} {}
 
-    // Makes inputs halves, of which the largest of this thread is below 16: sums of 8 products with e4m3 values are finite then. The error of
-    // the others is at most 2^-28 of it.
+    // Makes this thread's inputs halves, scaled as pieces.cuh says. Rounding changes one by at most 2^-28 of the largest.
     __device__ __forceinline__ void narrow_to_halves(int k) {
         __nv_bfloat162 most = __floats2bfloat162_rn(0.0f, 0.0f);
 #pragma unroll
@@ -134,16 +230,15 @@ struct Consumer : Consumers<kConsumers, kPieceInputs<kWeights != Weights::kBf16>
 #pragma unroll
             for (int j = 0; j < kVec / 2; ++j) most = __hmax2(most, __habs2(x[i].pair[j]));
         }
-        const uint32_t exponent = max(__bfloat16_as_ushort(__hmax(most.x, most.y)) >> 7, 4);
-        const float scale = __uint_as_float(257 - exponent << 23);
-        unit = __uint_as_float(exponent - 3 << 23);
+        const HalfFactor factor = half_factor(__bfloat16_as_ushort(__hmax(most.x, most.y)));
+        unit = factor.of_sum;
 #pragma unroll
         for (int i = 0; i < kMostVecs; ++i) {
             if (Base::vec_of(i) * kVec >= k) continue;
             const Float8 wide = widen(x[i]);
             __half2* const halves = reinterpret_cast<__half2*>(x[i].pair);
 #pragma unroll
-            for (int j = 0; j < kVec / 2; ++j) halves[j] = __floats2half2_rn(wide.at[2 * j] * scale, wide.at[2 * j + 1] * scale);
+            for (int j = 0; j < kVec / 2; ++j) halves[j] = __floats2half2_rn(wide.at[2 * j] * factor.of_inputs, wide.at[2 * j + 1] * factor.of_inputs);
         }
     }
 

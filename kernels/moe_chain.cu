@@ -4,9 +4,9 @@
 //
 // Each block has its share of the outputs of each product, of all chosen experts as if they were one. Weights are bf16, or e4m3 with scales;
 // inputs are not quantised (pieces.cuh). A warp multiplies whole rows of weights, its lanes 16 bytes each in turn, with inputs in shared memory.
-// Of the experts' second projections a warp has the same outputs for all experts, in the order of their logits. All blocks choose the row's
-// experts by the same logits; only then does the thread that copies go on to their weights. What blocks need of each other they give as tagged
-// words (tagged.cuh).
+// Of the experts' second projections a warp computes the same outputs for all experts and adds them in the order of the experts' logits. Every
+// block chooses the row's experts, from the same logits; only then can its copying thread go on to their weights. What blocks need of each other
+// they exchange as tagged words (tagged.cuh).
 #include "moe_chain.cuh"
 
 namespace {
@@ -21,28 +21,27 @@ __device__ __forceinline__ void produce(const MoeChain& c, Shared& shared, uint8
 #pragma unroll 1
     for (int i = 0; i < kLinks; ++i) {
         const Link& link = shared.links[i];
+        // The experts' products come before what follows the layer.
         if (i == kNext) {
-            {
-                const int row_bytes = shared.shares[kGatedShare].row_bytes, at_once = shared.shares[kGatedShare].at_once;
-                const int most = most_of(2 * at_once * row_bytes);
-                for (GatedParts parts(shared, c.inner); parts.next(at_once);) {
-                    const int bytes = parts.count * row_bytes;
-                    const uint32_t to = place(producer.begin(2 * bytes, most));
-                    barrier_wait(&shared.routed, 0);
-                    const uint8_t* const from = shared.slots[parts.slot].gate_up.weight + size_t(parts.first) * row_bytes;
-                    producer.copy(to, from, bytes);
-                    producer.copy(to + bytes, from + size_t(c.inner) * row_bytes, bytes);
-                    producer.ring.next();
-                }
+            const int row_bytes = shared.shares[kGatedShare].row_bytes, at_once = shared.shares[kGatedShare].at_once;
+            const int most = most_of(2 * at_once * row_bytes);
+            for (GatedParts parts(shared, c.inner); parts.next(at_once);) {
+                const int bytes = parts.count * row_bytes;
+                const uint32_t to = place(producer.begin(2 * bytes, most));
+                barrier_wait(&shared.routed, 0);
+                const uint8_t* const from = shared.slots[parts.slot].gate_up.weight + size_t(parts.first) * row_bytes;
+                producer.copy(to, from, bytes);
+                producer.copy(to + bytes, from + size_t(c.inner) * row_bytes, bytes);
+                producer.ring.next();
             }
             for (DownParts parts(shared, c.slots()); parts.next();) {
                 const int row_bytes = parts.share.row_bytes, bytes = parts.rows * row_bytes;
                 const uint32_t to = place(producer.begin(parts.slots * bytes, most_of(parts.slots * bytes)));
                 barrier_wait(&shared.routed, 0);
 #pragma unroll 1
-                for (int i = 0; i < parts.slots; ++i) {
-                    const uint8_t* const from = shared.slots[parts.slot + i].down.weight;
-                    producer.copy(to + i * bytes, from + size_t(parts.share.first + parts.row) * row_bytes, bytes);
+                for (int of = 0; of < parts.slots; ++of) {
+                    const uint8_t* const from = shared.slots[parts.slot + of].down.weight;
+                    producer.copy(to + of * bytes, from + size_t(parts.share.first + parts.row) * row_bytes, bytes);
                 }
                 producer.ring.next();
             }
@@ -58,18 +57,18 @@ __device__ __forceinline__ void produce(const MoeChain& c, Shared& shared, uint8
     }
 }
 
-// Instruction caches are cold at each launch and each new product, so the code is kept small and loops are not unrolled.
+// What the warps that multiply do. Instruction caches are cold at each launch and each new product, so the code is small and loops are not unrolled.
 struct Consumer {
     const MoeChain& c;
     Shared& shared;
     const uint8_t* stages;
-    uint2* inputs;   // of products with bf16 weights, in shared memory, in quads
-    uint4* halves;   // of those with e4m3 weights: of each piece the first eight inputs, of each the last eight, and of each a factor
-    int pieces = 0;  // of those
+    uint2* inputs;   // in shared memory, as bf16, for products with bf16 weights
+    uint4* halves;   // as f16, for e4m3 weights: the first eight inputs of every piece, the last eight of every piece, then a factor for each piece
+    int pieces = 0;  // in halves
     Ring ring;
-    uint32_t tag = 0;      // of the launch
-    unsigned counted = 0;  // blocks, of all waits so far
-    bf16 residual{};       // of a thread's output of this block
+    uint32_t tag = 0;      // this launch's
+    unsigned counted = 0;  // what `written` was awaited to reach so far
+    bf16 residual{};       // the residual stream at this thread's output of the block
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
     __device__ __forceinline__ Consumer(const MoeChain& c, Shared& shared, uint8_t* memory)
@@ -94,9 +93,9 @@ struct Consumer {
         ring.next();
     }
 
-    // Inputs of a thread for products with e4m3 weights, by all lanes of a warp: a quad of the piece at `to`, whose factor is beside it.
+    // Stores four inputs as f16 at `to`, and their piece's factor at `factor_to`. All lanes of a warp must call it.
     __device__ __forceinline__ static void put_halves(uint2* to, float* factor_to, uint2 values, bool is_input) {
-        const PieceFactor factor = piece_factor(values);
+        const HalfFactor factor = piece_factor(values);
         if (!is_input) return;
         const float2 low = widen_pair(values.x), high = widen_pair(values.y);
         *to = make_uint2(pack_halves(low.x * factor.of_inputs, low.y * factor.of_inputs),
@@ -104,20 +103,20 @@ struct Consumer {
         *factor_to = factor.of_sum;
     }
 
-    // All threads of this block are done with the phase before, and with its inputs.
+    // Tells the other blocks that all threads of this one have published the outputs of the phase before.
     __device__ __forceinline__ void tell_others() {
         sync();
         if (threadIdx.x == 0) count_written(&c.exchange->written);
     }
 
-    // Waits until all blocks have written what this phase needs, though words may still be on their way.
+    // Waits until all blocks have said so. Some of their words may still arrive later.
     __device__ __forceinline__ void wait_for_others() {
         counted += gridDim.x;
         if (threadIdx.x == 0) wait_count(&c.exchange->written, counted);
         sync();
     }
 
-    // Weights of a phase's norm, as `take` needs them.
+    // Loads the weights of a phase's norm ahead of `take`.
     __device__ __forceinline__ void load_norm(float4 (&norm)[kTaken], const Source& from) const {
         const int quads = from.count / kQuad;
 #pragma unroll
@@ -127,7 +126,7 @@ struct Consumer {
         }
     }
 
-    // Takes the inputs of a phase to shared memory.
+    // Brings the inputs of a phase to shared memory, normalised if it has a norm.
     __device__ __forceinline__ void take(const Source& from, const float4 (&norm)[kTaken]) {
         constexpr unsigned kQuads = kFp8Piece / kQuad;  // of a piece, in neighbouring lanes
         const int quads = from.count / kQuad, part = threadIdx.x % kQuads;
@@ -137,7 +136,7 @@ struct Consumer {
             const int first = base + threadIdx.x;
             uint4* const piece = halves + unsigned(first) / kQuads;
             float* const factor = reinterpret_cast<float*>(halves + 2 * pieces) + unsigned(first) / kQuads;
-            const auto is_left = [&](int i) { return base + i * kConsumerThreads < quads; };  // for any thread
+            const auto is_left = [&](int i) { return base + i * kConsumerThreads < quads; };  // the same for all threads
             uint2 values[kTaken];
             if (from.words == nullptr) {
 #pragma unroll
@@ -145,7 +144,7 @@ struct Consumer {
                     const int quad = first + i * kConsumerThreads;
                     values[i] = quad < quads ? __ldcg(reinterpret_cast<const uint2*>(c.x) + quad) : make_uint2(0, 0);
                 }
-                // Behind the loads, as it waits for its own.
+                // After the loads above were issued: reading the tag waits for memory too.
                 if (base == 0) {
                     tag = __ldcg(&c.exchange->last_tag) + 1;
                     if (threadIdx.x < kMostResiduals) shared.residual[threadIdx.x] = residual;
@@ -190,13 +189,13 @@ struct Consumer {
         sync();
     }
 
-    // To the block that a piece is of; 0 for a scale for each output.
+    // By how many bits a piece's index is shifted to get its block's; with one scale for each output, all get block 0.
     __device__ __forceinline__ static int block_shift(const Matrix& matrix) {
         static_assert(kFp8Block == kFp8Piece << 3);
         return matrix.scale_stride > 0 ? 3 : 31;
     }
 
-    // What this lane has of the products of rows of weights and inputs from a piece on. `scales` are of each row's first block.
+    // This lane's part of the products of rows of weights with the inputs from piece `first` on; `scales` are those of each row's first block.
     template <bool kFp8, int kRows>
     __device__ __forceinline__ void multiply(float (&sums)[kRows], const uint4* const (&rows)[kRows], const float* const (&scales)[kRows],
                                              int shift, int first, int of_row) const {
@@ -224,8 +223,9 @@ struct Consumer {
         __syncwarp();
     }
 
-    __device__ __forceinline__ bf16 add(int residual, float value) {
-        bf16& sum = shared.residual[residual];
+    // Adds to one of this block's outputs of the residual stream, and returns the sum.
+    __device__ __forceinline__ bf16 add(int at, float value) {
+        bf16& sum = shared.residual[at];
         return sum = __float2bfloat16(__bfloat162float(sum) + __bfloat162float(__float2bfloat16(value)));
     }
 
@@ -298,14 +298,14 @@ struct Consumer {
         }
     }
 
-    // Which of a slot's scales in shared memory is the first of one of this block's rows of the second projections.
+    // Where in `down_scales` of a slot the first scale of one of this block's rows is.
     __device__ __forceinline__ int down_scale(int row) const {
         if (c.down.first.scale_stride == 0) return row;
         const Share& share = shared.shares[kDownShare];
         return ((share.first + row) / kFp8Block - share.first / kFp8Block) * (c.inner / kFp8Block);
     }
 
-    // The scales of the second projections of the experts that this warp has to read, a lane of each.
+    // Loads the scales of the second projections of this warp's share of the experts, one for each lane.
     __device__ __forceinline__ void load_down_scales(float (&scales)[kSlotsOfWarp]) const {
         const Share& share = shared.shares[kDownShare];
         const int of_row = c.inner / kFp8Block, stride = c.down.first.scale_stride;
@@ -319,7 +319,7 @@ struct Consumer {
         }
     }
 
-    // Puts them where all warps have them, times the weights of experts.
+    // Stores them, times the experts' weights, for all warps.
     __device__ __forceinline__ void put_down_scales(const float (&scales)[kSlotsOfWarp]) const {
 #pragma unroll
         for (int i = 0; i < kSlotsOfWarp; ++i) {
@@ -366,7 +366,7 @@ struct Consumer {
             sum = warp_sum(sum);
             if (lane == 0 && has_row) {
                 const bf16 value = add(row, sum);
-                // Words that nobody reads might come after the last block has left.
+                // Without a reader, a store might arrive after the last block has left.
                 if (c.next_outputs > 0) publish(c.exchange->next_hidden + share.first + row, value, tag);
                 c.hidden[share.first + row] = value;
             }
@@ -374,8 +374,8 @@ struct Consumer {
         }
     }
 
-    // Chooses the row's experts by the logits that all blocks have computed, as route_row does, and says so to the thread that copies. Slots
-    // are in the order of logits, the largest first, and of equal ones that of the first expert. An expert has as many threads as can be.
+    // Chooses the row's experts from the logits that all blocks have computed, as route_row does, and tells the copying thread. Slots are in
+    // descending order of logits; of equal logits the lower expert is first. 1 to 32 threads work on each expert.
     __device__ __forceinline__ void route() {
         const Router& router = c.router;
         const int log2 = min(31 - __clz(kRoutedExperts / c.experts), 5), threads = 1 << log2;
@@ -387,7 +387,7 @@ struct Consumer {
         }
         if (part == 0) shared.keys[expert] = key;
         sync();
-        // How many are before it: those that are larger, and of quads before its own those that are equal.
+        // The rank of an expert: how many have a larger logit, or an equal one and a lower index (here those in quads before its own).
         uint32_t rank = 0;
 #pragma unroll 2
         for (int at = part * kQuad; at < c.experts; at += threads * kQuad) {
@@ -412,7 +412,7 @@ struct Consumer {
         if (warp == kLeastBusy) weigh();
     }
 
-    // The weights of the row's experts, of which slots have the logits, by a warp. They are needed in the next phase.
+    // Turns the logits in slots into weights of the experts, by one warp. The next phase needs them.
     __device__ __forceinline__ void weigh() {
         const Router& router = c.router;
         Slot& slot = shared.slots[min(lane, c.top_k - 1)];
@@ -431,8 +431,8 @@ struct Consumer {
         }
     }
 
-    // By a warp of each block, once the block has read all that others gave it. The last block says which tag is the next launch's, and none waits
-    // for a count any more.
+    // By one warp of each block, once the block has read everything that others gave it. The last block resets the counters and stores the tag;
+    // after the last tag it also clears all words.
     __device__ __forceinline__ void leave() const {
         Exchange& exchange = *c.exchange;
         if (tag == kLastTag) __threadfence();

@@ -14,14 +14,6 @@
 
 // As crates/kernels/src/cuda/chain.rs has it too.
 constexpr int kMostStages = 8;
-constexpr uint64_t kLongestWait = 10'000'000'000;  // nanoseconds
-
-__device__ __forceinline__ uint64_t nanoseconds() {
-    uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
-}
-
 // Where a thread is on its way around the stages.
 struct Ring {
     int stages, place = 0, phase = 0;
@@ -89,94 +81,8 @@ __device__ __forceinline__ float sum_values(float (&x)[kValues]) {
     return x[0];
 }
 
-// What the `kConsumers` warps that multiply do together. A thread has `kAdjacent` neighbouring vectors of a row, then as many again
-// `kConsumerThreads * kAdjacent` vectors further on.
-template <int kConsumers, int kAdjacent = 1>
-struct Consumers {
-    static constexpr int kConsumerThreads = kConsumers * kWarp;
-
-    unsigned* arrived;  // blocks; zero between launches
-    int waits = 0;
-
-    __device__ __forceinline__ static void sync() { named_sync<kConsumerThreads>(1); }
-
-    // Which vector of a row this thread's `i`th is.
-    __device__ __forceinline__ static int vec_of(int i) {
-        return (int(threadIdx.x) + i / kAdjacent * kConsumerThreads) * kAdjacent + i % kAdjacent;
-    }
-
-    // What this block has written is there for all; waits until so is what the others have.
-    __device__ __forceinline__ void meet() {
-        sync();
-        ++waits;
-        if (threadIdx.x == 0) {
-            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
-            const uint64_t begin = nanoseconds();
-            while (true) {
-                unsigned now;
-                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
-                if (now >= waits * gridDim.x) break;
-                // Another kernel of this kind would have to have the other multiprocessors.
-                if (nanoseconds() - begin > kLongestWait) __trap();
-                __nanosleep(20);
-            }
-        }
-        sync();
-    }
-
-    // The last block to end leaves the counter at zero.
-    __device__ __forceinline__ void leave() const {
-        if (threadIdx.x == 0 && atomicAdd(arrived, 1) + 1 == (waits + 1) * gridDim.x) atomicExch(arrived, 0);
-    }
-
-    // This thread's vectors of a row of k elements, past the cache of the multiprocessor, as other blocks have just written them.
-    template <int kVecs>
-    __device__ __forceinline__ static void load(Bf16x8 (&x)[kVecs], const bf16* from, int k) {
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            const int vec = vec_of(i);
-            if (vec * kVec >= k) continue;
-            const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from) + vec);
-            x[i] = reinterpret_cast<const Bf16x8&>(v);
-        }
-    }
-
-    // The same of the weights of a norm.
-    template <int kVecs>
-    __device__ __forceinline__ static void load_norm(Float8 (&norm)[kVecs], const float* from, int k) {
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            const int vec = vec_of(i);
-            if (vec * kVec < k) norm[i] = load_floats(from + vec * kVec);
-        }
-    }
-
-    // The norm of a row that was loaded so; `squares` is used once between two waits of all threads.
-    template <int kVecs, int kAll>
-    __device__ __forceinline__ static void normalise(Bf16x8 (&x)[kAll], const Float8 (&norm)[kVecs], float (&squares)[kConsumers], int k,
-                                                     float eps) {
-        static_assert(kVecs <= kAll);
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            if (vec_of(i) * kVec < k) sum += sum_of_squares(widen(x[i]));
-        }
-        sum = warp_sum(sum);
-        if (threadIdx.x % kWarp == 0) squares[threadIdx.x / kWarp] = sum;
-        sync();
-        sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kConsumers; ++i) sum += squares[i];
-        const float scale = rsqrtf(sum / float(k) + eps);
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            Float8 wide = widen(x[i]);
-#pragma unroll
-            for (int j = 0; j < kVec; ++j) wide.at[j] = wide.at[j] * scale * norm[i].at[j];
-            x[i] = narrow(wide);
-        }
-    }
-};
+// The first of n outputs that a block computes.
+__device__ __forceinline__ int first_output(int n, unsigned block) { return unsigned(n) * block / gridDim.x; }
 
 // Brings the weights of a norm into L2, by a warp.
 __device__ __forceinline__ void prefetch_norm(const float* weight, int k) {

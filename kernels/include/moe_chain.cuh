@@ -22,14 +22,14 @@ constexpr int kRoutedExperts = kConsumerThreads;
 // What blocks give each other, in the workspace of the linear layers (crates/kernels/src/cuda/linear/chain.rs).
 struct Exchange {
     unsigned arrived;                              // blocks: 0 between launches, as linear_chain.cu counts them too
-    uint32_t last_tag;                             // of the launch before
-    __align__(128) unsigned written;               // blocks, at all waits: 0 between launches
-    __align__(128) uint32_t hidden[kMostWidth];    // the residual stream after the mixer,
+    uint32_t last_tag;                             // tag of the launch before
+    __align__(128) unsigned written;               // blocks that have written, summed over all waits: 0 between launches
+    __align__(128) uint32_t hidden[kMostWidth];    // the residual stream after the mixer's output
     uint32_t next_hidden[kMostWidth];              // and after the experts
     uint32_t activated[kMostSlots * kMostInner];   // [slots, inner]
-    uint64_t logits[kRoutedExperts + 1];           // the last one of the gate of the expert for all rows
+    uint64_t logits[kRoutedExperts + 1];           // of the experts; behind them that of the gate of the expert for all rows
 };
-static_assert(sizeof(Exchange) <= 304 << 10, "EXCHANGE_BYTES");
+static_assert(sizeof(Exchange) <= 304 << 10, "CHAIN_BYTES in crates/kernels/src/cuda/linear/chain.rs");
 
 // Matrices of all experts, anything of the next one `stride` bytes further.
 struct Matrices {
@@ -94,8 +94,8 @@ struct Link {
     const bf16* bias;
     int n, k;
     Take take;
-    void* out;        // of sums that blocks add to the residual stream, null
-    int first_logit;  // in what blocks give each other
+    void* out;        // null if take is kAdd
+    int first_logit;  // where its logits begin in Exchange::logits
 };
 
 constexpr int kLinks = 4;  // the mixer's output, the router, the gate of the expert for all rows, and what follows
@@ -108,8 +108,8 @@ struct Share {
     int at_once;    // outputs whose weights a stage has room for: of gate and up two rows each
 
     __device__ __forceinline__ void set(int n, int bytes, int rows, int stage_bytes) {
-        first = unsigned(n) * blockIdx.x / gridDim.x;
-        count = int(unsigned(n) * (blockIdx.x + 1) / gridDim.x) - first;
+        first = first_output(n, blockIdx.x);
+        count = first_output(n, blockIdx.x + 1) - first;
         row_bytes = bytes;
         at_once = stage_bytes / (rows * bytes);
     }
@@ -118,7 +118,7 @@ struct Share {
 // Shares of links, and of the experts' products.
 constexpr int kGatedShare = kLinks, kDownShare = kLinks + 1, kShares = kLinks + 2;
 
-// Between them blocks wait for each other. All but kGated take inputs.
+// Blocks wait for each other between phases. Every phase but kGated takes new inputs.
 enum Phase { kOutput, kRouter, kGated, kDown, kLast, kPhases };
 
 // Where the inputs of a phase are.
@@ -148,12 +148,12 @@ struct Shared {
     __align__(16) float sums[kConsumers];
     bf16 residual[kMostResiduals];
     __align__(16) uint32_t keys[kRoutedExperts];  // logits, as to_key makes them
-    // Of this block's rows, or of their blocks (of two rows of blocks, of up to 2,048 inputs), times the weight of the expert.
+    // Scales of this block's rows (or of the blocks that these rows lie in: at most two rows of 16), times the expert's weight.
     float down_scales[kMostSlots][kWarp];
 };
 static_assert(sizeof(Shared) <= kStaticBytes);
 
-// Says what this block has of each product, a lane of each; divisions take long, and more so when others wait.
+// Computes this block's share of each product, one lane for each: divisions are slow, so they are done side by side.
 __device__ __forceinline__ void divide(const MoeChain& c, Shared& shared) {
     const int at = threadIdx.x % kWarp;
     if (at >= kShares) return;

@@ -59,23 +59,29 @@ __device__ __forceinline__ void add_piece(float (&sums)[4], const uint4& piece, 
 
 __device__ __forceinline__ float sum_of(const float (&sums)[4]) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); }
 
-// Products of e4m3 weights are computed in f16, two at a time. The inputs of a piece are multiplied by a power of two for that, so that the
-// largest is 8 to 16: values of down to 2^-17 of it stay as they are, and no sum of eight products overflows, of which each is at most 448 * 16.
-// Of a row of normal weights and inputs the sum's relative error is 4e-4, where rounding it to bf16 makes 1.1e-3.
-struct PieceFactor {
+// Products with e4m3 weights are computed in f16, two at a time. Inputs are first multiplied by a power of two that brings the largest to 8 to 16
+// (tiny inputs to less). Then sums of eight products, each below 448 * 16, do not overflow, and inputs of at least 2^-17 of the largest are exact.
+// For normally distributed weights and inputs the relative error of a sum is 4e-4; rounding it to bf16 makes 1.1e-3.
+struct HalfFactor {
     float of_inputs, of_sum;
 };
 
-// Four neighbouring lanes have four inputs of a piece each.
-__device__ __forceinline__ PieceFactor piece_factor(uint2 inputs) {
-    constexpr uint32_t kMagnitudes = 0x7fff7fff, kLeastExponent = 4;
+// For inputs of which the largest magnitude is `most`, as the bits of a bf16.
+__device__ __forceinline__ HalfFactor half_factor(uint32_t most) {
+    constexpr uint32_t kLeastExponent = 4;
+    // 2^(exponent - 127) is the largest without its mantissa, and 2^(130 - exponent) its factor.
+    const uint32_t exponent = max(most >> 7, kLeastExponent);
+    return {__uint_as_float((257 - exponent) << 23), __uint_as_float((exponent - 3) << 23)};
+}
+
+// Of the piece whose inputs four neighbouring lanes hold, four each. All lanes of a warp must call it.
+__device__ __forceinline__ HalfFactor piece_factor(uint2 inputs) {
+    constexpr uint32_t kMagnitudes = 0x7fff7fff;
     uint32_t most = __vmaxu2(inputs.x & kMagnitudes, inputs.y & kMagnitudes);
     most = max(most >> 16, most & 0xffff);
     most = max(most, __shfl_xor_sync(kAllLanes, most, 1));
     most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
-    // 2^(exponent - 127) is the largest without its mantissa, and 2^(130 - exponent) its factor.
-    const uint32_t exponent = max(most >> 7, kLeastExponent);
-    return {__uint_as_float((257 - exponent) << 23), __uint_as_float((exponent - 3) << 23)};
+    return half_factor(most);
 }
 
 __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
@@ -83,7 +89,7 @@ __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
     return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// The products of a piece of e4m3 weights and its inputs, 16 in f16.
+// The sum of the products of a piece of e4m3 weights and its 16 inputs in f16: two sums of eight in f16, added in f32.
 __device__ __forceinline__ float sum_of_piece(const uint4& piece, const uint4& low, const uint4& high) {
     const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w}, x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     __half2 sum;

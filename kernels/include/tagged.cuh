@@ -1,10 +1,10 @@
-// Values that the blocks of a launch give each other, each in one word with the tag of the launch. A reader looks at a word until it has the tag,
-// so there is no fence: words are read and written as a whole, past the caches of multiprocessors. If all threads looked for long they would
-// keep weights from coming, so blocks count those that have written, and one thread of a block looks at the count. It says only when it is
-// time to look at words, as it may come ahead of them.
+// Values that the blocks of a launch exchange, each in one word together with the launch's tag. A reader repeats a load until the word has the
+// tag. No fence is needed, as value and tag are stored and loaded at once, past the L1 caches. If all threads polled for long, they would slow
+// the loads of weights. So blocks also count those that have written, and one thread of each block polls the count first. The count is only a
+// hint, without order: words may arrive after it.
 //
-// Launches have the tags 1 to kLastTag in turn. Words are 0 at first, and again once the launch with the last tag is done with them, so a word
-// that has a launch's tag was written by that launch, whatever else was computed in between and however many words that took.
+// Launches use the tags 1 to kLastTag in turn. Words are 0 at first, and the launch with the last tag clears all of them at its end. So a word
+// with a launch's tag was written by that launch, whatever ran in between.
 #pragma once
 
 #include "common.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ void count_written(unsigned* count) {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
 }
 
-// Waits until so many have been counted, by one thread. It need not pause: a look takes long enough.
+// Waits until so many have been counted, by one thread, without a pause between loads.
 __device__ __forceinline__ void wait_count(const unsigned* count, unsigned least) {
 #pragma unroll 1
     for (int looks = 0; looks < kMostLooks; ++looks) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ float wait_value(const uint64_t* from, uint32_t tag) 
     }
 }
 
-// Each of four words for itself.
+// Four words, each loaded atomically but not together.
 __device__ __forceinline__ uint4 look_at_words(const uint32_t* from) {
     uint4 v;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -65,7 +65,7 @@ __device__ __forceinline__ bool have_tag(const uint4& words, uint32_t tag) {
     return ((words.x ^ t) | (words.y ^ t) | (words.z ^ t) | (words.w ^ t)) <= 0xffff;
 }
 
-// Waits for the values of the quads `first`, `first + step`, ... of a row of so many; those past its end are 0.
+// Waits for the values of the quads `first`, `first + step`, ... of a row of `quads`; those past its end become 0.
 template <int kQuads>
 __device__ __forceinline__ void wait_quads(uint2 (&values)[kQuads], const uint32_t* from, int first, int step, int quads, uint32_t tag) {
     uint4 words[kQuads];

@@ -32,8 +32,8 @@ const KERNELS: [(GpuValues, &str); 3] = [
 /// A measurement makes at least so many calls.
 const LEAST_CALLS: usize = 2;
 
-/// Behind the workspace of the others: what blocks of a chain give each other, zero at first. It begins with how many of them have arrived, zero
-/// between launches; the rest is `Exchange` of `kernels/moe_chain.cu`.
+/// Bytes behind the workspace of the other kernels, zero at first, where blocks of a chain exchange values: `Exchange` of
+/// `kernels/include/moe_chain.cuh`. Its first word counts blocks, is zero between launches, and is all that `linear_chain.cu` uses.
 pub(super) const CHAIN_BYTES: usize = 304 << 10;
 
 /// From what a mixer gives to the projections that the next mixer begins with, for one row; the residual stream is complete before and
@@ -237,7 +237,7 @@ impl Linears {
         Ok(Some([us, apart]))
     }
 
-    /// Where the blocks of a chain give each other what they have computed. There is one launch at a time.
+    /// Where blocks of a chain exchange values. Only one such launch may run at a time.
     pub(crate) fn chain_room(&self) -> GpuSlice<'_, u8> {
         chain_room(&self.chain.workspace)
     }

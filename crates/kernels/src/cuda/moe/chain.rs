@@ -17,7 +17,7 @@ const MOST_WIDTH: usize = 16 * super::WARP * VEC;
 const MOST_RESIDUALS: usize = 32;
 /// Shared memory beside the stages and inputs: at least `sizeof(Shared)`.
 const STATIC_BYTES: usize = 9 << 10;
-/// Inputs of a piece of e4m3 weights.
+/// Inputs that share a factor: those of 16 bytes of e4m3 weights, `kFp8Piece` of `kernels/include/pieces.cuh`.
 const FP8_PIECE: usize = 16;
 /// Of an expert. Lanes of a warp have the scales of the second projections' blocks, of which the outputs of a block of the kernel touch two
 /// rows; with more inputs most warps would be idle, too.
@@ -93,8 +93,8 @@ fn operands(address: &Addresses) -> [Arg; 3] {
     ]
 }
 
-/// Bytes of shared memory for the inputs of a product at a time, as those with weights in bf16 and in e4m3 take them: as `bf16`; as `f16`, and a
-/// factor for each [`FP8_PIECE`].
+/// Bytes of shared memory for the inputs of one product at a time: as `bf16` for weights in bf16, and as `f16` with a factor for each
+/// [`FP8_PIECE`] for weights in e4m3. A product's inputs may be needed as both.
 #[derive(Clone, Copy, Debug, Default)]
 struct InputRoom {
     plain: usize,
@@ -102,7 +102,7 @@ struct InputRoom {
 }
 
 impl InputRoom {
-    /// With room for so many inputs of a layer.
+    /// Grown to hold `count` inputs of a layer.
     fn with(self, linear: &GpuLinear, count: usize) -> Self {
         let Self { plain, halves } = self;
         match linear.matrix().values() {
