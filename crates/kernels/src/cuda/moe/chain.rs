@@ -3,7 +3,6 @@
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
 
-use super::operands::Addresses;
 use super::{GpuExperts, GpuRouter, MOST_ROUTES, MoeKernels, address_of, int, kind};
 use crate::cuda::GpuNorm;
 use crate::cuda::chain::{self, BYTES_IN_FLIGHT, PIECE, Ring, VEC};
@@ -82,15 +81,6 @@ pub struct GpuMoeChain<'a> {
 pub(super) struct MoeChainKernel {
     gpu: Gpu,
     function: Function,
-}
-
-/// Weight, scales or null, and scales from one row of blocks to the next.
-fn operands(address: &Addresses) -> [Arg; 3] {
-    [
-        address.weight.into(),
-        address.scales.into(),
-        int(address.scale_stride),
-    ]
 }
 
 /// Bytes of shared memory for the inputs of one product at a time: as `bf16` for weights in bf16, and as `f16` with a factor for each
@@ -260,19 +250,20 @@ impl MoeKernels {
             aligned.iter().all(|at| at.is_multiple_of(PIECE as u64)),
             "rows at multiples of {PIECE} bytes"
         );
-        let of_shared = |linear: fn(&super::SharedExpertLayers<'_>) -> Addresses| {
-            let address = shared.map(|(layers, ..)| linear(&layers));
-            let [weight, scales] = address.map_or([0; 2], |address| [address.weight, address.scales]);
-            [weight.into(), scales.into()]
-        };
-        let [output_at, gate_up_at, down_at] = [Addresses::of(output), gate_up.addresses(), down.addresses()];
-        let end = next.map(|next| Addresses::of(next.linear));
         let null = || Arg::from(0_u64);
+        let of_shared = |linear: fn(SharedExpertLayers<'_>) -> &GpuLinear| match shared {
+            Some((layers, ..)) => {
+                let [weight, scales, _] = chain::matrix_args(linear(layers));
+                [weight, scales]
+            }
+            None => [null(), null()],
+        };
+        let bias = |linear: &GpuLinear| linear.bias().map_or(0, |bias| bias.ptr()).into();
         let args: Vec<Arg> = [
             &[x.into()][..],
-            &operands(&output_at),
+            &chain::matrix_args(output),
             &[
-                output_at.bias.into(),
+                bias(output),
                 hidden.into(),
                 norm.weight.into(),
                 norm.eps.into(),
@@ -283,12 +274,12 @@ impl MoeKernels {
                 address_of(router.expert_scale),
                 logits.into(),
             ],
-            &operands(&gate_up_at),
+            &chain::matrix_args(gate_up.first()),
             &[(gate_up.stride() as u64).into()],
-            &operands(&down_at),
+            &chain::matrix_args(down.first()),
             &[(down.stride() as u64).into()],
-            &of_shared(|layers| Addresses::of(layers.gate_up)),
-            &of_shared(|layers| Addresses::of(layers.down)),
+            &of_shared(|layers| layers.gate_up),
+            &of_shared(|layers| layers.down),
             &[
                 shared.map_or_else(null, |(layers, ..)| layers.gate.weight().into()),
                 shared.map_or_else(null, |(.., logit)| logit.into()),
@@ -297,9 +288,12 @@ impl MoeKernels {
                 next.map_or_else(null, |next| next.norm.weight.into()),
                 next.map_or(0.0, |next| next.norm.eps).into(),
             ],
-            &end.as_ref().map_or_else(|| [null(), null(), int(0)], operands),
+            &next.map_or_else(
+                || [null(), null(), int(0)],
+                |next| chain::matrix_args(next.linear),
+            ),
             &[
-                end.map_or(0, |end| end.bias).into(),
+                next.map_or_else(null, |next| bias(next.linear)),
                 next.map_or_else(null, |next| next.out.into()),
                 linears.chain_room().into(),
                 int(x.len()),
