@@ -1,6 +1,6 @@
 // Linear layers for up to 24 rows with weights of four bits (sm_90a): out[m, n] = x[m, k] . weight[n, k]^T (+ bias), with x in registers.
 //
-// k is cut into slabs of at most 32 windows (int4.cuh), or with more than 16 rows of x 16. A tile is 16 rows of weights (eight of the gate and
+// k is cut into slabs of at most 32 windows (int4.cuh; 16 windows with more than 16 rows of x). A tile is 16 rows of weights (eight of the gate and
 // the same eight of the up projection, if gated) with one slab; tiles lie slab after slab and are divided equally among the blocks. Sixteen
 // warps multiply: each has up to two windows of the slab, holds their inputs in registers as right operands of mma.m16n8k16, and takes its
 // part of one tile after the other. A lane copies to shared memory what it multiplies itself, so these warps wait for no copies of others.
@@ -17,7 +17,7 @@
 
 namespace {
 
-// Of a thread: x takes 16 for each window and eight rows.
+// Registers of a thread: x takes 16 of them for each window and eight rows.
 template <int kTokens, int kGroup>
 constexpr int kRegistersOf = kTokens > 8 ? 96 : kGroup < 128 ? 88 : 80;
 
@@ -35,11 +35,11 @@ struct Problem {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Warps that multiply, and further ones, four that add up sums, as crates/kernels/src/cuda/linear/int4_rows.rs has them too.
+// Warps that multiply, and all threads with those of four more warps, which add up sums, as crates/kernels/src/cuda/linear/int4_rows.rs has them too.
 constexpr int kMultipliers = 16;
 constexpr int kMultiplierThreads = kMultipliers * kWarp, kThreads = kMultiplierThreads + 4 * kWarp;
 
-// Tiles take turns at two places for sums. A named barrier for each: the sums are there.
+// Two buffers for the sums of tiles, used in turn. A named barrier for each says that its sums are there.
 constexpr int kPlaces = 2, kFull = 1;
 constexpr int kPart = 32;           // inputs of a part of a window: two products
 constexpr int kHalf = kWindow / 2;  // inputs that a warp prepares at once
@@ -55,7 +55,7 @@ struct Linear {
     // Stages that are requested before x, which would queue behind more of them.
     static constexpr int kFirst = kWindows == 1 ? 3 : kStages < 3 ? 1 : 2;
     static_assert(kFirst < kStages);
-    // Warps that add up a tile, of some of the eights of rows of x each.
+    // Warps that add up a tile, each for some groups of eight rows of x.
     static constexpr int kAdders = kEights % 2 == 0 ? 2 : 1, kAdderEights = kEights / kAdders;
     static constexpr int kSumThreads = kMultiplierThreads + kAdders * kWarp;
 
@@ -105,7 +105,7 @@ struct Linear {
     __device__ __forceinline__ float4* exchanged(int slab, int tile) const {
         return p.sums + size_t(slab * tiles + tile) * (kEights * kWarp) + threadIdx.x % kWarp;
     }
-    // Of some eights of rows of x, from one on.
+    // Stores the sums of `kCount` groups of eight rows of x, from `first_eight` on.
     template <int kCount>
     __device__ __forceinline__ void store(int tile, const float (&acc)[kCount][4], int first_eight) const {
         outputs.store_from(first_output(tile), acc, [](int) { return 0x1p69f; }, first_eight);
@@ -128,7 +128,7 @@ struct Linear {
         }
     }
 
-    // Adds up what the warps have of the tiles with a place.
+    // Adds up the warps' sums of every tile that uses this buffer.
     __device__ __forceinline__ void add_parts(int place, int adder) const {
         if (adder >= kAdders) return;
         const int parts = min(begin(slab + 1) - begin(slab), kMultipliers), first_eight = adder * kAdderEights;
@@ -242,7 +242,7 @@ struct Linear {
     __device__ __forceinline__ void load_inputs(Inputs& x, int own, int count, const Meanwhile& meanwhile) const {
         const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = lane / 8, piece = lane % 8;
         const uint32_t to = shared_address(shared.inputs[warp]);
-        // Of few rows all are on their way at once.
+        // With few rows all loads are in flight at once.
         constexpr int kUnits = kWindows * 2, kAtOnce = kEights * kWindows < 3 ? kUnits : kUnits / 2;
         uint4 raw[kAtOnce][kEights][2];
         float totals[kEights][4];
@@ -288,7 +288,7 @@ struct Linear {
         }
     }
 
-    // Half a window of eight rows of x to operands of two parts, by way of shared memory.
+    // Turns half a window of eight rows of x into operands of two parts, through shared memory.
     __device__ __forceinline__ static void prepare(uint32_t (&low)[4], uint32_t (&high)[4], const uint4 (&raw)[2], uint32_t memory) {
         const int lane = threadIdx.x % kWarp;
 #pragma unroll
@@ -319,7 +319,7 @@ struct Linear {
         return v;
     }
 
-    // Two bf16 times two others.
+    // Products of two pairs of bf16.
     __device__ __forceinline__ static uint32_t scaled(uint32_t pair, uint32_t factors) {
         const bf162 product = __hmul2(reinterpret_cast<const bf162&>(pair), reinterpret_cast<const bf162&>(factors));
         return reinterpret_cast<const uint32_t&>(product);
@@ -342,7 +342,7 @@ struct Linear {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
             const uint32_t word = words_at + group * 4, words[2] = {load_shared4(word), load_shared4(word + kWarp * kWordBytes)};
-            // With few products two sums each, so that half as many wait for each other.
+            // With few products two accumulators each, which halves the chain of products that wait for each other.
             constexpr int kSums = kEights == 1 ? 2 : 1;
             float sums[kSums][kEights][4] = {};
 #pragma unroll

@@ -118,11 +118,11 @@ pub enum LinearPath {
     Stream(LinearCut),
     /// Up to 32 rows of weights in bf16, e4m3 or four bits by the kernels for Hopper; where that cannot be, cuBLASLt.
     Hopper,
-    /// Up to 24 rows, 16 with groups of 32, by weights in four bits, the inputs in registers; where that cannot be, cuBLASLt.
+    /// Up to 24 rows of inputs (16 with groups of 32), held in registers, and weights in four bits; where that cannot be, cuBLASLt.
     Int4Rows,
     /// Weights of four bits by warp groups, k divided among so many blocks; where that cannot be, cuBLASLt.
     Int4(usize),
-    /// 65 to 512 rows of weights in bf16 by the kernels for Hopper, in tiles of one of the sizes there are; where that cannot be, cuBLASLt.
+    /// 65 to 512 rows of inputs and weights in bf16, by the kernel for Hopper with tiles of this size; where that cannot be, cuBLASLt.
     Many(LinearTile),
 }
 
