@@ -267,7 +267,6 @@ impl fmt::Debug for Frame<'_> {
 
 #[cfg(test)]
 mod tests {
-    use half::{bf16, f16};
     use rand::rngs::StdRng;
     use rand::{Rng, SeedableRng};
 
@@ -424,6 +423,7 @@ mod tests {
     #[test]
     #[cfg(debug_assertions)]
     fn fresh_memory_is_poisoned() {
+        use half::{bf16, f16};
         let (_, mut arena) = growable(1 << 20);
         arena.alloc::<f32>(100).unwrap().fill(0.0);
         arena.reset();
