@@ -48,7 +48,10 @@ impl SecondsByKind {
             0 => (&mut self.decode, costs.decode_seconds(outputs)),
             _ => (&mut self.mixed, costs.mixed_seconds(outputs, prompts)),
         };
-        let (actual, expected) = (took.as_secs_f64(), seconds + costs.context_seconds() * context as f64);
+        let (actual, expected) = (
+            took.as_secs_f64(),
+            seconds + costs.context_seconds() * context as f64,
+        );
         tracing::trace!(outputs, prompts, context, actual, expected, "step");
         times.actual += actual;
         times.expected += expected;

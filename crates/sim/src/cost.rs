@@ -51,25 +51,29 @@ pub struct StepModel {
 }
 
 impl StepModel {
-    /// Llama 3.1 8B in bfloat16 on one H200: products measured by cuBLASLt with rotating weights under sustained load, the rest
-    /// fitted to the throughput of 64 clients (512 prompt and 128 output tokens) at budgets of 512, 1024, 2048 and 8192 tokens.
+    /// Llama 3.1 8B in bfloat16 on one H200: products fitted to the steps of a server with 64 and with 256 clients (512 prompt and 128
+    /// output tokens), at whose load the GPU's power limit holds its clock at 1.52 to 1.57 of 1.98 GHz.
     pub const H200_8B: Self = Self {
         products: &[
-            (1.0, 3440.0),
-            (64.0, 4040.0),
-            (128.0, 4330.0),
-            (256.0, 5680.0),
-            (512.0, 9390.0),
-            (1024.0, 19_500.0),
-            (2048.0, 40_500.0),
-            (8192.0, 163_000.0),
+            (1.0, 3330.0),
+            (64.0, 4260.0),
+            (128.0, 4660.0),
+            (256.0, 6730.0),
+            (384.0, 8870.0),
+            (512.0, 11_670.0),
+            (768.0, 16_900.0),
+            (1024.0, 21_900.0),
+            (1536.0, 35_850.0),
+            (2048.0, 42_700.0),
+            (4096.0, 85_300.0),
+            (8192.0, 169_000.0),
         ],
         step: 490.0,
         row: 0.9,
         prompt_row: 0.45,
-        mixed: 1000.0,
+        mixed: 300.0,
         state: 0.0,
-        context: 0.0324,
+        context: 0.0295,
         pair: 0.000_525,
     };
 
