@@ -382,7 +382,7 @@ fn offline_benchmarks_measure() {
         "--num-iters",
         "2",
         "--output-len",
-        "5",
+        "50",
     ];
     let output = plimsoll(&[&latency[..], &["--output-json", file]].concat());
     assert!(
@@ -393,6 +393,7 @@ fn offline_benchmarks_measure() {
     let result: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
     assert_eq!(result["latencies"].as_array().unwrap().len(), 2);
     assert!(result["generation_throughput"].as_f64().unwrap() > 0.0);
+    assert!(result["whole_batch_step_ms"].as_f64().unwrap() > 0.0);
 
     let throughput = [
         "bench",

@@ -38,6 +38,7 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
     let bar = count_bar("batches", iterations as u64);
     let mut totals = Vec::with_capacity(args.num_iters);
     let mut prefills = Vec::with_capacity(args.num_iters);
+    let mut together = Together::default();
     let mut idle_before = None;
     for (iteration, batch) in samples.chunks(args.batch_size).enumerate() {
         if iteration == args.num_iters_warmup {
@@ -51,6 +52,7 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
         if iteration >= args.num_iters_warmup {
             totals.push(timing.total.as_secs_f64());
             prefills.push(timing.first_tokens.as_secs_f64());
+            together.add(timing.together);
         }
     }
     bar.finish_and_clear();
@@ -71,6 +73,10 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
     if args.output_len > 1 {
         let (label, key) = ("Generation throughput (tok/s)", "generation_throughput");
         report.number(label, key, batches * (args.output_len - 1) as f64 / decode);
+    }
+    if let Some(seconds) = together.seconds_per_step() {
+        // Without the steps that compute prompts as well, of which a large batch of long ones has many.
+        report.number("Step, all generating (ms)", "whole_batch_step_ms", 1e3 * seconds);
     }
     bench.report_idle(&mut report, idle_before);
     report.detail("latencies", totals.clone());
@@ -152,8 +158,51 @@ struct Timing {
     first_tokens: Duration,
     /// Until every request was done.
     total: Duration,
+    /// Between the two, as long as none was done.
+    together: Together,
     /// Of all prompts, those of images included.
     prompt_tokens: usize,
+}
+
+/// What became of one request.
+struct Generated {
+    /// When its tokens came, of which there is at least one.
+    tokens: Vec<Duration>,
+    /// Of its prompt, those of images included.
+    prompt_tokens: usize,
+}
+
+/// Steps in which every request of a batch generated a token.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Together {
+    seconds: f64,
+    steps: f64,
+}
+
+impl Together {
+    /// Of requests whose tokens came at these times: from the last first token to the first last one.
+    fn of(requests: &[&[Duration]]) -> Self {
+        let begin = requests.iter().filter_map(|tokens| tokens.first()).max();
+        let end = requests.iter().filter_map(|tokens| tokens.last()).min();
+        let (Some(begin), Some(end)) = (begin, end) else {
+            return Self::default();
+        };
+        let tokens = requests.iter().flat_map(|tokens| tokens.iter());
+        let within = tokens.filter(|at| (begin < *at) && (*at <= end)).count();
+        Self {
+            seconds: end.saturating_sub(*begin).as_secs_f64(),
+            steps: within as f64 / requests.len() as f64,
+        }
+    }
+
+    fn add(&mut self, other: Self) {
+        self.seconds += other.seconds;
+        self.steps += other.steps;
+    }
+
+    fn seconds_per_step(self) -> Option<f64> {
+        (self.steps > 0.0).then(|| self.seconds / self.steps)
+    }
 }
 
 impl Bench {
@@ -269,11 +318,13 @@ impl Bench {
         let requests = samples.iter().zip(files);
         let requests = requests.map(|(sample, files)| self.request(sample, files, begin, bar));
         let times = try_join_all(requests).await?;
-        let latest = |pick: fn(&Timing) -> Duration| times.iter().map(pick).max().unwrap_or_default();
+        let tokens: Vec<&[Duration]> = times.iter().map(|request| &*request.tokens).collect();
+        let latest = |at: Option<Option<&Duration>>| at.flatten().copied().unwrap_or_default();
         Ok(Timing {
-            first_tokens: latest(|t| t.first_tokens),
-            total: latest(|t| t.total),
-            prompt_tokens: times.iter().map(|t| t.prompt_tokens).sum(),
+            first_tokens: latest(tokens.iter().map(|tokens| tokens.first()).max()),
+            total: begin.elapsed(),
+            together: Together::of(&tokens),
+            prompt_tokens: times.iter().map(|request| request.prompt_tokens).sum(),
         })
     }
 
@@ -283,7 +334,7 @@ impl Bench {
         files: Vec<Vec<u8>>,
         begin: Instant,
         bar: &indicatif::ProgressBar,
-    ) -> Result<Timing, Error> {
+    ) -> Result<Generated, Error> {
         let (prompt, images, mut place) = match (&self.images, files.is_empty()) {
             (Some(input), false) => {
                 let closed = |error: tokio::sync::AcquireError| Error::Internal(error.to_string());
@@ -315,30 +366,28 @@ impl Bench {
         let request =
             Request::new(self.engine.next_id(), options, &self.engine.limits()).map_err(|e| failed(&e))?;
         let mut events = self.engine.submit(request).map_err(|e| failed(&e))?;
-        let mut first_tokens = None;
-        let mut generated = 0;
+        let mut tokens = Vec::with_capacity(sample.output_len);
         while let Some(event) = events.next().await {
             match event {
                 Event::Admitted { .. } | Event::Prompt(_) => {}
                 Event::Token(_) => {
-                    first_tokens.get_or_insert_with(|| begin.elapsed());
+                    tokens.push(begin.elapsed());
                     drop(place.take());
-                    generated += 1;
                 }
                 Event::Pooled(_) => return Err(failed(&"a vector came for a text")),
                 Event::Failed(error) => return Err(failed(&error)),
             }
         }
         bar.inc(1);
-        if generated < sample.output_len {
+        if tokens.len() < sample.output_len {
             let message = format!(
-                "a text under the schema of --guided-json ended after {generated} tokens; it must be longer"
+                "a text under the schema of --guided-json ended after {} tokens; it must be longer",
+                tokens.len()
             );
             return Err(Error::Bench(message));
         }
-        Ok(Timing {
-            first_tokens: first_tokens.unwrap_or_default(),
-            total: begin.elapsed(),
+        Ok(Generated {
+            tokens,
             prompt_tokens,
         })
     }
@@ -372,4 +421,28 @@ fn read_prompt(
         .collect::<Result<Vec<_>, _>>()
         .and_then(|pixels| input.prompt(&pixels, text));
     prompt.map_err(|error| Error::Bench(format!("an image of --random-mm-bucket-config: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_count_while_all_generate() {
+        let at =
+            |seconds: &[u64]| -> Vec<Duration> { seconds.iter().copied().map(Duration::from_secs).collect() };
+        // The second prompt is computed for 10 s while the first request generates; from 12 s on the second is alone.
+        let (first, second) = (at(&[1, 5, 10, 11, 12]), at(&[10, 11, 12, 13, 14]));
+        let mut together = Together::of(&[&first, &second]);
+        let expected = Together {
+            seconds: 2.0,
+            steps: 2.0,
+        };
+        assert_eq!(together, expected);
+        together.add(expected);
+        assert_eq!(together.seconds_per_step(), Some(1.0));
+        // One is done before the other begins.
+        let apart = Together::of(&[&at(&[1, 2]), &at(&[3, 4])]);
+        assert_eq!(apart.seconds_per_step(), None);
+    }
 }
