@@ -175,6 +175,11 @@ fn pictures_are_drawn_from_their_reports() {
             "docs/auto-profile-images.svg",
             "A model that takes images (random weights) on a CPU, --device-memory 4GiB",
         ),
+        (
+            "tests/bench/cpu/profile-states.json",
+            "docs/auto-profile-states.svg",
+            "A hybrid model (random weights) on a CPU, --device-memory 4GiB",
+        ),
     ];
     for (report, picture, title) in pictures {
         let output = Command::new("python3")
