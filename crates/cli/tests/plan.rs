@@ -274,6 +274,60 @@ fn a_model_with_states_is_planned_for_on_a_gpu() {
     }
 }
 
+/// States and KV share an H200 to the byte: what holds no weight, no state of a request and no token is at most 2 % of it, but for what
+/// `--mem-fraction` leaves.
+#[test]
+fn states_and_tokens_take_what_a_gpu_has() {
+    const H200: u64 = 150_109_880_320;
+    let dir = model(include_str!("../../model/tests/configs/Qwen3.5-27B.json"));
+    for more in [
+        "--mem-fraction 1.0",
+        "",
+        "--max-num-seqs 64",
+        "--no-enable-prefix-caching",
+    ] {
+        let flags = format!("--device cuda --max-model-len 32768 --json --device-memory {H200} {more}");
+        let document = json(&plimsoll("plan", dir.path(), &flags));
+        if document["device"]["assumed"] != true {
+            return;
+        }
+        let bytes = |pointer: &str| document.pointer(pointer).and_then(Value::as_u64).expect(pointer);
+        let components = document["ready"]["components"].as_array().unwrap();
+        let held = |names: &[&str]| -> u64 {
+            let of = components
+                .iter()
+                .filter(|line| names.contains(&line["name"].as_str().unwrap()));
+            of.map(|line| line["bytes"].as_u64().unwrap()).sum()
+        };
+        let all: u64 = components
+            .iter()
+            .map(|line| line["bytes"].as_u64().unwrap())
+            .sum();
+        let (free, slack) = (bytes("/ready/free"), bytes("/ready/unattributed"));
+        assert_eq!(
+            all + slack + bytes("/ready/peers") + free,
+            H200,
+            "{more}: {document:#}"
+        );
+        assert_eq!(bytes("/ready/total"), H200, "{more}");
+        // What requests can use, and what steps need.
+        let used = bytes("/kv_tokens") * bytes("/kv_bytes_per_token")
+            + bytes("/states/slots") * bytes("/states/bytes_per_request")
+            + held(&["weights", "arena", "staging", "graphs", "runtime"]);
+        let left = bytes("/arithmetic/room") - bytes("/arithmetic/pages") * bytes("/arithmetic/page_bytes");
+        let is_whole = number(&document, "/arithmetic/mem_fraction") == 1.0;
+        assert!(
+            !is_whole || left < bytes("/arithmetic/page_bytes"),
+            "{more}: {left}"
+        );
+        let lost = (H200 - used - left) as f64 / H200 as f64;
+        assert!(
+            (0.0..0.02).contains(&lost),
+            "{more}: {lost} is lost: {document:#}"
+        );
+    }
+}
+
 /// A step has room for a chunk of a prompt beside one token of each other request, and defaults are chosen so.
 #[test]
 fn a_step_has_room_for_a_chunk_of_a_prompt_on_a_gpu() {
