@@ -1,5 +1,7 @@
 //! Gated DeltaNet. One body for the CPU twins and the GPU.
 
+mod long;
+
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuSlab, GpuSlice};
 use plimsoll_kernels as cpu;
@@ -543,7 +545,7 @@ fn the_delta_rule() {
         let lens = lens(&mut rng, &layout);
         let case = Case::new(&mut rng, layout, &lens);
         let mut serve = |cuts: Cuts| {
-            let mut layer = OnGpu::new(&gpu, &kernels, &case, fork(&mut rng));
+            let mut layer = OnGpu::new(&gpu, &kernels, &case, StdRng::from_rng(&mut rng));
             case.serve(&mut rng, &mut layer, cuts)
         };
         let multiple = kernels.chunk(&layout);
@@ -583,7 +585,7 @@ fn slots_are_used_again() {
     let kernels = DeltaKernels::load(&gpu).unwrap();
     let layout = layout(SHAPES[2]);
     let case = Case::new(&mut rng, layout, &[3, 70, 1]);
-    let mut layer = OnGpu::new(&gpu, &kernels, &case, fork(&mut rng));
+    let mut layer = OnGpu::new(&gpu, &kernels, &case, StdRng::from_rng(&mut rng));
     let cuts = Cuts {
         most: 50,
         multiple: kernels.chunk(&layout),
@@ -592,8 +594,4 @@ fn slots_are_used_again() {
     let first = case.serve(&mut rng, &mut layer, cuts);
     assert!(case.serve(&mut rng, &mut layer, cuts) == first);
     case.check::<OnGpu<'_>>("GPU, a second time", &first);
-}
-
-fn fork(rng: &mut StdRng) -> StdRng {
-    StdRng::seed_from_u64(rng.random())
 }
