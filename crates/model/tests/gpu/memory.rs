@@ -9,7 +9,7 @@ use crate::common::images::{IMAGE_LIMITS, options};
 use crate::common::requests::{Disturbance, Request, serve};
 use crate::common::{golden_path, state_config};
 use crate::reference::VOCAB;
-use crate::setup::{HYBRID_MODELS, LIMITS, MODELS, Setup, gpu, load};
+use crate::setup::{HYBRID_EXPERT_MODELS, HYBRID_MODELS, LIMITS, MODELS, Setup, gpu, load};
 
 /// Whether memory sufficed.
 fn start(gpu: &Gpu, name: &str, options: &LoadOptions) -> Result<(), Oom> {
@@ -86,7 +86,7 @@ fn states_are_charged() {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_mixed_load_allocates_nothing() {
     let gpu = gpu();
-    for name in MODELS {
+    for name in MODELS.into_iter().chain(HYBRID_EXPERT_MODELS) {
         let model = load(&gpu, name);
         for setup in Setup::all(2048) {
             // As many as have slots.

@@ -7,7 +7,7 @@ use crate::common::malformed::refuses_malformed_plans;
 use crate::common::requests::{Disturbance, Request, serve};
 use crate::common::{blocks, continued, greedy_spec, plan, run};
 use crate::reference::{Judge, VOCAB, expected_texts};
-use crate::setup::{self, HYBRID_MODELS, LIMITS, MODELS, Setup, gpu, load};
+use crate::setup::{self, HYBRID_EXPERT_MODELS, HYBRID_MODELS, LIMITS, MODELS, Setup, gpu, load};
 
 /// Serves random requests in batches of random chunks over random blocks, with preemptions, each step finished before the
 /// next is launched, or two in flight, the second continuing what the first samples.
@@ -111,7 +111,7 @@ fn a_malformed_plan_is_an_error_and_nothing_more() {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn two_steps_may_be_in_flight() {
     let gpu = gpu();
-    for name in MODELS {
+    for name in MODELS.into_iter().chain(HYBRID_EXPERT_MODELS) {
         let model = load(&gpu, name);
         for setup in Setup::all(256) {
             let prompt = [5, 6, 7];

@@ -46,8 +46,13 @@ pub(crate) const MODELS: [&str; 32] = [
     "smollm3",
 ];
 
-/// Those of which some layers keep a state.
-pub(crate) const HYBRID_MODELS: [&str; 1] = ["qwen3_5-vision"];
+/// Those of which some layers keep a state and others have experts. Their text is not compared where rows are computed in other
+/// company: rounding may send a token to another expert.
+pub(crate) const HYBRID_EXPERT_MODELS: [&str; 2] = ["qwen3-next-moe", "qwen3_5-moe"];
+
+/// All of which some layers keep a state.
+pub(crate) const HYBRID_MODELS: [&str; 3] =
+    ["qwen3_5-vision", HYBRID_EXPERT_MODELS[0], HYBRID_EXPERT_MODELS[1]];
 
 pub(crate) const BLOCK_SIZES: [usize; 3] = [8, 16, 32];
 
