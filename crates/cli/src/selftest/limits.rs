@@ -114,6 +114,17 @@ impl Limits {
             usage: FULL * self.usage(rows, prompt).min(1.0),
         }
     }
+
+    /// Prompt and output lengths of the request in this `place` among `clients` that begin at the same time. Steps beside requests that
+    /// generate may be much smaller than the largest; so that the first requests still run when the last prompts are computed, they
+    /// generate up to four times as long as those, in up to a quarter of their tokens.
+    pub(super) fn filling_lengths(&self, place: usize, clients: usize) -> (usize, usize) {
+        let least = self.filling();
+        let each = least.prompt + least.output;
+        let longest = (4 * least.output).min(each / 4).max(least.output);
+        let output = longest - (longest - least.output) * place.min(clients) / clients.max(1);
+        self.fit(each - output, output)
+    }
 }
 
 #[cfg(test)]
@@ -178,6 +189,34 @@ mod tests {
         // The output lasts while 32 prompts are computed.
         assert!(filling.output > 32 * filling.prompt / 512, "{filling:?}");
         assert_eq!(filling.usage, FULL);
+    }
+
+    #[test]
+    fn the_first_requests_last_until_the_last_prompts_are_computed() {
+        // Qwen3.5-27B on an H200, if steps beside requests that generate compute no more tokens of prompts than this.
+        const STEP: usize = 1600;
+        let hybrid = Limits {
+            max_model_len: 32_768,
+            max_num_seqs: 220,
+            max_num_batched_tokens: 8192,
+            kv_tokens: 902_416,
+            ..cpu()
+        };
+        let lengths: Vec<_> = (0..220).map(|place| hybrid.filling_lengths(place, 249)).collect();
+        let all: usize = lengths.iter().map(|(prompt, _)| prompt).sum();
+        let mut computed = 0;
+        for (place, (prompt, output)) in lengths.iter().enumerate() {
+            computed += prompt;
+            let steps_left = (all - computed).div_ceil(STEP);
+            assert!(
+                steps_left < *output,
+                "{place}: {steps_left} steps, {output} tokens"
+            );
+        }
+        // Their prompts alone are as much as is wanted.
+        assert!(all as f64 > hybrid.filling().usage * 902_416.0, "{all}");
+        let filling = cpu().filling();
+        assert_eq!(cpu().filling_lengths(32, 32), (filling.prompt, filling.output));
     }
 
     #[test]

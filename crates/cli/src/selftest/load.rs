@@ -184,8 +184,10 @@ impl Load {
                 job
             }
             Stage::Full => {
-                let filling = self.limits.filling();
-                draw.completion(stage, filling.prompt, filling.output)
+                let clients = stage.concurrency(&self.limits);
+                let place = index as usize % clients;
+                let (prompt, output) = self.limits.filling_lengths(place, clients);
+                draw.completion(stage, prompt, output)
             }
             Stage::Mix => {
                 let mut job = draw.mix();
