@@ -5,6 +5,7 @@ mod common;
 mod detokenizer;
 mod directory;
 mod smollm2;
+mod smollm3;
 mod templates;
 mod tool_calls;
 mod vectors;
