@@ -302,6 +302,8 @@ fn read(part: &RwLock<Box<[f32]>>) -> impl std::ops::Deref<Target = Box<[f32]>> 
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
+
     use rand::rngs::StdRng;
     use rand::{Rng, SeedableRng};
 
@@ -384,17 +386,19 @@ mod tests {
                 .for_each(|found| assert_eq!(*found, (Ok(()), other.clone(), Ok(()))));
             assert!(begun.elapsed() < LONG, "nobody waits in vain");
         }
-        // As long as is said.
-        let found = on_all(Exchange::group_with(2, SHORT, 4 * SHORT), |mut exchange| {
+        // As long as is said: rank 0 comes later than a step waits, and then not at all.
+        let given_up = Barrier::new(2);
+        let found = on_all(Exchange::group_with(2, SHORT, LONG), |mut exchange| {
             exchange.begin_step();
             if exchange.rank() == 0 {
                 thread::sleep(2 * SHORT);
+                let late = exchange.agree_in_time();
+                given_up.wait();
+                return late.and_then(|()| exchange.agree());
             }
-            exchange.agree_in_time()?;
-            if exchange.rank() == 0 {
-                thread::sleep(2 * SHORT);
-            }
-            exchange.agree()
+            let found = exchange.agree_in_time().and_then(|()| exchange.agree());
+            given_up.wait();
+            found
         });
         assert!(
             matches!(&found[1], Err(StepError::RankLost(why)) if why.contains("rank 0")),
@@ -478,13 +482,16 @@ mod tests {
     fn a_rank_that_does_not_come_is_named_on_all_others_and_for_good() {
         for bad in 0..3 {
             let group = Exchange::group_with(3, SHORT, SHORT);
+            let given_up = Barrier::new(3);
             let found = on_all(group, |mut exchange| {
                 exchange.begin_step();
                 if exchange.rank() == bad {
-                    thread::sleep(4 * SHORT);
+                    given_up.wait();
                     return (exchange.sum(&mut [1.0]), Ok(0));
                 }
-                (exchange.sum(&mut [1.0]), exchange.least(1))
+                let found = (exchange.sum(&mut [1.0]), exchange.least(1));
+                given_up.wait();
+                found
             });
             for (first, then) in found {
                 let is_named = |error: &StepError| matches!(error, StepError::RankLost(why) if why.starts_with(&format!("rank {bad} did not")));

@@ -289,6 +289,18 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicU32;
 
+    /// Waits until every worker has announced that it parks.
+    fn until_parked(pool: &Pool) {
+        let begun = Instant::now();
+        while pool.shared.parked.load(Ordering::SeqCst) < pool.workers.len() {
+            assert!(
+                begun.elapsed() < Duration::from_secs(60),
+                "an idle worker spins on"
+            );
+            thread::yield_now();
+        }
+    }
+
     #[test]
     fn every_task_runs_once_whatever_the_worker_count() {
         for threads in [1, 2, 5] {
@@ -304,8 +316,8 @@ mod tests {
                     "round {round}"
                 );
                 if round % 500 == 0 {
-                    // Long enough for the workers to park: the next round must wake them or do without.
-                    thread::sleep(SPIN * 20);
+                    // The next round must wake them or do without.
+                    until_parked(&pool);
                 }
             }
         }
