@@ -80,7 +80,7 @@ pub struct ModelArgs {
     )]
     pub load_format: LoadFormat,
     /// Format to which the linear layers of a model that is stored in floats are quantised at load, on a GPU: fp8 (8 bits, a
-    /// scale per output) [default: none; models stored in 8 bits are served as they are]
+    /// scale per output) [default: none; quantised models are served as they are stored]
     #[arg(long, value_name = "FORMAT", value_parser = quantization)]
     pub quantization: Option<OnlineQuantization>,
     /// Fields of the model's config.json to replace, as JSON; null removes a field
@@ -191,9 +191,9 @@ pub struct LimitArgs {
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
     /// For models whose layers keep a state of fixed size per request (Qwen3.5): mean length of a request in tokens, prompt and answer.
-    /// States and KV share the memory: there are as many states, of requests that run and snapshots in the prefix cache, as leave KV for
-    /// half as many tokens to each and for one request of full length, unless --max-num-seqs asks for more; at most two for each request
-    /// that may run [default: 8192, or --max-model-len if that is less]
+    /// States and KV share the memory: there are as many states as leave KV for half of this length to each, so with shorter requests
+    /// more of them run at once. One request of full length always has room; --max-num-seqs asks for a number of states by itself
+    /// [default: 8192, or --max-model-len if that is less]
     #[arg(long, value_name = "TOKENS", value_parser = tokens)]
     pub mean_request_len: Option<usize>,
     /// Maximum number of tokens in one step; longer prompts are computed in chunks [default: decided at start: 8192 on a GPU,
