@@ -1,6 +1,7 @@
 // Attention of many query rows by products of warp groups (sm_90a). A block of threads stays and takes one piece of work after
 // the other. One warp group copies, ahead of the two that work on 64 rows each: while one of these takes exponentials the tensor
-// cores run the products of the other, and within each the scores of the next keys are computed beside the sums of these.
+// cores run the products of the other, for they issue products in turns (FlashAttention-3, https://arxiv.org/abs/2407.08608), and
+// within each the scores of the next keys are computed beside the sums of these.
 #pragma once
 
 #include "attention_prefill.cuh"
@@ -30,6 +31,10 @@ struct HopperPrefill {
     using Warp = WarpRows<Tile, 1, kKeys / 8>;
     using Weights = float[1][kKeys / 8][4];
     using Packed = uint32_t[kKeys / 16][4];
+
+    // Named barriers: of each consumer alone, and of each for its turn.
+    static constexpr int kGroupBarrier = 1;
+    static constexpr int kTurnBarrier = kGroupBarrier + kConsumers;
 
     // What the copying group tells the others of a piece of work.
     struct Work {
@@ -175,8 +180,19 @@ struct HopperPrefill {
         }
     }
 
+    // The consumers issue products in turns, one for every tile of every piece of work, seen or not: so neither has one more than the
+    // other.
+    __device__ __forceinline__ static void begin_turn(int group) {
+        named_sync<kConsumers * kWarpGroup>(kTurnBarrier + group);
+    }
+
+    __device__ __forceinline__ static void end_turn(int group) {
+        named_arrive<kConsumers * kWarpGroup>(kTurnBarrier + 1 - group);
+    }
+
     // Rows `64 * group` on of every piece of work.
     __device__ __forceinline__ void consume(int group) const {
+        if (group == 1) end_turn(group);  // The first turn is the other's.
         int step = 0;
         for (int round = 0; index(round) < args.work; ++round) {
             shared.buffers.wait_full(round);
@@ -187,6 +203,7 @@ struct HopperPrefill {
             __syncwarp();
             shared.buffers.release(round);
         }
+        if (group == 0) begin_turn(group);  // Nobody comes to a barrier that nobody waits at.
     }
 
     // Returns the step after its last.
@@ -199,16 +216,16 @@ struct HopperPrefill {
             begin = min(max(tile.position(group_row) - (args.window - 1), first * kKeys) / kKeys, last);
             end = max(min(tile.last_seen(min(group_row + kGroupRows, count) - 1) / kKeys + 1, last), begin);
         }
-        step = skip(step, 2 * (begin - first));
+        step = skip(group, step, begin - first);
         Warp warp(group_row + threadIdx.x % kWarpGroup / kWarp * 16);
         float sums[1][D / 8][4] = {};
-        if (begin < end) step = attend(tile, warp, q, begin, end, step, sums);
-        step = skip(step, 2 * (last - end));
+        if (begin < end) step = attend(tile, warp, group, q, begin, end, step, sums);
+        step = skip(group, step, last - end);
         if (group_row >= count) return step;
         warp.finish_total();
         if (tile.item.partial < 0) {
             warp.add_sinks(tile);
-            group_sync(1 + group);
+            group_sync(kGroupBarrier + group);
             warp.template write<kStride>(tile, sums, q + (warp.row - group_row) * kStride);
         } else {
             warp.write_partial(tile, sums);
@@ -216,15 +233,17 @@ struct HopperPrefill {
         return step;
     }
 
-    __device__ __forceinline__ int attend(const Tile& tile, Warp& warp, const bf16* q, int begin, int end, int step,
-                                          float (&sums)[1][D / 8][4]) const {
+    __device__ __forceinline__ int attend(const Tile& tile, Warp& warp, int group, const bf16* q, int begin, int end,
+                                          int step, float (&sums)[1][D / 8][4]) const {
         Weights weights;
         Packed packed;
         float factor[1][2];
         shared.tiles.wait_full(step);
+        begin_turn(group);
         wgmma_fence();
         score(q, shared.ring[step % kStages], weights[0]);
         wgmma_commit();
+        end_turn(group);
         wgmma_wait<0>();
         touch(weights[0]);
         shared.tiles.release(step);
@@ -235,6 +254,7 @@ struct HopperPrefill {
             // for the former alone.
             const int keys = step + 2, values = step + 1;
             shared.tiles.wait_full(keys);
+            begin_turn(group);
             wgmma_fence();
             touch(weights[0]);
             score(q, shared.ring[keys % kStages], weights[0]);
@@ -243,6 +263,7 @@ struct HopperPrefill {
             wgmma_fence();
             accumulate(packed, shared.ring[values % kStages], sums[0]);
             wgmma_commit();
+            end_turn(group);
             wgmma_wait<1>();
             touch(weights[0]);
             shared.tiles.release(keys);
@@ -310,8 +331,13 @@ struct HopperPrefill {
         }
     }
 
-    __device__ __forceinline__ int skip(int step, int count) const {
-        for (const int end = step + count; step < end; ++step) {
+    // Keys and values of so many tiles.
+    __device__ __forceinline__ int skip(int group, int step, int count) const {
+        for (const int end = step + 2 * count; step < end; ++step) {
+            if (step % 2 == 0) {
+                begin_turn(group);
+                end_turn(group);
+            }
             shared.tiles.wait_full(step);
             __syncwarp();
             shared.tiles.release(step);
