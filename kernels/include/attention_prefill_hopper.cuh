@@ -16,7 +16,9 @@ template <int D, bool Capped>
 struct HopperPrefill {
     using Tile = QueryTile<D, 128, int>;
     static constexpr int kKeys = D <= 128 ? 128 : 64;
-    static constexpr int kStages = 4;  // keys, values, the next keys, the next values
+    // Tiles of keys, and of values. The copy of keys does not wait until values are free, which are needed for longer.
+    static constexpr int kKeyTiles = 2;
+    static constexpr int kValueTiles = 2;
     static constexpr int kPanel = kKeys * 64;
     static constexpr int kTile = kKeys * D;
     static constexpr int kConsumers = 2;
@@ -71,10 +73,12 @@ struct HopperPrefill {
     };
 
     struct __align__(1024) Shared {
-        bf16 ring[kStages][kTile];
+        bf16 keys[kKeyTiles][kTile];
+        bf16 values[kValueTiles][kTile];
         bf16 queries[kBuffers][kQueries];  // of a consumer after the other, in panels of 64 rows
         Work work[kBuffers];
-        Places<kStages> tiles;
+        Places<kKeyTiles> key_places;
+        Places<kValueTiles> value_places;
         Places<kBuffers> buffers;
     };
 
@@ -83,7 +87,8 @@ struct HopperPrefill {
 
     __device__ __forceinline__ void operator()() const {
         if (threadIdx.x == 0) {
-            shared.tiles.init(kWarpGroup);
+            shared.key_places.init(kWarpGroup);
+            shared.value_places.init(kWarpGroup);
             shared.buffers.init(kWarpGroup + 1);  // One more for what is not copied.
         }
         __syncthreads();
@@ -103,10 +108,11 @@ struct HopperPrefill {
         return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
     }
 
-    // Copies queries, and keys and values in turns.
+    // Copies queries, and tiles of keys and of values, in the order in which they are needed: keys before the values of the tile before.
+    // Tiles of all pieces of work are counted together.
     __device__ __forceinline__ void produce() const {
         Work work = fetch(0);
-        int step = 0, rows = lookup(work, work.item.begin / kKeys);
+        int keys = 0, values = 0, rows = lookup(work, work.item.begin / kKeys);
         for (int round = 0; index(round) < args.work; ++round) {
             const Tile tile(args, work.item, work.run, work.kv_head);
             shared.buffers.wait_empty(round);
@@ -117,20 +123,31 @@ struct HopperPrefill {
             load_queries(tile, shared.queries[round % kBuffers]);
             shared.buffers.arrive(round);
             const int first = tile.item.begin / kKeys, last = (tile.item.end + kKeys - 1) / kKeys;
+            int next = first + 1 < last ? lookup(work, first + 1) : 0;
+            load_keys(tile, first, rows, keys++);
             for (int at = first; at < last; ++at) {
-                // What the next tile needs is asked for ahead, for reading it takes as long as copying this one.
-                const int next = at + 1 < last ? lookup(work, at + 1) : 0;
-                shared.tiles.wait_empty(step);
-                load(tile, static_cast<const bf16*>(args.k), at, rows, shared.ring[step % kStages]);
-                shared.tiles.arrive(step++);
-                shared.tiles.wait_empty(step);
-                load(tile, static_cast<const bf16*>(args.v), at, rows, shared.ring[step % kStages]);
-                shared.tiles.arrive(step++);
+                // What the tile after the next needs is asked for ahead, for reading it takes as long as copying this one.
+                const int later = at + 2 < last ? lookup(work, at + 2) : 0;
+                if (at + 1 < last) load_keys(tile, at + 1, next, keys++);
+                load_values(tile, at, rows, values++);
                 rows = next;
+                next = later;
             }
             work = fetch(round + 1);
             rows = lookup(work, work.item.begin / kKeys);
         }
+    }
+
+    __device__ __forceinline__ void load_keys(const Tile& tile, int at, int rows, int n) const {
+        shared.key_places.wait_empty(n);
+        load(tile, static_cast<const bf16*>(args.k), at, rows, shared.keys[n % kKeyTiles]);
+        shared.key_places.arrive(n);
+    }
+
+    __device__ __forceinline__ void load_values(const Tile& tile, int at, int rows, int n) const {
+        shared.value_places.wait_empty(n);
+        load(tile, static_cast<const bf16*>(args.v), at, rows, shared.values[n % kValueTiles]);
+        shared.value_places.arrive(n);
     }
 
     // A piece of work, or the last one if there is none.
@@ -193,21 +210,21 @@ struct HopperPrefill {
     // Rows `64 * group` on of every piece of work.
     __device__ __forceinline__ void consume(int group) const {
         if (group == 1) end_turn(group);  // The first turn is the other's.
-        int step = 0;
+        int tiles = 0;
         for (int round = 0; index(round) < args.work; ++round) {
             shared.buffers.wait_full(round);
             const Work& work = shared.work[round % kBuffers];
             const Tile tile(args, work.item, work.run, work.kv_head);
             bf16* const q = shared.queries[round % kBuffers] + group * kGroupRows * kStride;
-            step = consume(tile, group, q, step);
+            tiles = consume(tile, group, q, tiles);
             __syncwarp();
             shared.buffers.release(round);
         }
         if (group == 0) begin_turn(group);  // Nobody comes to a barrier that nobody waits at.
     }
 
-    // Returns the step after its last.
-    __device__ __forceinline__ int consume(const Tile& tile, int group, bf16* q, int step) const {
+    // `n` tiles have been before; returns how many have with these.
+    __device__ __forceinline__ int consume(const Tile& tile, int group, bf16* q, int n) const {
         const int group_row = group * kGroupRows, count = tile.rows();
         const int first = tile.item.begin / kKeys, last = (tile.item.end + kKeys - 1) / kKeys;
         // The tiles that any row of the group sees; the others are for the other group.
@@ -216,12 +233,12 @@ struct HopperPrefill {
             begin = min(max(tile.position(group_row) - (args.window - 1), first * kKeys) / kKeys, last);
             end = max(min(tile.last_seen(min(group_row + kGroupRows, count) - 1) / kKeys + 1, last), begin);
         }
-        step = skip(group, step, begin - first);
+        n = skip(group, n, begin - first);
         Warp warp(group_row + threadIdx.x % kWarpGroup / kWarp * 16);
         float sums[1][D / 8][4] = {};
-        if (begin < end) step = attend(tile, warp, group, q, begin, end, step, sums);
-        step = skip(group, step, last - end);
-        if (group_row >= count) return step;
+        if (begin < end) n = attend(tile, warp, group, q, begin, end, n, sums);
+        n = skip(group, n, last - end);
+        if (group_row >= count) return n;
         warp.finish_total();
         if (tile.item.partial < 0) {
             warp.add_sinks(tile);
@@ -230,43 +247,42 @@ struct HopperPrefill {
         } else {
             warp.write_partial(tile, sums);
         }
-        return step;
+        return n;
     }
 
     __device__ __forceinline__ int attend(const Tile& tile, Warp& warp, int group, const bf16* q, int begin, int end,
-                                          int step, float (&sums)[1][D / 8][4]) const {
+                                          int n, float (&sums)[1][D / 8][4]) const {
         Weights weights;
         Packed packed;
         float factor[1][2];
-        shared.tiles.wait_full(step);
+        shared.key_places.wait_full(n);
         begin_turn(group);
         wgmma_fence();
-        score(q, shared.ring[step % kStages], weights[0]);
+        score(q, shared.keys[n % kKeyTiles], weights[0]);
         wgmma_commit();
         end_turn(group);
         wgmma_wait<0>();
         touch(weights[0]);
-        shared.tiles.release(step);
+        shared.key_places.release(n);
         soften(tile, warp, begin, weights, factor);
         pack_all(weights, packed);
         for (int at = begin + 1; at < end; ++at) {
             // The scores of this tile and the sums of the one before run on the tensor cores; the softmax of this tile waits
             // for the former alone.
-            const int keys = step + 2, values = step + 1;
-            shared.tiles.wait_full(keys);
+            shared.key_places.wait_full(n + 1);
             begin_turn(group);
             wgmma_fence();
             touch(weights[0]);
-            score(q, shared.ring[keys % kStages], weights[0]);
+            score(q, shared.keys[(n + 1) % kKeyTiles], weights[0]);
             wgmma_commit();
-            shared.tiles.wait_full(values);
+            shared.value_places.wait_full(n);
             wgmma_fence();
-            accumulate(packed, shared.ring[values % kStages], sums[0]);
+            accumulate(packed, shared.values[n % kValueTiles], sums[0]);
             wgmma_commit();
             end_turn(group);
             wgmma_wait<1>();
             touch(weights[0]);
-            shared.tiles.release(keys);
+            shared.key_places.release(n + 1);
             soften(tile, warp, at, weights, factor);
             // The wait stands in branches of a condition that all weights enter, or the compiler would move the softmax behind
             // it; sums of weights are never negative.
@@ -279,20 +295,19 @@ struct HopperPrefill {
                 asm volatile("wgmma.wait_group.sync.aligned 0;  // not merged with the other" ::: "memory");
                 touch(sums[0]);
             }
-            shared.tiles.release(values);
+            shared.value_places.release(n);
             pack_all(weights, packed);
-            step += 2;
+            ++n;
         }
-        const int values = step + 1;
-        shared.tiles.wait_full(values);
+        shared.value_places.wait_full(n);
         wgmma_fence();
         touch(sums[0]);
-        accumulate(packed, shared.ring[values % kStages], sums[0]);
+        accumulate(packed, shared.values[n % kValueTiles], sums[0]);
         wgmma_commit();
         wgmma_wait<0>();
         touch(sums[0]);
-        shared.tiles.release(values);
-        return step + 2;
+        shared.value_places.release(n);
+        return n + 1;
     }
 
     __device__ __forceinline__ void soften(const Tile& tile, Warp& warp, int at, Weights& weights,
@@ -331,18 +346,18 @@ struct HopperPrefill {
         }
     }
 
-    // Keys and values of so many tiles.
-    __device__ __forceinline__ int skip(int group, int step, int count) const {
-        for (const int end = step + 2 * count; step < end; ++step) {
-            if (step % 2 == 0) {
-                begin_turn(group);
-                end_turn(group);
-            }
-            shared.tiles.wait_full(step);
+    __device__ __forceinline__ int skip(int group, int n, int count) const {
+        for (const int end = n + count; n < end; ++n) {
+            begin_turn(group);
+            end_turn(group);
+            shared.key_places.wait_full(n);
             __syncwarp();
-            shared.tiles.release(step);
+            shared.key_places.release(n);
+            shared.value_places.wait_full(n);
+            __syncwarp();
+            shared.value_places.release(n);
         }
-        return step;
+        return n;
     }
 };
 
