@@ -17,14 +17,13 @@ struct HopperPrefill {
     using Tile = QueryTile<D, 128, int>;
     static constexpr int kKeys = D <= 128 ? 128 : 64;
     // Tiles of keys, and of values. The copy of keys does not wait until values are free, which are needed for longer.
-    static constexpr int kKeyTiles = 2;
-    static constexpr int kValueTiles = 2;
+    static constexpr int kKeyTiles = D <= 64 ? 4 : 2;
+    static constexpr int kValueTiles = D <= 64 ? 4 : 3;
     static constexpr int kPanel = kKeys * 64;
     static constexpr int kTile = kKeys * D;
     static constexpr int kConsumers = 2;
     static constexpr int kGroupRows = 64;
-    static constexpr int kStride = D + 8;  // of results on their way out, which take the place of the queries
-    static constexpr int kQueries = kConsumers * kGroupRows * kStride;
+    static constexpr int kQueries = kGroupRows * D;  // of a consumer; its results take their place on their way out
     static constexpr int kBuffers = D <= 128 ? 2 : 1;  // of queries
     // Together what a launch of 384 threads with 168 registers each has.
     static constexpr int kProducerRegisters = Capped && D > 128 ? 40 : 56;
@@ -75,7 +74,7 @@ struct HopperPrefill {
     struct __align__(1024) Shared {
         bf16 keys[kKeyTiles][kTile];
         bf16 values[kValueTiles][kTile];
-        bf16 queries[kBuffers][kQueries];  // of a consumer after the other, in panels of 64 rows
+        bf16 queries[kBuffers][kConsumers][kQueries];  // in panels of 64 rows
         Work work[kBuffers];
         Places<kKeyTiles> key_places;
         Places<kValueTiles> value_places;
@@ -120,7 +119,7 @@ struct HopperPrefill {
                 shared.work[round % kBuffers] = work;
                 barrier_arrive(shared.buffers.full + round % kBuffers);
             }
-            load_queries(tile, shared.queries[round % kBuffers]);
+            load_queries(tile, shared.queries[round % kBuffers][0]);
             shared.buffers.arrive(round);
             const int first = tile.item.begin / kKeys, last = (tile.item.end + kKeys - 1) / kKeys;
             int next = first + 1 < last ? lookup(work, first + 1) : 0;
@@ -192,7 +191,7 @@ struct HopperPrefill {
 #pragma unroll 4
         for (int row = threadIdx.x / kChunks; row < kConsumers * kGroupRows; row += kWarpGroup / kChunks) {
             const bf16* from = args.q + (row < count ? tile.offset(row, args.q_stride) + chunk * 8 : 0);
-            bf16* panel = to + row / kGroupRows * (kGroupRows * kStride) + chunk / 8 * kGroupRows * 64;
+            bf16* panel = to + row / kGroupRows * kQueries + chunk / 8 * kGroupRows * 64;
             copy_async(swizzled(panel, row % kGroupRows, chunk % 8), from, row < count);
         }
     }
@@ -215,7 +214,7 @@ struct HopperPrefill {
             shared.buffers.wait_full(round);
             const Work& work = shared.work[round % kBuffers];
             const Tile tile(args, work.item, work.run, work.kv_head);
-            bf16* const q = shared.queries[round % kBuffers] + group * kGroupRows * kStride;
+            bf16* const q = shared.queries[round % kBuffers][group];
             tiles = consume(tile, group, q, tiles);
             __syncwarp();
             shared.buffers.release(round);
@@ -243,7 +242,7 @@ struct HopperPrefill {
         if (tile.item.partial < 0) {
             warp.add_sinks(tile);
             group_sync(kGroupBarrier + group);
-            warp.template write<kStride>(tile, sums, q + (warp.row - group_row) * kStride);
+            warp.template write<D>(tile, sums, q + (warp.row - group_row) * D);
         } else {
             warp.write_partial(tile, sums);
         }

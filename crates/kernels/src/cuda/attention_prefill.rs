@@ -510,15 +510,16 @@ impl Shape {
         }
     }
 
-    /// `HopperPrefill`: four tiles of keys or values, queries (the next ones too where there is room) in rows that are padded
-    /// when they are results; less than a kilobyte of barriers and notes; alignment to as much.
+    /// `HopperPrefill`: tiles of keys and of values, queries (the next ones too where there is room); less than a kilobyte of
+    /// barriers and notes; alignment to as much.
     fn hopper(head_dim: usize) -> Self {
-        let (rows, keys, buffers) = if head_dim <= 128 {
-            (128, 128, 2)
-        } else {
-            (128, 64, 1)
+        let rows = 128;
+        let (keys, tiles, buffers) = match head_dim {
+            ..=64 => (128, 8, 2),
+            65..=128 => (128, 5, 2),
+            _ => (64, 5, 1),
         };
-        let elements = 4 * keys * head_dim + buffers * rows * (head_dim + 8);
+        let elements = (tiles * keys + buffers * rows) * head_dim;
         Self {
             threads: 384,
             shared: elements * size_of::<bf16>() + 2 * 1024,
