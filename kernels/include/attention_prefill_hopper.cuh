@@ -26,8 +26,8 @@ struct HopperPrefill {
     static constexpr int kQueries = kGroupRows * D;  // of a consumer; its results take their place on their way out
     static constexpr int kBuffers = D <= 128 ? 2 : 1;  // of queries
     // Together what a launch of 384 threads with 168 registers each has.
-    static constexpr int kProducerRegisters = Capped && D > 128 ? 40 : 56;
-    static constexpr int kConsumerRegisters = Capped && D > 128 ? 232 : 224;
+    static constexpr int kProducerRegisters = D <= 96 ? 88 : 56;
+    static constexpr int kConsumerRegisters = D <= 96 ? 208 : 224;
     static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == 3 * 168, "registers of the warp groups");
     using Warp = WarpRows<Tile, 1, kKeys / 8>;
     using Weights = float[1][kKeys / 8][4];
@@ -111,8 +111,11 @@ struct HopperPrefill {
     // Tiles of all pieces of work are counted together.
     __device__ __forceinline__ void produce() const {
         Work work = fetch(0);
-        int keys = 0, values = 0, rows = lookup(work, work.item.begin / kKeys);
+        int keys = 0, values = 0, rows = lookup(work, first_tile(work));
         for (int round = 0; index(round) < args.work; ++round) {
+            // Reading what the next piece of work is, and where the tile after the next lies, takes as long as copying a tile: it is asked
+            // for as much ahead.
+            const Work after = fetch(round + 1);
             const Tile tile(args, work.item, work.run, work.kv_head);
             shared.buffers.wait_empty(round);
             if (threadIdx.x == 0) {
@@ -121,21 +124,26 @@ struct HopperPrefill {
             }
             load_queries(tile, shared.queries[round % kBuffers][0]);
             shared.buffers.arrive(round);
-            const int first = tile.item.begin / kKeys, last = (tile.item.end + kKeys - 1) / kKeys;
-            int next = first + 1 < last ? lookup(work, first + 1) : 0;
+            const int first = first_tile(work), last = (tile.item.end + kKeys - 1) / kKeys;
+            int next = first + 1 < last ? lookup(work, first + 1) : lookup(after, first_tile(after));
             load_keys(tile, first, rows, keys++);
             for (int at = first; at < last; ++at) {
-                // What the tile after the next needs is asked for ahead, for reading it takes as long as copying this one.
-                const int later = at + 2 < last ? lookup(work, at + 2) : 0;
+                int later = 0;
+                if (at + 2 < last) {
+                    later = lookup(work, at + 2);
+                } else if (at + 2 == last) {
+                    later = lookup(after, first_tile(after));
+                }
                 if (at + 1 < last) load_keys(tile, at + 1, next, keys++);
                 load_values(tile, at, rows, values++);
                 rows = next;
                 next = later;
             }
-            work = fetch(round + 1);
-            rows = lookup(work, work.item.begin / kKeys);
+            work = after;
         }
     }
+
+    __device__ __forceinline__ static int first_tile(const Work& work) { return work.item.begin / kKeys; }
 
     __device__ __forceinline__ void load_keys(const Tile& tile, int at, int rows, int n) const {
         shared.key_places.wait_empty(n);
