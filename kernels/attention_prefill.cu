@@ -325,9 +325,11 @@ __device__ __forceinline__ void hopper_prefill(const PrefillArgs& args) {
     }
 
 HOPPER_PREFILL(attention_prefill_hopper_64, 64, false)
+HOPPER_PREFILL(attention_prefill_hopper_96, 96, false)
 HOPPER_PREFILL(attention_prefill_hopper_128, 128, false)
 HOPPER_PREFILL(attention_prefill_hopper_256, 256, false)
 HOPPER_PREFILL(attention_prefill_hopper_capped_64, 64, true)
+HOPPER_PREFILL(attention_prefill_hopper_capped_96, 96, true)
 HOPPER_PREFILL(attention_prefill_hopper_capped_128, 128, true)
 HOPPER_PREFILL(attention_prefill_hopper_capped_256, 256, true)
 

@@ -17,13 +17,20 @@ struct HopperPrefill {
     using Tile = QueryTile<D, 128, int>;
     static constexpr int kKeys = D <= 128 ? 128 : 64;
     // Tiles of keys, and of values. The copy of keys does not wait until values are free, which are needed for longer.
-    static constexpr int kKeyTiles = D <= 64 ? 4 : 2;
+    static constexpr int kKeyTiles = D <= 64 ? 4 : D <= 96 ? 3 : 2;
     static constexpr int kValueTiles = D <= 64 ? 4 : 3;
-    static constexpr int kPanel = kKeys * 64;
+    using Panel = SwizzledPanel<D % 64 == 0 ? 64 : 32>;
+    static constexpr int kPanel = kKeys * Panel::kColumns;
     static constexpr int kTile = kKeys * D;
     static constexpr int kConsumers = 2;
     static constexpr int kGroupRows = 64;
-    static constexpr int kQueries = kGroupRows * D;  // of a consumer; its results take their place on their way out
+    static constexpr int kStride = D % 64 == 0 ? D : D + 8;  // of results on their way out, which take the place of the queries
+    static constexpr int kQueries = kGroupRows * kStride;    // of a consumer
+    static constexpr int kChunks = D / 8;                    // of 16 bytes, of a row
+    // Rows that the copying group copies at once, a chunk each thread.
+    static constexpr int kRowsAtOnce = D <= 64 ? 16 : D <= 128 ? 8 : 4;
+    static constexpr int kCopying = kRowsAtOnce * kChunks;
+    static_assert(kCopying <= kWarpGroup && kCopying % kWarp == 0, "whole warps that copy");
     static constexpr int kBuffers = D <= 128 ? 2 : 1;  // of queries
     // Together what a launch of 384 threads with 168 registers each has.
     static constexpr int kProducerRegisters = D <= 96 ? 88 : 56;
@@ -180,27 +187,27 @@ struct HopperPrefill {
 
     template <bool Inner>
     __device__ __forceinline__ static void load(const Tile& tile, const bf16* cache, int at, int rows, bf16* to) {
-        constexpr int kChunks = D / 8, kRowsAtOnce = kWarpGroup / kChunks;
+        if (kCopying < kWarpGroup && threadIdx.x >= kCopying) return;
         const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
         cache += row % 8 * D + chunk * 8;
-        to += chunk / 8 * kPanel;
+        to += chunk / Panel::kChunks * kPanel;
 #pragma unroll(Inner ? 8 : 2)
         for (int i = 0; i < kKeys; i += kRowsAtOnce) {
             const int more = i % 8;  // 0 unless fewer than eight rows are copied at once
             const bf16* from = cache + size_t(__shfl_sync(kAllLanes, rows, (row + i) / 8) + more) * D;
-            copy_async(swizzled(to + (i - more) * 64, row + more, chunk % 8), from,
+            copy_async(Panel::at(to + (i - more) * Panel::kColumns, row + more, chunk % Panel::kChunks), from,
                        Inner || tile.wanted(at * kKeys + row + i));
         }
     }
 
     __device__ __forceinline__ void load_queries(const Tile& tile, bf16* to) const {
-        constexpr int kChunks = D / 8;
+        if (kCopying < kWarpGroup && threadIdx.x >= kCopying) return;
         const int chunk = threadIdx.x % kChunks, count = tile.rows();
 #pragma unroll 4
-        for (int row = threadIdx.x / kChunks; row < kConsumers * kGroupRows; row += kWarpGroup / kChunks) {
+        for (int row = threadIdx.x / kChunks; row < kConsumers * kGroupRows; row += kRowsAtOnce) {
             const bf16* from = args.q + (row < count ? tile.offset(row, args.q_stride) + chunk * 8 : 0);
-            bf16* panel = to + row / kGroupRows * kQueries + chunk / 8 * kGroupRows * 64;
-            copy_async(swizzled(panel, row % kGroupRows, chunk % 8), from, row < count);
+            bf16* panel = to + row / kGroupRows * kQueries + chunk / Panel::kChunks * kGroupRows * Panel::kColumns;
+            copy_async(Panel::at(panel, row % kGroupRows, chunk % Panel::kChunks), from, row < count);
         }
     }
 
@@ -250,7 +257,7 @@ struct HopperPrefill {
         if (tile.item.partial < 0) {
             warp.add_sinks(tile);
             group_sync(kGroupBarrier + group);
-            warp.template write<D>(tile, sums, q + (warp.row - group_row) * D);
+            warp.template write<kStride>(tile, sums, q + (warp.row - group_row) * kStride);
         } else {
             warp.write_partial(tile, sums);
         }
@@ -339,9 +346,10 @@ struct HopperPrefill {
     // weights = queries x keys
     __device__ __forceinline__ static void score(const bf16* q, const bf16* keys, float (&weights)[kKeys / 8][4]) {
 #pragma unroll
-        for (int d = 0; d < D / 16; ++d) {
-            Wgmma<kKeys>::rows(weights, rows_operand(q + d / 4 * kGroupRows * 64 + d % 4 * 16),
-                       rows_operand(keys + d / 4 * kPanel + d % 4 * 16), d > 0);
+        for (int d = 0; d < D; d += 16) {
+            const int panel = d / Panel::kColumns, column = d % Panel::kColumns;
+            Wgmma<kKeys>::rows(weights, Panel::rows_operand(q + panel * kGroupRows * Panel::kColumns + column),
+                               Panel::rows_operand(keys + panel * kPanel + column), d > 0);
         }
     }
 
@@ -349,7 +357,8 @@ struct HopperPrefill {
     __device__ __forceinline__ static void accumulate(const Packed& packed, const bf16* values, float (&sums)[D / 8][4]) {
 #pragma unroll
         for (int k = 0; k < kKeys / 16; ++k) {
-            Wgmma<D>::columns(sums, packed[k], columns_operand(values + k * 16 * 64, kPanel * int(sizeof(bf16))));
+            Wgmma<D>::columns(sums, packed[k],
+                              Panel::columns_operand(values + k * 16 * Panel::kColumns, kPanel * int(sizeof(bf16))));
         }
     }
 

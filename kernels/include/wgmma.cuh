@@ -28,6 +28,29 @@ __device__ __forceinline__ uint64_t columns_operand(const bf16* at, int panel_by
            uint64_t(1) << 62;
 }
 
+// Panels of 64 columns as above, or of 32, in rows of 64 bytes of which two have the same permutation: for widths that are no multiple
+// of 64.
+template <int Columns>
+struct SwizzledPanel {
+    static_assert(Columns == 64 || Columns == 32, "a permutation of the hardware");
+    static constexpr int kColumns = Columns;
+    static constexpr int kChunks = Columns / 8;
+    // What an operand's description differs in: bytes of eight rows, and the permutation.
+    static constexpr uint64_t kKind = uint64_t(8 * Columns * int(sizeof(bf16)) >> 4) << 32 | uint64_t(Columns == 64 ? 1 : 2) << 62;
+
+    __device__ __forceinline__ static bf16* at(bf16* panel, int row, int chunk) {
+        return panel + row * Columns + ((chunk ^ (row >> (Columns == 64 ? 0 : 1) & (kChunks - 1))) << 3);
+    }
+
+    __device__ __forceinline__ static uint64_t rows_operand(const bf16* at) {
+        return uint64_t((shared_address(at) & 0x3ffff) >> 4) | uint64_t(1) << 16 | kKind;
+    }
+
+    __device__ __forceinline__ static uint64_t columns_operand(const bf16* at, int panel_bytes) {
+        return uint64_t((shared_address(at) & 0x3ffff) >> 4) | uint64_t(panel_bytes >> 4) << 16 | kKind;
+    }
+};
+
 // Before the first product of a sequence, and after registers of one were touched.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -53,6 +76,7 @@ __device__ __forceinline__ void touch(float (&c)[N][4]) {
 #define WGMMA_8(n) WGMMA_4(n), WGMMA_4(n + 1)
 #define WGMMA_16(n) WGMMA_4(n), WGMMA_4(n + 1), WGMMA_4(n + 2), WGMMA_4(n + 3)
 #define WGMMA_32(n) WGMMA_16(n), WGMMA_16(n + 4)
+#define WGMMA_48(n) WGMMA_32(n), WGMMA_16(n + 8)
 #define WGMMA_56(n) WGMMA_32(n), WGMMA_16(n + 8), WGMMA_8(n + 12)
 #define WGMMA_64(n) WGMMA_32(n), WGMMA_32(n + 8)
 #define WGMMA_96(n) WGMMA_64(n), WGMMA_32(n + 16)
@@ -63,11 +87,11 @@ __device__ __forceinline__ void touch(float (&c)[N][4]) {
 #define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_32 \
     WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_NAMES_MORE_56 \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-    "%48, %49, %50, %51, %52, %53, %54, %55"
+#define WGMMA_NAMES_MORE_48 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_NAMES_MORE_56 "%48, %49, %50, %51, %52, %53, %54, %55"
 #define WGMMA_NAMES_MORE_64 "%56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_NAMES_56 WGMMA_NAMES_32 ", " WGMMA_NAMES_MORE_56
+#define WGMMA_NAMES_48 WGMMA_NAMES_32 ", " WGMMA_NAMES_MORE_48
+#define WGMMA_NAMES_56 WGMMA_NAMES_48 ", " WGMMA_NAMES_MORE_56
 #define WGMMA_NAMES_64 WGMMA_NAMES_56 ", " WGMMA_NAMES_MORE_64
 #define WGMMA_NAMES_MORE_96 \
     "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
@@ -126,6 +150,7 @@ WGMMA(8, WGMMA_4(0), WGMMA_NAMES_4, "%4", "%5", "%6", "%7", "%8", "%9");
 WGMMA(16, WGMMA_8(0), WGMMA_NAMES_8, "%8", "%9", "%10", "%11", "%12", "%13");
 WGMMA(32, WGMMA_16(0), WGMMA_NAMES_16, "%16", "%17", "%18", "%19", "%20", "%21");
 WGMMA(64, WGMMA_32(0), WGMMA_NAMES_32, "%32", "%33", "%34", "%35", "%36", "%37");
+WGMMA(96, WGMMA_48(0), WGMMA_NAMES_48, "%48", "%49", "%50", "%51", "%52", "%53");
 WGMMA(112, WGMMA_56(0), WGMMA_NAMES_56, "%56", "%57", "%58", "%59", "%60", "%61");
 WGMMA(128, WGMMA_64(0), WGMMA_NAMES_64, "%64", "%65", "%66", "%67", "%68", "%69");
 WGMMA(192, WGMMA_96(0), WGMMA_NAMES_96, "%96", "%97", "%98", "%99", "%100", "%101");

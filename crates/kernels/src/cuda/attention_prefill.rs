@@ -22,7 +22,7 @@ const LONG_SPLIT: usize = 16;
 const PARTIALS_PER_SLOT: usize = 4;
 const MERGE_THREADS: usize = 256;
 /// Head sizes that have kernels made for compute capability 9.0 alone.
-pub const HOPPER_HEAD_DIMS: [usize; 3] = [64, 128, 256];
+pub const HOPPER_HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
 /// Parameters of a kernel; the merge takes two more.
 const ATTENTION_PARAMS: usize = 21;
 
@@ -510,16 +510,18 @@ impl Shape {
         }
     }
 
-    /// `HopperPrefill`: tiles of keys and of values, queries (the next ones too where there is room); less than a kilobyte of
-    /// barriers and notes; alignment to as much.
+    /// `HopperPrefill`: tiles of keys and of values, queries (the next ones too where there is room) in rows that are padded when
+    /// they are results of no whole 128 bytes; less than a kilobyte of barriers and notes; alignment to as much.
     fn hopper(head_dim: usize) -> Self {
         let rows = 128;
         let (keys, tiles, buffers) = match head_dim {
             ..=64 => (128, 8, 2),
-            65..=128 => (128, 5, 2),
+            65..=96 => (128, 6, 2),
+            97..=128 => (128, 5, 2),
             _ => (64, 5, 1),
         };
-        let elements = (tiles * keys + buffers * rows) * head_dim;
+        let padding = if head_dim.is_multiple_of(64) { 0 } else { 8 };
+        let elements = tiles * keys * head_dim + buffers * rows * (head_dim + padding);
         Self {
             threads: 384,
             shared: elements * size_of::<bf16>() + 2 * 1024,
