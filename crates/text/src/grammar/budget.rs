@@ -90,6 +90,13 @@ enum State {
         /// The last bytes, in which the closing mark may begin.
         tail: Vec<u8>,
     },
+    /// The budget is used up within a character, at which a grammar takes no mark.
+    Completing {
+        /// Bytes that the character still lacks at most.
+        bytes: usize,
+        /// The last bytes, in which the closing mark may begin.
+        tail: Vec<u8>,
+    },
     /// Reasoning may begin again.
     Between {
         left: usize,
@@ -103,10 +110,24 @@ enum State {
 
 impl State {
     fn of(left: usize, tail: Vec<u8>) -> Self {
-        match left {
-            0 => Self::Ending(0),
-            left => Self::Inside { left, tail },
+        match (left, lacking(&tail)) {
+            (0, 0) => Self::Ending(0),
+            (0, bytes) => Self::Completing { bytes, tail },
+            (left, _) => Self::Inside { left, tail },
         }
+    }
+}
+
+/// How many bytes the character lacks within which `text` ends; 0 if it ends with a whole one, or is not UTF-8.
+fn lacking(text: &[u8]) -> usize {
+    let begin = text.iter().rev().take(3).position(|byte| byte & 0xC0 != 0x80);
+    let Some(character) = begin.map(|back| &text[text.len() - 1 - back..]) else {
+        return 0;
+    };
+    let is_begun = std::str::from_utf8(character).is_err_and(|error| error.error_len().is_none());
+    match is_begun {
+        true => character[0].leading_ones() as usize - character.len(),
+        false => 0,
     }
 }
 
@@ -157,6 +178,21 @@ impl Constraint for Budgeted {
                     false => State::of(left - 1, tail),
                 }
             }
+            State::Completing {
+                bytes: most,
+                mut tail,
+            } => {
+                tail.extend_from_slice(bytes);
+                match (has(&mut tail, budget.close), most - 1) {
+                    (true, _) => budget.over(0),
+                    // Without a grammar a model may go on with anything.
+                    (false, 0) => State::Ending(0),
+                    (false, most) => match lacking(&tail).min(most) {
+                        0 => State::Ending(0),
+                        bytes => State::Completing { bytes, tail },
+                    },
+                }
+            }
             State::Between { left, mut tail } => {
                 tail.extend_from_slice(bytes);
                 match has(&mut tail, budget.open) {
@@ -180,12 +216,16 @@ impl Constraint for Budgeted {
 mod tests {
     use super::*;
 
-    /// What comes of `text`, byte by byte, where the model has its way as long as it may.
     fn written(budget: usize, is_open: bool, repeats: bool, text: &str) -> String {
+        String::from_utf8(written_bytes(budget, is_open, repeats, text.as_bytes())).unwrap()
+    }
+
+    /// What comes of `text`, byte by byte, where the model has its way as long as it may.
+    fn written_bytes(budget: usize, is_open: bool, repeats: bool, text: &[u8]) -> Vec<u8> {
         let tokenizer = Tokenizer::bytes();
         let budget = ReasoningBudget::new(&["<t>", "</t>"], is_open, repeats, budget, &tokenizer);
         let mut constraint = budget.constraint();
-        let mut wanted = text.bytes();
+        let mut wanted = text.iter().copied();
         let mut out = Vec::new();
         loop {
             let mut mask = vec![u32::MAX; tokenizer.vocab_size().div_ceil(32)];
@@ -199,7 +239,7 @@ mod tests {
             out.push(token);
             assert_eq!(constraint.accept(token.into()).unwrap(), Progress::Open);
         }
-        String::from_utf8(out).unwrap()
+        out
     }
 
     #[test]
@@ -213,8 +253,25 @@ mod tests {
             (9, true, "ab</t>cdefghijkl", "ab</t>cdefghijkl"),
             (2, false, "abcdef<t>", "abcdef<t>"),
             (4, false, "<t", "<t"),
+            // Not within a character, each byte of which is a token here.
+            (2, true, "aübc", "aü</t>bc"),
+            (1, true, "😀bc", "😀</t>bc"),
+            (4, true, "😀bc", "😀</t>bc"),
         ] {
             assert_eq!(written(budget, is_open, false, text), expected);
+        }
+    }
+
+    #[test]
+    fn what_is_no_character_ends_too() {
+        for (text, expected) in [
+            (&b"\xF0\xF0\xF0\xF0\xF0"[..], &b"\xF0\xF0\xF0\xF0</t>\xF0"[..]),
+            (b"\xF0abc", b"\xF0a</t>bc"),
+            (b"\x80abc", b"\x80</t>abc"),
+            (b"\xFFabc", b"\xFF</t>abc"),
+            (b"\xE2</t>abc", b"\xE2<</t>/t>abc"),
+        ] {
+            assert_eq!(written_bytes(1, true, false, text), expected);
         }
     }
 
