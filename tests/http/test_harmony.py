@@ -6,6 +6,8 @@ import anthropic
 import openai
 import pytest
 
+import clients
+
 PROMPT_END = "<|start|>assistant"
 WEATHER = {
     "name": "get_weather",
@@ -51,21 +53,7 @@ def say(*parts: str) -> list:
 
 def chat(server, messages: list, **fields):
     """The answer's choice, which is the same streamed."""
-    ask = {"model": "sim", "messages": messages, **fields}
-    choice = server.openai.chat.completions.create(**ask).choices[0]
-    with server.openai.chat.completions.stream(**ask) as stream:
-        events = list(stream)
-        streamed = stream.get_final_completion().choices[0]
-    assert streamed.finish_reason == choice.finish_reason
-    assert (streamed.message.content or None) == (choice.message.content or None)
-
-    def functions(message):
-        return [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
-
-    assert functions(streamed.message) == functions(choice.message)
-    chunks = [event.chunk for event in events if event.type == "chunk"]
-    thought = [getattr(choice.delta, "reasoning_content", "") for chunk in chunks for choice in chunk.choices]
-    assert "".join(thought) == getattr(choice.message, "reasoning_content", "")
+    choice, chunks, _ = clients.chat(server, model="sim", messages=messages, **fields)
     texts = json.dumps([choice.model_dump(), *(chunk.model_dump() for chunk in chunks)])
     assert "<|" not in texts, "no mark is shown"
     return choice

@@ -7,30 +7,15 @@ import anthropic
 import openai
 import pytest
 
-from conftest import ROOT
+import tiny_models
+from tiny_models import WEATHER, words
 
-DATA = ROOT / ".cache" / "test-data" / "llama.cpp"
 MODEL = "qwen3.5"
-WEATHER = {
-    "name": "get_weather",
-    "description": "The weather of a place.",
-    "parameters": {"type": "object", "properties": {"place": {"type": "string", "enum": ["Ulm", "Aachen"]}}, "required": ["place"],
-                   "additionalProperties": False},
-}
-
-
-def config() -> dict:
-    config = json.loads((ROOT / "tests" / "golden" / "qwen3_5-vision" / "config.json").read_text())
-    config["text_config"] |= {"vocab_size": 248320, "max_position_embeddings": 16384, "bos_token_id": None, "eos_token_id": 248046}
-    return config
 
 
 @pytest.fixture(scope="module")
 def server(start, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("hybrid")
-    (directory / "config.json").write_text(json.dumps(config()))
-    with start(str(directory), "--load-format", "dummy", "--tokenizer", str(DATA / "vocab" / "qwen35.gguf"), "--chat-template",
-               str(DATA / "templates" / "Qwen3.5-4B.jinja"), "--served-model-name", MODEL, "--max-num-seqs", "8") as server:
+    with start(*tiny_models.write(tmp_path_factory.mktemp("hybrid"), MODEL), "--max-num-seqs", "8") as server:
         yield server
 
 
@@ -38,10 +23,6 @@ def server(start, tmp_path_factory):
 def claude(server):
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=300) as client:
         yield client
-
-
-def words(rng: random.Random, count: int) -> str:
-    return " ".join(rng.choice(["harbour", "keel", "mast", "rope", "tide", "anchor", "hull", "sail"]) for _ in range(count))
 
 
 def tokens(server, messages: list, **more) -> list[int]:

@@ -12,8 +12,9 @@ import openai
 import pytest
 
 from conftest import BINARY, PATIENCE, ROOT
-from test_images import base, image, png, scores, text, tokenizer
+from test_images import base, image, png, scores, text
 from test_selftest import INCONCLUSIVE
+from tiny_models import golden_config, tokenizer
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 
@@ -71,7 +72,7 @@ FAMILIES = {"gemma3": Gemma3, "qwen2.5-vl": Qwen2_5VL, "mistral3": Mistral3}
 
 def write(directory, of) -> None:
     """The model's files, but for its weights."""
-    config = json.loads((ROOT / "tests" / "golden" / of.golden / "config.json").read_text())
+    config = golden_config(of.golden)
     ids = {name: 256 + index for index, name in enumerate(of.special)}
     config["text_config"] |= {"vocab_size": 320, "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": ids["<|end|>"]}
     config |= {field: ids[name] for field, name in of.ids.items()} | {"eos_token_id": ids["<|end|>"]}

@@ -12,8 +12,8 @@ import anthropic
 import openai
 import pytest
 
-from conftest import BINARY, PATIENCE, ROOT
-from test_hybrid import DATA
+from conftest import BINARY, PATIENCE
+from tiny_models import DATA, golden_config, tokenizer
 
 MODEL = "qwen3.5"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -38,28 +38,14 @@ def base(seed: int, width: int = 64, height: int = 64) -> str:
     return base64.b64encode(png(seed, width, height)).decode()
 
 
-def tokenizer(special=SPECIAL) -> dict:
-    """Byte-level BPE without merges, as GPT-2 writes bytes: those that are no printable characters follow the others."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}
-    added = [{"id": 256 + index, "content": name, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False} for index, name in enumerate(special)]
-    bytes_alone = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-            "pre_tokenizer": bytes_alone, "post_processor": None, "decoder": bytes_alone,
-            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-                      "fuse_unk": False, "byte_fallback": False, "vocab": {names[byte]: byte for byte in range(256)}, "merges": []}}
-
-
 def write(directory) -> None:
     """The model's files, but for its weights."""
-    config = json.loads((ROOT / "tests" / "golden" / "qwen3_5-vision" / "config.json").read_text())
+    config = golden_config("qwen3_5-vision")
     ids = {name.strip("<|>"): 256 + index for index, name in enumerate(SPECIAL)}
     config["text_config"] |= {"vocab_size": 320, "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": ids["im_end"]}
     config |= {"image_token_id": ids["image_pad"], "video_token_id": ids["video_pad"], "vision_start_token_id": ids["vision_start"],
                "vision_end_token_id": ids["vision_end"]}
-    files = {"config": config, "preprocessor_config": PROCESSOR, "tokenizer": tokenizer(),
+    files = {"config": config, "preprocessor_config": PROCESSOR, "tokenizer": tokenizer(SPECIAL),
              "tokenizer_config": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}}
     for name, content in files.items():
         (directory / f"{name}.json").write_text(json.dumps(content))
