@@ -8,6 +8,8 @@ import openai
 import pytest
 
 import tiny_models
+from browser import CHAT, answered, browser, open_page, send
+from playwright.sync_api import expect
 from tiny_models import WEATHER, words
 
 MODEL = "qwen3.5"
@@ -76,6 +78,82 @@ def test_conversations_share_what_an_agent_begins_with(server, claude):
     for number in range(3):
         cached, rest = ask(f"{number}. " + words(rng, 30))
         assert cached > 2000 and rest < 100, (cached, rest)
+
+
+def test_a_coding_agent_reads_only_what_is_new(server):
+    # As Codex asks: long instructions and tools, the whole conversation each time, calls and what they gave.
+    rng = random.Random(6)
+    shell = {"type": "function", "name": "shell", "strict": False, "description": "Runs a command.",
+             "parameters": {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string", "enum": ["ls", "pwd"]},
+                                                                         "minItems": 1, "maxItems": 2}},
+                            "required": ["command"], "additionalProperties": False}}
+    ask = {"model": MODEL, "instructions": words(rng, 2000), "tools": [shell, {"type": "function", **WEATHER, "strict": False}],
+           "parallel_tool_calls": False, "reasoning": {"effort": "none", "summary": "auto"}, "store": False, "temperature": 0,
+           "include": ["reasoning.encrypted_content"], "prompt_cache_key": "0199", "max_output_tokens": 400}
+    items = [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "No network."}]},
+             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": words(rng, 30)}]}]
+
+    def counters():
+        return [server.metric(f"vllm:prefix_cache_{what}_total") for what in ("queries", "hits")]
+
+    def turn(choice):
+        before = counters()
+        with server.openai.responses.stream(**ask, input=items, tool_choice=choice) as stream:
+            answer = [event.response for event in stream if event.type in ("response.completed", "response.incomplete")][-1]
+        cached, whole = answer.usage.input_tokens_details.cached_tokens, answer.usage.input_tokens
+        assert [after - old for after, old in zip(counters(), before)] == [whole, cached]
+        return answer, cached, whole
+
+    results, lengths = [], []
+    for choice in ["required", {"type": "function", "name": "shell"}, "required", "required"]:
+        answer, cached, whole = turn(choice)
+        [call] = [item for item in answer.output if item.type == "function_call"]
+        assert call.name in ("shell", "get_weather") and isinstance(json.loads(call.arguments), dict), call
+        items += [{"type": "function_call", "name": call.name, "arguments": call.arguments, "call_id": call.call_id},
+                  {"type": "function_call_output", "call_id": call.call_id, "output": words(rng, 20)}]
+        results.append(cached)
+        lengths.append(whole)
+    # The next question of the user.
+    answer, cached, whole = turn("auto")
+    assert answer.output
+    items.append({"type": "message", "role": "user", "content": [{"type": "input_text", "text": words(rng, 30)}]})
+    _, last, longest = turn("auto")
+    results, lengths = [*results, cached, last], [*lengths, whole, longest]
+    assert results[0] == 0 and lengths[0] > 2000 and sorted(set(lengths)) == lengths
+    # What was computed for the turn before, but for its last blocks. Behind a new question the template shows past calls without the marks
+    # of thoughts: there the conversation begins anew.
+    assert all(cached >= 0.95 * known for cached, known in zip(results[1:-1], lengths)), (results, lengths)
+    assert min(results[1:]) > 2000, (results, lengths)
+
+
+def test_the_page_chats(server, open_page):
+    hits = server.metric("vllm:prefix_cache_hits_total")
+    page = open_page(server.url)
+    expect(page.locator("#greeting")).to_have_text("Ready.")
+    page.locator("#system").fill(words(random.Random(7), 300))
+    page.locator("#max_tokens").fill("40")
+    page.locator("#temperature").fill("0")
+    asked = []
+
+    def ends_thoughts(route):
+        """Random weights would think until the answer is cut off."""
+        asked.append(route.request.post_data_json)
+        route.continue_(post_data={**asked[-1], "thinking_token_budget": 10, "ignore_eos": True})
+
+    page.route(CHAT, ends_thoughts)
+    for turn in range(1, 4):
+        send(page, f"Question {turn}?")
+        answered(page, turn)
+        answer = page.locator(".assistant").last
+        assert answer.locator(".text").inner_text().strip()
+        answer.locator("details.reasoning summary").click()
+        assert answer.locator(".thought").inner_text().strip()
+    expect(page.locator(".error")).to_have_count(0)
+    assert [message["role"] for message in asked[-1]["messages"]] == ["system", *2 * ["user", "assistant"], "user"]
+    assert page.locator("#context").inner_text().endswith("of 16,384")
+    assert server.metric("vllm:prefix_cache_hits_total") - hits > 300
+    assert server.metric("plimsoll_state_slots", state="cached") > 0
+    page.close()
 
 
 def test_a_call_is_made_and_its_result_is_read(server, claude):
