@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 from conftest import SMOLLM2
+from test_formats import told
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -31,6 +32,13 @@ def test_paris_streamed(smollm2):
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert usage.usage.completion_tokens == whole.usage.completion_tokens
     assert len(chunks) > 3, "the text comes piece by piece"
+
+
+def test_its_weights_keep_their_bits(smollm2):
+    model = told(smollm2)
+    # Four bits and two floats for 32 of them in Q4_1; the embedding is in Q8_0.
+    assert model["quantization"] == "Q4_1, Q8_0" and 5 < model["bits_per_weight"] < 6
+    assert model["num_parameters"] == model["num_active_parameters"] == 134_515_008
 
 
 def test_completion_continues_text(smollm2):
