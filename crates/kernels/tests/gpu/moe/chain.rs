@@ -1,14 +1,14 @@
 //! A layer with experts in one launch, against a reference in `f64` that goes on from what the kernel found.
 
-use std::sync::Arc;
+mod logits;
 
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 use plimsoll_kernels::cuda::{
-    GpuChainEnd, GpuLinear, GpuMatrix, GpuMoeChain, GpuNorm, GpuRouter, GpuWeight, Linears, MoeChainLayers,
-    MoeKernels, SharedExpertLayers, has_hopper_kernels,
+    GpuChainEnd, GpuLinear, GpuMoeChain, GpuNorm, GpuRouter, Linears, MoeChainLayers, MoeKernels,
+    SharedExpertLayers, has_hopper_kernels,
 };
-use plimsoll_kernels::{ExpertActivation, Route, Router, RouterSoftmax, route};
+use plimsoll_kernels::{ExpertActivation, Route, RouterSoftmax};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -56,11 +56,7 @@ impl Table {
         let values: Vec<bf16> = (0..n * k)
             .map(|_| bf16::from_f32(rng.random_range(-1.0..1.0) * scale))
             .collect();
-        let slab = Arc::new(common::upload(gpu, &values));
-        Self {
-            device: GpuLinear::new(GpuMatrix::Bf16(GpuWeight::new(&slab, 0..n * k)), None, n, k),
-            wide: wide(&values),
-        }
+        Self::new(gpu, &values, k)
     }
 
     fn product(&self, x: &[f64]) -> Vec<f64> {
@@ -261,63 +257,58 @@ impl Case {
         memory.outputs(gpu, self)
     }
 
-    /// Each part from what was found before it.
-    fn check(&self, found: &Outputs) {
-        let close = |part: &str, found: &[f32], want: &[f64]| {
-            let what = format!("{:?}: {part}", self.size);
-            common::assert_close(&what, found, want, TOLERANCE);
-        };
-        let Size {
-            experts,
-            top_k,
-            inner,
-            ..
-        } = self.size;
+    fn close(&self, part: &str, found: &[f32], want: &[f64]) {
+        let what = format!("{:?}: {part}", self.size);
+        common::assert_close(&what, found, want, TOLERANCE);
+    }
+
+    /// The residual stream behind the mixer, and the same normalised.
+    fn inputs(&self) -> [Vec<f64>; 2] {
         let hidden = add(&wide(&self.hidden), &self.output.product(0, &wide(&self.x)));
         let normed = normalise(&hidden, &self.norms[0]);
+        [hidden, normed]
+    }
+
+    /// Each part from what was found before it.
+    fn check(&self, found: &Outputs) {
+        let [hidden, normed] = self.inputs();
         // With the gate's, which alone may be next to nothing beside its error.
         let mut want = self.router.product(&normed);
         want.extend(self.shared.iter().flat_map(|shared| shared.gate.product(&normed)));
         let both = [&found.logits[..], &found.shared_logit].concat();
-        close("logits", &both, &want);
-
-        let bias = self.router_bias.iter().flatten().map(|bias| bias.to_f32());
-        let mut logits = found.logits.clone();
-        for (logit, bias) in logits.iter_mut().zip(bias) {
-            *logit += bias;
+        self.close("logits", &both, &want);
+        let delta = self.check_experts(found, &normed, &self.routes(&found.logits));
+        let hidden = add(&hidden, &delta);
+        self.close("residual stream", &common::widen(&found.hidden), &hidden);
+        if let Some(next) = &self.next {
+            let want = next.product(0, &normalise(&wide(&found.hidden), &self.norms[1]));
+            self.close("what follows", &common::widen(&found.out), &want);
         }
-        let keys = logits.clone();
-        let mut routes = vec![
-            Route {
-                row: 0,
-                expert: 0,
-                weight: 0.0
-            };
-            top_k
-        ];
-        route(&mut logits, experts, Router::plain(self.softmax), &mut routes);
-        // The largest first; of equal ones they stay in the order of experts.
-        routes.sort_by(|a, b| keys[b.expert as usize].total_cmp(&keys[a.expert as usize]));
+    }
+
+    /// What experts make of the row, those of `routes` and that of all rows, and what they add to the residual stream.
+    fn check_experts(&self, found: &Outputs, normed: &[f64], routes: &[Route]) -> Vec<f64> {
+        let inner = self.size.inner;
         let activated = |gate_up: Vec<f64>| {
             let (gate, up) = gate_up.split_at(inner);
             let both = gate.iter().zip(up);
             both.map(|(gate, up)| activate(self.activation, *gate, *up))
                 .collect::<Vec<_>>()
         };
-        let mut delta = vec![0.0; hidden.len()];
+        let mut delta = vec![0.0; self.size.width];
         let mut add_scaled = |part: Vec<f64>, weight: f64| {
             delta.iter_mut().zip(part).for_each(|(sum, x)| *sum += weight * x);
         };
         for (route, own) in routes.iter().zip(found.activated.chunks_exact(inner)) {
             let expert = route.expert as usize;
-            let want = activated(self.gate_up.product(expert, &normed));
+            let want = activated(self.gate_up.product(expert, normed));
             let what = format!("activated of expert {expert}");
-            close(&what, &common::widen(own), &want);
+            self.close(&what, &common::widen(own), &want);
             add_scaled(self.down.product(expert, &wide(own)), f64::from(route.weight));
         }
         if let Some(shared) = &self.shared {
-            let want = activated(shared.gate_up.product(0, &normed));
-            close(
+            let want = activated(shared.gate_up.product(0, normed));
+            self.close(
                 "activated of all rows' expert",
                 &common::widen(&found.shared_activated),
                 &want,
@@ -325,12 +316,7 @@ impl Case {
             let weight = 1.0 / (1.0 + (-f64::from(found.shared_logit[0])).exp());
             add_scaled(shared.down.product(0, &wide(&found.shared_activated)), weight);
         }
-        let hidden = add(&hidden, &delta);
-        close("residual stream", &common::widen(&found.hidden), &hidden);
-        if let Some(next) = &self.next {
-            let want = next.product(0, &normalise(&wide(&found.hidden), &self.norms[1]));
-            close("what follows", &common::widen(&found.out), &want);
-        }
+        delta
     }
 }
 
