@@ -27,7 +27,7 @@ fn shape(setup: &Setup) -> GpuStateShape {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn memory_does_not_depend_on_where_tokens_go() {
     let gpu = gpu();
-    for name in ["gpt-oss", "gpt-oss-mxfp4", "mixtral", "qwen2-moe", "qwen3-moe"] {
+    for name in EXPERT_MODELS {
         let adversarial = adversarial(name);
         for directory in [golden_path(name), adversarial.path().to_owned()] {
             let model = load_file(&gpu, &directory);
@@ -88,7 +88,7 @@ fn only_experts_that_are_hit_are_read() {
         tokens: 256,
         enforce_eager: true,
     };
-    for name in ["gpt-oss", "gpt-oss-mxfp4", "mixtral", "qwen2-moe", "qwen3-moe"] {
+    for name in EXPERT_MODELS {
         let directory = adversarial(name);
         let model = load_file(&gpu, directory.path());
         for len in [3, 100] {
@@ -100,7 +100,7 @@ fn only_experts_that_are_hit_are_read() {
                 logits.iter().all(|logit| logit.is_finite()),
                 "{name}, {len} tokens"
             );
-            if name.ends_with("mxfp4") {
+            if name.ends_with("mxfp4") || name.ends_with("awq") {
                 let other = load_file(&gpu, adversarial_with(name, 100).path());
                 let others = setup.build(&other).logits(&step, &last).unwrap();
                 assert_eq!(logits, others, "{name}, {len} tokens");
