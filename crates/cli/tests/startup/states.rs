@@ -12,6 +12,10 @@ use crate::{BUDGET, Model, answers, stop};
 /// Limits without the number of requests.
 const FLAGS: &str = "--max-num-batched-tokens 64 --max-model-len 2048 --mem-fraction 0.95";
 
+/// Bytes of a request's states in the three layers of the hybrid model that have some: a matrix for each of four heads, and three
+/// columns of the convolution, in float32.
+const SLOT: u64 = 3 * 4 * (4 * 32 * 64 + 3 * (2 * 2 * 32 + 4 * 64));
+
 /// Tokens that one request holds on average in these tests.
 const MEAN: usize = 1024;
 
@@ -126,11 +130,22 @@ fn each_side_may_be_pinned_and_the_other_follows() {
 fn states_that_do_not_fit_are_named_with_what_would() {
     let model = Model::hybrid();
     let flags = "--max-num-seqs 64 --max-num-batched-tokens 64 --max-model-len 256";
-    let (predicted, measured) = both(&model.source(), flags, 6 << 20);
+    let bytes = 6 << 20;
+    let (predicted, measured) = both(&model.source(), flags, bytes);
     for error in [predicted.map(drop).unwrap_err(), measured.map(drop).unwrap_err()] {
         assert_eq!(error.exit_code(), 4, "{error}");
-        let knobs = error.diagnostic().map(|diagnostic| diagnostic.knobs.clone());
-        let fewer = knobs.unwrap_or_default().into_iter().find_map(|knob| {
+        let diagnostic = error.diagnostic().unwrap();
+        assert_eq!(diagnostic.total, bytes);
+        // Nothing failed where nothing was measured, but the states alone are more than there is.
+        match &diagnostic.oom {
+            Some(oom) => {
+                assert_eq!((oom.component, oom.requested), (Component::States, 64 * SLOT));
+                assert_eq!(oom.meters.total, bytes);
+                assert!(error.to_string().contains("states asked for 6.8 MiB"), "{error}");
+            }
+            None => assert!(diagnostic.measured_peak > Some(64 * SLOT), "{error}"),
+        }
+        let fewer = diagnostic.knobs.iter().find_map(|knob| {
             knob.settings.iter().find_map(|setting| match setting {
                 Setting::MaxNumSeqs(requests) => Some(*requests),
                 _ => None,
@@ -138,20 +153,32 @@ fn states_that_do_not_fit_are_named_with_what_would() {
         });
         let fewer = fewer.unwrap_or_else(|| panic!("no number of requests is advised: {error}"));
         let fits = format!("{flags} --max-num-seqs {fewer}");
-        let (predicted, measured) = both(&model.source(), &fits, 6 << 20);
-        assert!(
-            predicted.is_ok() && measured.is_ok(),
-            "{fewer} requests: {predicted:?}, {measured:?}"
-        );
+        let (predicted, measured) = both(&model.source(), &fits, bytes);
+        let (Ok(predicted), Ok(measured)) = (&predicted, &measured) else {
+            panic!("{fewer} requests: {predicted:?}, {measured:?}")
+        };
+        for states in [&predicted.states, &measured.states] {
+            let states = states.as_ref().unwrap();
+            assert_eq!(states.bytes_per_request, SLOT);
+            assert!((fewer..=2 * fewer).contains(&states.slots), "{states:?}");
+        }
     }
     // Not one request: what asked, for how much, and what there was.
-    let (_, measured) = both(
-        &model.source(),
-        "--max-num-batched-tokens 64 --max-model-len 256",
-        2700 << 10,
+    let bytes = 2700 << 10;
+    let few = "--max-num-batched-tokens 64 --max-model-len 256";
+    let error = both(&model.source(), few, bytes).1.map(drop).unwrap_err();
+    let oom = error.diagnostic().unwrap().oom.clone().unwrap();
+    assert_eq!((oom.component, oom.requested), (Component::States, SLOT));
+    assert_eq!(oom.meters.total, bytes);
+    assert!(
+        oom.meters.free < SLOT && oom.meters.reserved == bytes - oom.meters.free,
+        "{oom}"
     );
-    let text = measured.map(drop).unwrap_err().to_string();
-    assert!(text.contains("states asked for"), "{text}");
+    let text = error.to_string();
+    assert!(
+        text.contains("states asked for 109.5 KiB, 2.6 MiB of 2.6 MiB are in use"),
+        "{text}"
+    );
 }
 
 /// Four requests at once and four that wait: slots are held while they run, and free at the end.
