@@ -373,6 +373,21 @@ fn quantised_models_are_planned_for_in_their_bits() {
         assert_eq!(plan["quantization"].as_str(), name, "{more}");
         let found = number(&plan, "/bits_per_weight");
         assert!((found - bits).abs() < 0.02, "{name:?}: {found}");
+        // Keys and values in 8 bits, whatever the weights are in.
+        let output = plimsoll(
+            "plan",
+            dir.path(),
+            &format!("{flags} {more} --kv-cache-dtype fp8"),
+        );
+        let halved: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(halved["quantization"].as_str(), name, "{more}");
+        for (pointer, ratio) in [("/kv_bytes_per_token", 0.5), ("/kv_tokens", 2.0)] {
+            let found = number(&halved, pointer) / number(&plan, pointer);
+            assert!(
+                (found - ratio).abs() < 0.001 * ratio,
+                "{name:?}: {pointer}: {found}"
+            );
+        }
     }
     let gptq = with(r#""quantization_config": {"quant_method": "gptq", "bits": 8, "group_size": 128}"#);
     // Nothing is read before.
