@@ -1,15 +1,21 @@
-"""Checkpoints of integers of four bits for scripts/make-goldens: AWQ and GPTQ, packed as AutoAWQ and GPTQModel publish them, and
-what those of compressed-tensors hold."""
+"""Checkpoints of integers of four bits for scripts/make-goldens: packed and read by AutoAWQ, GPTQModel, AutoRound and
+compressed-tensors themselves. None of them needs a GPU for that."""
 
 import json
 import pathlib
 
 import torch
+from auto_round.export.export_to_awq.utils import WQLinear_GEMM as AutoRoundAwq
+from auto_round.export.export_to_awq.utils import dequantize_gemm as dequantize_auto_round_awq
+from auto_round_extension.torch.qlinear_torch_zp import QuantLinear as AutoRoundGptq
+from awq.modules.linear.gemm import WQLinear_GEMM as AutoAwq
+from awq.utils.packing_utils import dequantize_gemm
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from gptqmodel.nn_modules.qlinear.torch import TorchLinear as Gptq
+from gptqmodel.quantization import QuantizeConfig
+from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
 from safetensors.torch import load_file, save_file
-
-# What a word of AWQ holds from its lowest bits on.
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-ORDER = list(range(8))
 
 
 def group(size: int, **more) -> dict:
@@ -25,6 +31,7 @@ SCHEMES = {
     "llama-int4-group-128": group(128),
     "qwen2-int4-group-32": group(32, symmetric=False) | dict(ignore=["lm_head", "model.layers.0.mlp.down_proj"]),
     "phi3-int4-channel": group(-1),
+    "qwen3-int4-group-128": group(128, symmetric=False),
     "qwen3-awq": dict(
         quant_method="awq",
         version="gemm",
@@ -50,6 +57,9 @@ SCHEMES = {
         data_type="int",
         extra_config={"model.layers.1.mlp.down_proj": dict(bits=16, data_type="float")},
     ),
+    "qwen2-auto-round-awq": dict(
+        quant_method="auto-round", packing_format="auto_round:auto_awq", bits=4, group_size=64, sym=False, data_type="int"
+    ),
 }
 
 
@@ -61,20 +71,6 @@ def observed(grouped: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torc
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
     scales = (high - low) / 15
     return scales, (-low / scales).round().clamp(0, 15).int()
-
-
-def words(codes: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Eight neighbouring codes of the last dimension in each word."""
-    codes = codes.long().unflatten(-1, (-1, 8))[..., order]
-    packed = (codes << torch.arange(0, 32, 4)).sum(-1)
-    # As int32 has it.
-    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
-
-
-def codes(packed: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """What `words` packs."""
-    found = (packed.long() & 0xFFFFFFFF).unsqueeze(-1) >> torch.arange(0, 32, 4) & 15
-    return found[..., torch.tensor(order).argsort()].flatten(-2)
 
 
 def is_left(module: str, scheme: dict) -> bool:
@@ -94,12 +90,68 @@ def index_of(module: str, inputs: int, scheme: dict) -> torch.Tensor:
     return groups[torch.randperm(inputs, generator=generator)].int()
 
 
+def linear(weight: torch.Tensor) -> torch.nn.Linear:
+    module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    module.weight.data = weight
+    return module
+
+
+def gptq(shape: torch.Size, scheme: dict) -> Gptq:
+    """`[outputs, inputs]`."""
+    how = dict(bits=4, group_size=scheme["group_size"], sym=scheme["sym"], desc_act=scheme["desc_act"])
+    return Gptq(**how, in_features=shape[1], out_features=shape[0], register_buffers=True).eval()
+
+
+def packed(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, index: torch.Tensor, scheme: dict) -> dict:
+    """The tensors of a linear layer by the library that publishes the format. Scales and zeros are `[outputs, groups]`."""
+    size = scheme["group_size"]
+    shape = weight.shape
+    module = linear(weight)
+    if scheme["quant_method"] == "awq":
+        layer = AutoAwq.from_linear(module, 4, size, scales=scales.T.contiguous(), zeros=zeros.T.contiguous())
+    elif scheme["quant_method"] == "gptq":
+        layer = gptq(shape, scheme)
+        layer.pack_original(module, scales.float(), zeros, index.int())
+        if scheme["checkpoint_format"] == "gptq":
+            convert_gptq_v2_to_v1_format_module(layer, QuantizeConfig(bits=4, group_size=size, offload_to_disk=False))
+    elif scheme["packing_format"] == "auto_round:auto_awq":
+        layer = AutoRoundAwq.from_linear(
+            module, 4, size, scales=scales.T.contiguous(), zeros=zeros.T.contiguous(), device="cpu"
+        )
+    else:
+        layer = AutoRoundGptq(4, size, shape[1], shape[0], bias=False)
+        layer.pack(module, scales.float(), zeros, device="cpu")
+    return {name: tensor.contiguous() for name, tensor in layer.state_dict().items()}
+
+
+def unpacked(found: dict, scheme: dict) -> torch.Tensor:
+    """The weight that the tensors of a linear layer mean, by the same library, in float32."""
+    found = {name: tensor.float() if name == "scales" else tensor.clone() for name, tensor in found.items()}
+    size = scheme["group_size"]
+    if scheme["quant_method"] == "awq":
+        return dequantize_gemm(found["qweight"], found["qzeros"], found["scales"], 4, size).T
+    if scheme.get("packing_format") == "auto_round:auto_awq":
+        return dequantize_auto_round_awq(found["qweight"], found["qzeros"], found["scales"], 4, size).T
+    shape = (found["qweight"].shape[1], 8 * found["qweight"].shape[0])
+    if scheme["quant_method"] == "gptq":
+        layer = gptq(shape, scheme)
+        for name, tensor in found.items():
+            layer.register_buffer(name, tensor)
+        if scheme["checkpoint_format"] == "gptq":
+            convert_gptq_v1_to_v2_format_module(layer, 4, torch.int32)
+        return layer.dequantize_weight().T
+    layer = AutoRoundGptq(4, size, shape[1], shape[0], bias=False)
+    for name, tensor in found.items():
+        layer.register_buffer(name, tensor)
+    # What it makes of the inputs that are 1 one by one.
+    return layer(torch.eye(shape[1])).T
+
+
 def write_packed(model, directory: pathlib.Path, scheme: dict) -> None:
-    """AWQ or GPTQ."""
+    """AWQ, GPTQ or AutoRound."""
     model.save_pretrained(directory)
     file = directory / "model.safetensors"
     tensors = {}
-    is_awq = scheme["quant_method"] == "awq"
     for name, tensor in load_file(file).items():
         module = name.removesuffix(".weight")
         if module == name or tensor.dim() != 2 or "embed_tokens" in name or is_left(module, scheme):
@@ -110,18 +162,11 @@ def write_packed(model, directory: pathlib.Path, scheme: dict) -> None:
         scales, zeros = observed(grouped, scheme.get("sym", False))
         scales = scales.half()
         steps = tensor.float() / scales.float()[:, index]
-        found = (steps.round() + zeros[:, index]).clamp(0, 15).int()
-        tensors[f"{module}.scales"] = scales.T.contiguous()
-        if is_awq:
-            tensors[f"{module}.qweight"] = words(found.T, AWQ_ORDER)
-            tensors[f"{module}.qzeros"] = words(zeros.T, AWQ_ORDER)
-            continue
-        tensors[f"{module}.qweight"] = words(found, ORDER).T.contiguous()
-        qzeros = words(zeros.T, ORDER)
-        is_first = scheme.get("checkpoint_format", "gptq") == "gptq"
-        tensors[f"{module}.qzeros"] = qzeros - 0x11111111 if is_first else qzeros
-        if scheme["quant_method"] == "gptq":
-            tensors[f"{module}.g_idx"] = index.int()
+        found = (steps.round() + zeros[:, index]).clamp(0, 15) - zeros[:, index]
+        # Of these very numbers, so that the library rounds nothing.
+        weight = found * scales.float()[:, index]
+        for part, packed_tensor in packed(weight, scales, zeros, index, scheme).items():
+            tensors[f"{module}.{part}"] = packed_tensor
     save_file(tensors, file, {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}, indent=2) + "\n")
@@ -129,31 +174,23 @@ def write_packed(model, directory: pathlib.Path, scheme: dict) -> None:
 
 def dequantised(tensors: dict, scheme: dict) -> dict:
     """The weights that a checkpoint of four bits means, rounded to bfloat16 once; the others as they are."""
+    modules: dict[str, dict] = {}
     plain = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
-
-        def part(of: str) -> torch.Tensor:
-            return tensors[f"{module}.{of}"]
-
-        if kind == "weight_packed":
-            found, scales = codes(tensor, ORDER)[:, : part("weight_shape")[1]], part("weight_scale")
-            zeros = 8
-            if f"{module}.weight_zero_point" in tensors:
-                zeros = codes(part("weight_zero_point").T.contiguous(), ORDER).T[: len(scales)]
-        elif kind == "qweight" and scheme["quant_method"] == "awq":
-            found, scales = codes(tensor, AWQ_ORDER).T, part("scales").T
-            zeros = codes(part("qzeros"), AWQ_ORDER).T
-        elif kind == "qweight":
-            is_first = scheme.get("checkpoint_format", "gptq") == "gptq"
-            found, scales = codes(tensor.T.contiguous(), ORDER), part("scales").T
-            zeros = codes(part("qzeros") + (0x11111111 if is_first else 0), ORDER).T
+        if f"{module}.weight_packed" in tensors or f"{module}.qweight" in tensors:
+            modules.setdefault(module, {})[kind] = tensor
         else:
-            if not kind.startswith(("weight_", "qzeros", "scales", "g_idx")):
-                plain[name] = tensor
-            continue
-        groups = torch.arange(found.shape[1]) // (found.shape[1] // scales.shape[1])
-        index = tensors.get(f"{module}.g_idx", groups).long()
-        zeros = zeros[:, index] if isinstance(zeros, torch.Tensor) else zeros
-        plain[f"{module}.weight"] = ((found - zeros) * scales.float()[:, index]).bfloat16().contiguous()
+            plain[name] = tensor
+    for module, found in modules.items():
+        bias = found.pop("bias", None)
+        if bias is not None:
+            plain[f"{module}.bias"] = bias
+        if "weight_packed" in found:
+            group = QuantizationConfig(**scheme).config_groups["group_0"]
+            found["weight_scale"] = found["weight_scale"].float()
+            weight = BaseCompressor.get_value_from_registry("pack-quantized").decompress(found, group)["weight"]
+        else:
+            weight = unpacked(found, scheme)
+        plain[f"{module}.weight"] = weight.bfloat16().contiguous()
     return plain

@@ -57,6 +57,8 @@ SCHEMES = {
         weight_block_size=None,
         modules_to_not_convert=["model.vision_tower", "model.multi_modal_projector", "lm_head"],
     ),
+    # As AutoFP8 publishes them.
+    "llama-fp8-tensor": dict(quant_method="fp8", activation_scheme="dynamic", ignored_layers=["lm_head"]),
     "llama-fp8-channel": compressed(dict(strategy="channel"), TOKENS, ignore=["lm_head"]),
     "llama-fp8-block": compressed(BLOCKS, dict(strategy="group", group_size=BLOCK, dynamic=True), ignore=["re:.*lm_head"]),
     "qwen2-fp8-tensor": compressed(
@@ -106,19 +108,24 @@ def quantise(model, directory: pathlib.Path, scheme: dict) -> None:
 
 
 def write_fp8(model, directory: pathlib.Path, scheme: dict) -> None:
-    """As transformers' `FP8Linear` has it; quantising with transformers itself needs a GPU."""
+    """As transformers' `FP8Linear` and AutoFP8 have it; quantising with transformers itself needs a GPU."""
     model.save_pretrained(directory)
     file = directory / "model.safetensors"
     tensors = {}
     for name, tensor in load_file(file).items():
         module, _, kind = name.rpartition(".")
-        is_left = any(part in module for part in scheme["modules_to_not_convert"] + ["vision", "projector"])
+        left = scheme.get("modules_to_not_convert") or scheme["ignored_layers"]
+        is_left = any(part in module for part in left + ["vision", "projector"])
         if kind != "weight" or not module.endswith("_proj") or is_left:
             tensors[name] = tensor
-        elif scheme["weight_block_size"]:
+        elif scheme.get("weight_block_size"):
             scales = scales_of(tensor, BLOCK, BLOCK)
             tensors[f"{module}.weight_scale_inv"] = scales
             tensors[name] = (tensor.float() / spread(scales, tensor.shape)).clamp(-LARGEST, LARGEST).to(FP8)
+        elif scheme["activation_scheme"] == "dynamic":
+            scale = scales_of(tensor, *tensor.shape).reshape(())
+            tensors[f"{module}.weight_scale"] = scale
+            tensors[name] = (tensor.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
         else:
             scale = scales_of(tensor, *tensor.shape).reshape(()).bfloat16()
             tensors[f"{module}.weight_scale_inv"] = scale

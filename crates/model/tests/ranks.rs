@@ -79,12 +79,13 @@ fn on_ranks_of<T: Send>(
 }
 
 /// Models of an odd number of heads, and those with blocks of inputs that would be cut.
-const ALONE: [&str; 13] = [
+const ALONE: [&str; 14] = [
     "gpt-oss-mxfp4",
     "llama-auto-round",
     "llama-fp8-block",
     "phi3-longrope-short",
     "phi3-window",
+    "qwen2-auto-round-awq",
     "qwen2-int4-group-32",
     "qwen2-moe",
     "qwen3-gptq-order",

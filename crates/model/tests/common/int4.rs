@@ -18,7 +18,7 @@ pub fn dequantised(name: &str, stored: &Tensors) -> Tensors {
     let text = std::fs::read_to_string(golden_path(name).join("config.json")).unwrap();
     let config: Value = serde_json::from_str(&text).unwrap();
     let config = &config["quantization_config"];
-    let is_awq = config["quant_method"] == "awq";
+    let is_awq = config["quant_method"] == "awq" || config["packing_format"] == "auto_round:auto_awq";
     // Of an output, and of an input: which eighth of a word is its.
     let in_order = |at: usize| at % 8;
     let of_awq = |at: usize| [0, 4, 1, 5, 2, 6, 3, 7][at % 8];

@@ -27,7 +27,7 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 46] = [
+pub const MODELS: [&str; 49] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
@@ -40,6 +40,7 @@ pub const MODELS: [&str; 46] = [
     "llama-auto-round",
     "llama-fp8-block",
     "llama-fp8-channel",
+    "llama-fp8-tensor",
     "llama-gptq",
     "llama-int4-group-128",
     "llama-linear-rope",
@@ -55,6 +56,7 @@ pub const MODELS: [&str; 46] = [
     "phi3-longrope-short",
     "phi3-window",
     "qwen2",
+    "qwen2-auto-round-awq",
     "qwen2-fp8-tensor",
     "qwen2-int4-group-32",
     "qwen2-moe",
@@ -64,6 +66,7 @@ pub const MODELS: [&str; 46] = [
     "qwen3-f16",
     "qwen3-fp8-block",
     "qwen3-gptq-order",
+    "qwen3-int4-group-128",
     "qwen3-moe",
     "qwen3-moe-awq",
     "qwen3-moe-fp8-block",

@@ -11,7 +11,7 @@ use plimsoll_model::{LoadFormat, LoadOptions};
 use crate::common::{Oracle, golden_path, state_config};
 
 /// The tiny models whose heads have a size that the kernels know.
-pub(crate) const MODELS: [&str; 32] = [
+pub(crate) const MODELS: [&str; 35] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
@@ -21,6 +21,7 @@ pub(crate) const MODELS: [&str; 32] = [
     "llama-auto-round",
     "llama-fp8-block",
     "llama-fp8-channel",
+    "llama-fp8-tensor",
     "llama-gptq",
     "llama-int4-group-128",
     "llama3-tied-bf16",
@@ -33,6 +34,7 @@ pub(crate) const MODELS: [&str; 32] = [
     "phi3-longrope-short",
     "phi3-window",
     "qwen2",
+    "qwen2-auto-round-awq",
     "qwen2-fp8-tensor",
     "qwen2-int4-group-32",
     "qwen2-window",
@@ -40,6 +42,7 @@ pub(crate) const MODELS: [&str; 32] = [
     "qwen3-f16",
     "qwen3-fp8-block",
     "qwen3-gptq-order",
+    "qwen3-int4-group-128",
     "qwen3-sharded",
     "qwen3-vl",
     "qwen3_5-vision",
