@@ -21,6 +21,19 @@ pub struct SmolCase {
     pub greedy: Vec<TokenId>,
     /// Lead of each greedy token over the second best.
     pub leads: Vec<f32>,
+    /// KL divergence from the model in bfloat16 behind each token of prompt and answer, in nats; of quantised models.
+    #[serde(default)]
+    pub divergence: Vec<f64>,
+    /// The same with inputs of layers in eight bits rounded to these too, as GPUs round them.
+    #[serde(default)]
+    pub divergence_of_rounded_inputs: Vec<f64>,
+}
+
+impl SmolCase {
+    /// The prompt and all of the answer but its last token, which nothing follows.
+    pub fn read_text(&self) -> Vec<TokenId> {
+        [self.prompt.as_slice(), &self.greedy[..self.greedy.len() - 1]].concat()
+    }
 }
 
 pub fn cases() -> Vec<SmolCase> {
