@@ -406,6 +406,7 @@ struct Consumer {
             if (rank < c.top_k) {
                 shared.slots[rank] = {c.gate_up.of(expert), c.down.of(expert), c.activated + rank * c.inner, from_key(key), expert};
                 barrier_arrive(&shared.routed);
+                if (blockIdx.x == 0 && c.loads != nullptr) atomicAdd(c.loads + expert, 1u);
             }
         }
         sync();
@@ -555,8 +556,8 @@ __device__ __forceinline__ void run(const MoeChain&) {}
 extern "C" __global__ void __launch_bounds__(kChainThreads, 1)
     moe_chain(const bf16* x, const uint8_t* output, const float* output_scales, int output_stride, const bf16* output_bias, bf16* hidden,
               const float* norm, float eps, const bf16* router_weight, const bf16* router_bias, int of_all, float scale,
-              const float* expert_scales, float* logits, const uint8_t* gate_up, const float* gate_up_scales, int gate_up_stride,
-              uint64_t next_gate_up, const uint8_t* down, const float* down_scales, int down_stride, uint64_t next_down,
+              const float* expert_scales, float* logits, unsigned* loads, const uint8_t* gate_up, const float* gate_up_scales,
+              int gate_up_stride, uint64_t next_gate_up, const uint8_t* down, const float* down_scales, int down_stride, uint64_t next_down,
               const uint8_t* shared_gate_up, const float* shared_gate_up_scales, const uint8_t* shared_down, const float* shared_down_scales,
               const bf16* shared_gate, float* shared_logit, bf16* activated, bf16* shared_activated, const float* next_norm, float next_eps,
               const uint8_t* next, const float* next_scales, int next_stride, const bf16* next_bias, bf16* out, Exchange* exchange,
@@ -570,6 +571,7 @@ extern "C" __global__ void __launch_bounds__(kChainThreads, 1)
          router_weight,
          {router_bias, of_all != 0, scale, expert_scales},
          logits,
+         loads,
          {{gate_up, gate_up_scales, gate_up_stride}, next_gate_up},
          {{down, down_scales, down_stride}, next_down},
          {shared_gate_up, shared_gate_up_scales, gate_up_stride},

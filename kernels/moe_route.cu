@@ -39,25 +39,33 @@ constexpr int kFewThreads = 1024;
 
 }  // namespace
 
-// The experts of many rows: a warp a row. `finished` becomes 0.
+// The experts of many rows: a warp a row. `finished` becomes 0. As moe_group adds all rows to the loads, those of padding are taken away.
 extern "C" __global__ void __launch_bounds__(kRouteWarps* kWarp)
     moe_route(const float* logits, const bf16* bias, uint16_t* chosen, float* weights, int* places, int* sources, Tile* tiles,
-              int rows, int experts, int top_k, int tile, int of_all, float scale, const float* scales, int* finished) {
-    const Routes r{chosen, weights, places, sources, tiles, rows, experts, top_k, tile};
+              unsigned* loads, const int* loaded_rows, int rows, int experts, int top_k, int tile, int of_all, float scale,
+              const float* scales, int* finished) {
+    const Routes r{chosen, weights, places, sources, tiles, {loads, loaded_rows}, rows, experts, top_k, tile};
     const Router router{bias, of_all != 0, scale, scales};
     pdl_launch();
     pdl_wait();
     if (blockIdx.x == 0 && threadIdx.x == 0) *finished = 0;
     const int row = blockIdx.x * kRouteWarps + threadIdx.x / kWarp;
-    if (row < rows) route_row(logits, router, r, row, chosen + size_t(row) * top_k);
+    if (row >= rows) return;
+    const bool is_padding = loads != nullptr && row >= *loaded_rows;
+    uint16_t* const own = chosen + size_t(row) * top_k;
+    route_row(logits, router, r, row, own);
+    if (!is_padding) return;
+    __syncwarp();
+    const int lane = threadIdx.x % kWarp;
+    if (lane < top_k) atomicSub(loads + own[lane], 1u);
 }
 
 // Groups the routes of many rows: a block an expert. Each reads all routes, and the last to have counted its own lists all tiles.
 // `counts` are those of experts, and `finished` is how many are known.
 extern "C" __global__ void __launch_bounds__(kGroupThreads)
-    moe_group(uint16_t* chosen, int* places, int* sources, Tile* tiles, int* counts, int* finished, int rows, int experts, int top_k,
-              int tile) {
-    const Routes r{chosen, nullptr, places, sources, tiles, rows, experts, top_k, tile};
+    moe_group(uint16_t* chosen, int* places, int* sources, Tile* tiles, unsigned* loads, int* counts, int* finished, int rows,
+              int experts, int top_k, int tile) {
+    const Routes r{chosen, nullptr, places, sources, tiles, {}, rows, experts, top_k, tile};
     constexpr int kWarps = kGroupThreads / kWarp, kStep = 8 * kWarp;
     __shared__ int partial[4][kWarp];
     __shared__ bool is_last;
@@ -89,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(kGroupThreads)
         counts[expert] = total;
         __threadfence();
         others = atomicAdd(finished, 1);
+        if (loads != nullptr) atomicAdd(loads + expert, unsigned(total));
     }
     for (int i = begin; i < end; i += kStep) {
         const Eight eight(chosen + i + lane * 8, end - i - lane * 8);
@@ -119,13 +128,16 @@ extern "C" __global__ void __launch_bounds__(kGroupThreads)
 // Both for few rows, by one block.
 extern "C" __global__ void __launch_bounds__(kFewThreads)
     moe_route_few(const float* logits, const bf16* bias, uint16_t* chosen, float* weights, int* places, int* sources, Tile* tiles,
-                  int rows, int experts, int top_k, int tile, int of_all, float scale, const float* scales) {
-    const Routes r{chosen, weights, places, sources, tiles, rows, experts, top_k, tile};
+                  unsigned* loads, const int* loaded_rows, int rows, int experts, int top_k, int tile, int of_all, float scale,
+                  const float* scales) {
+    const Routes r{chosen, weights, places, sources, tiles, {loads, loaded_rows}, rows, experts, top_k, tile};
     const Router router{bias, of_all != 0, scale, scales};
     __shared__ FewRoutes<uint16_t, kFewThreads> few;
     few.counts[threadIdx.x] = 0;
     pdl_launch();
     pdl_wait();
+    // By a warp that has few rows, if any.
+    if (threadIdx.x == kFewThreads - 1) few.set_loaded(r);
     for (int row = threadIdx.x / kWarp; row < rows; row += kFewThreads / kWarp) route_row(logits, router, r, row, few.chosen + row * top_k);
     __syncthreads();
     few.group(r, 0, 1);

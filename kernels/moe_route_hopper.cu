@@ -122,6 +122,7 @@ __device__ __forceinline__ void route(const Product& p, const Router& router, co
         }
     }
     commit_async();
+    if (threadIdx.x == kThreads - 1) shared.routes.set_loaded(r);
     wait_async<0>();
     __syncthreads();
 
@@ -205,10 +206,10 @@ __device__ __forceinline__ void route(const Product&, const Router&, const Route
 #define MOE_ROUTE_HOPPER(UNITS)                                                                                                     \
     extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                                       \
         moe_route_hopper_##UNITS(const bf16* x, const bf16* weight, const bf16* bias, float* weights, int* places, int* sources,    \
-                                 Tile* tiles, int rows, int experts, int top_k, int tile, int k, int of_all, float scale,           \
-                                 const float* scales) {                                                                             \
+                                 Tile* tiles, unsigned* loads, const int* loaded_rows, int rows, int experts, int top_k, int tile,  \
+                                 int k, int of_all, float scale, const float* scales) {                                             \
         route<UNITS>({x, weight, k}, {bias, of_all != 0, scale, scales},                                                            \
-                     {nullptr, weights, places, sources, tiles, rows, experts, top_k, tile});                                       \
+                     {nullptr, weights, places, sources, tiles, {loads, loaded_rows}, rows, experts, top_k, tile});                 \
     }
 
 MOE_ROUTE_HOPPER(1)

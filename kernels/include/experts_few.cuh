@@ -12,6 +12,7 @@ struct Route {
     int* places;
     int* sources;
     Tile* tiles;
+    unsigned* loads;  // see Loads: one row is no padding
 };
 
 // Run::of_tile<kTokenTiles, kOneRow>(problem, tile, shared) multiplies up to 8 * kTokenTiles rows of x, which may be the only one.
@@ -47,6 +48,7 @@ __device__ __forceinline__ void few_product_of_one(const Problem& p, const Route
         route.weights[i] = weights[i];
         route.places[i] = route.sources[i] = i;
         route.tiles[1 + i] = {chosen[i], i, 1, 0};
+        if (route.loads != nullptr) atomicAdd(route.loads + chosen[i], 1u);
         if (i == 0) route.tiles[0] = {0, 0, p.top_k, 0};
     }
     __syncthreads();
@@ -58,10 +60,10 @@ __device__ __forceinline__ void few_product_of_one(const Problem& p, const Route
     EXPERT_PRODUCT(NAME, THREADS, BLOCKS, few_product<RUN>)                                                                      \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                                \
         NAME##_one(const float* logits, const bf16* router_bias, int of_all, float scale, const float* expert_scales,            \
-                   int experts, float* weights, int* places, int* sources, Tile* tiles, const bf16* x, const uint8_t* weight,    \
-                   const bf16* bias, const float* scales, bf16* out, uint64_t stride, int n, int k, int pitch, int top_k,        \
-                   int kind, int scale_stride) {                                                                                 \
+                   int experts, float* weights, int* places, int* sources, Tile* tiles, unsigned* loads, const bf16* x,          \
+                   const uint8_t* weight, const bf16* bias, const float* scales, bf16* out, uint64_t stride, int n, int k,       \
+                   int pitch, int top_k, int kind, int scale_stride) {                                                           \
         few_product_of_one<RUN>(                                                                                                 \
             {x, weight, bias, scales, out, nullptr, nullptr, stride, n, k, pitch, top_k, kind, scale_stride},                    \
-            {logits, {router_bias, of_all != 0, scale, expert_scales}, experts, weights, places, sources, tiles});               \
+            {logits, {router_bias, of_all != 0, scale, expert_scales}, experts, weights, places, sources, tiles, loads});        \
     }

@@ -10,6 +10,7 @@ struct Routes {
     int* places;       // [rows, top_k]
     int* sources;      // [rows * top_k]: the route at each place
     Tile* tiles;
+    Loads loads;
     int rows, experts, top_k, tile;
 };
 
@@ -55,12 +56,19 @@ struct FewRoutes {
     int counts[kThreads];  // of experts
     int before[kThreads];  // routes and tiles before each expert's, in the halves of a word
     int partial[kWarp];
+    int loaded;  // routes that are counted among loads
+
+    // By one thread, before the others of the block begin to group.
+    __device__ __forceinline__ void set_loaded(const Routes& r) { loaded = r.loads.counts == nullptr ? 0 : *r.loads.rows * r.top_k; }
 
     // By all threads of a block, who know what was chosen, and that counts are 0. Of several blocks, each writes what belongs to experts
-    // `part`, `part + parts`, ...
+    // `part`, `part + parts`, ...; the first also adds to the loads.
     __device__ __forceinline__ void group(const Routes& r, int part, int parts) {
         const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, routes = r.rows * r.top_k;
-        if (int(threadIdx.x) < routes) atomicAdd(&counts[chosen[threadIdx.x]], 1);
+        if (int(threadIdx.x) < routes) {
+            atomicAdd(&counts[chosen[threadIdx.x]], 1);
+            if (part == 0 && int(threadIdx.x) < loaded) atomicAdd(r.loads.counts + chosen[threadIdx.x], 1u);
+        }
         __syncthreads();
         const int own = counts[threadIdx.x];
         int all = 0;

@@ -55,6 +55,7 @@ struct MoeChain {
     const bf16* router_weight;  // [experts, width]
     Router router;
     float* logits;                 // [experts]
+    unsigned* loads;               // [experts]: see Loads; or null
     Matrices gate_up, down;        // [2 inner, width], [width, inner]
     Matrix shared_gate_up, shared_down;  // of the expert that every row goes to; null for none
     const bf16* shared_gate;       // [width]

@@ -10,6 +10,12 @@ struct __align__(16) Tile {
     int expert, first, count, unused;
 };
 
+// Where it is counted how many rows go to each expert.
+struct Loads {
+    unsigned* counts;  // [experts], or null
+    const int* rows;   // how many rows count: those behind them are padding
+};
+
 // From logits to weights.
 struct Router {
     const bf16* bias;     // added to logits, or null

@@ -7,8 +7,9 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
-    EXPERT_TILES, Fp8Scaling, FusedKernels, GpuExpertOutputs, GpuExperts, GpuFp8Rows, GpuLinear, GpuMatrix,
-    GpuRouter, GpuRoutes, GpuRows, GpuWeight, Int4Group, MoeKernels, expert_int4_pitch, mxfp4_pitch,
+    EXPERT_TILES, Fp8Scaling, FusedKernels, GpuExpertLoads, GpuExpertOutputs, GpuExperts, GpuFp8Rows,
+    GpuLinear, GpuMatrix, GpuRouter, GpuRoutes, GpuRows, GpuWeight, Int4Group, MoeKernels, expert_int4_pitch,
+    mxfp4_pitch,
 };
 use plimsoll_kernels::{Activation, ExpertActivation, Route, Router, RouterSoftmax, route};
 use rand::rngs::StdRng;
@@ -179,6 +180,8 @@ pub(crate) fn alloc(gpu: &Gpu, bytes: usize) -> GpuSlab {
 struct Step {
     logits: GpuSlab,
     room: GpuSlab,
+    /// Rows counted by expert; then how many there are.
+    loads: GpuSlab,
     /// Experts to which any row goes.
     hit: usize,
 }
@@ -205,7 +208,11 @@ impl Step {
             &mut routes,
         );
         let tiles = GpuRoutes::tile_list(routes.len(), model.experts);
+        let loads = alloc(gpu, 4 * (model.experts + 1));
+        let real_rows = loads.slice().range(model.experts..model.experts + 1);
+        gpu.upload(&[rows as i32], real_rows).expect("a copy");
         Self {
+            loads,
             logits: slab,
             room: alloc(gpu, 16 * routes.len().next_multiple_of(64) + 4 * tiles),
             hit: routes.chunk_by(|a, b| a.expert == b.expert).count(),
@@ -226,6 +233,10 @@ impl Step {
             top_k: model.top_k,
             experts: model.experts,
             tile,
+            loads: Some(GpuExpertLoads {
+                counts: self.loads.slice().range(0..model.experts),
+                rows: self.loads.slice().range(model.experts..model.experts + 1),
+            }),
         }
     }
 }

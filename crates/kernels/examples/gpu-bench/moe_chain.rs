@@ -98,7 +98,7 @@ pub(crate) fn bench(gpu: &Gpu) {
             rows(top_k * inner, 3),
             rows(NEXT, 4),
         );
-        let (ones, logits) = (alloc(gpu, 4 * hidden), alloc(gpu, 4 * experts));
+        let [ones, logits, loads] = [hidden, experts, experts].map(|len| alloc(gpu, 4 * len));
         gpu.upload(&vec![1.0_f32; hidden], ones.slice::<f32>().range(0..hidden))
             .expect("a copy");
         let norm = GpuNorm {
@@ -116,6 +116,7 @@ pub(crate) fn bench(gpu: &Gpu) {
                     norm,
                     router: GpuRouter::plain(None, RouterSoftmax::Chosen),
                     logits: logits.slice().range(0..experts),
+                    loads: Some(loads.slice().range(0..experts)),
                     activation: ExpertActivation::Glu(Activation::Silu),
                     activated: activated.slice().range(0..top_k * inner),
                     shared: None,

@@ -23,7 +23,7 @@ use crate::{Activation, ExpertActivation, RouterSoftmax};
 use chain::MoeChainKernel;
 pub use chain::{GpuMoeChain, MoeChainLayers, SharedExpertLayers};
 use fused_router::FusedRouter;
-pub use operands::{GpuExpertOutputs, GpuExperts, GpuRouter, GpuRoutes};
+pub use operands::{GpuExpertLoads, GpuExpertOutputs, GpuExperts, GpuRouter, GpuRoutes};
 use products::{Format, Products};
 use stream::StreamKernel;
 
@@ -150,6 +150,7 @@ impl MoeKernels {
         if rows == 0 {
             return Ok(());
         }
+        let [loads, loaded_rows] = routes.load_args();
         let mut args = vec![
             logits.into(),
             router.bias.map_or(0, |bias| bias.ptr()).into(),
@@ -158,6 +159,8 @@ impl MoeKernels {
             routes.places.into(),
             routes.sources.into(),
             routes.tiles.into(),
+            loads,
+            loaded_rows,
             int(rows),
             int(experts),
             int(top_k),
@@ -179,6 +182,7 @@ impl MoeKernels {
             routes.places.into(),
             routes.sources.into(),
             routes.tiles.into(),
+            loads,
             counts.into(),
             finished.into(),
             int(rows),
@@ -230,6 +234,7 @@ impl MoeKernels {
             x.ptr().is_multiple_of(16) && weight.ptr().is_multiple_of(16),
             "rows at multiples of 16 bytes"
         );
+        let [loads, loaded_rows] = routes.load_args();
         let args = [
             x.into(),
             weight.into(),
@@ -238,6 +243,8 @@ impl MoeKernels {
             routes.places.into(),
             routes.sources.into(),
             routes.tiles.into(),
+            loads,
+            loaded_rows,
             int(routes.rows),
             int(routes.experts),
             int(routes.top_k),
@@ -407,6 +414,7 @@ impl MoeKernels {
         match (logits, &product.of_one) {
             (Some((logits, router)), Some(of_one)) => {
                 router.check(logits, routes);
+                let [loads, _] = routes.load_args();
                 let route = [
                     logits.into(),
                     router.bias.map_or(0, |bias| bias.ptr()).into(),
@@ -418,6 +426,7 @@ impl MoeKernels {
                     routes.places.into(),
                     routes.sources.into(),
                     routes.tiles.into(),
+                    loads,
                 ];
                 self.launch(of_one, launch, &[&route[..], &operands, &sizes].concat())
             }

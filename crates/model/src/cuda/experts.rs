@@ -160,6 +160,7 @@ impl<'a> ExpertSlices<'a> {
             top_k: spec.top_k,
             experts: spec.experts,
             tile,
+            loads: None,
         }
     }
 

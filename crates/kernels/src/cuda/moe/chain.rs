@@ -66,6 +66,8 @@ pub struct GpuMoeChain<'a> {
     pub router: GpuRouter<'a>,
     /// Takes the router's, `[experts]`.
     pub logits: GpuSlice<'a, f32>,
+    /// Counts of rows that went to each expert, `[experts]`, if they are counted: see [`GpuExpertLoads`](super::GpuExpertLoads).
+    pub loads: Option<GpuSlice<'a, u32>>,
     /// Of the gates of all experts.
     pub activation: ExpertActivation,
     /// Takes `activation(gate) * up` of the row's experts, those of the largest logits first: `[top_k, inner]`.
@@ -206,6 +208,7 @@ impl MoeKernels {
             norm,
             router,
             logits,
+            loads,
             activation,
             activated,
             shared,
@@ -223,6 +226,10 @@ impl MoeKernels {
             "one row"
         );
         router.check_experts(experts);
+        assert!(
+            loads.is_none_or(|loads| loads.len() == experts),
+            "a count for each expert"
+        );
         let shared = match (layers.shared, shared) {
             (None, None) => None,
             (Some(layers), Some((activated, logit))) => {
@@ -273,6 +280,7 @@ impl MoeKernels {
                 router.scale.into(),
                 address_of(router.expert_scale),
                 logits.into(),
+                loads.map_or_else(null, Into::into),
             ],
             &chain::matrix_args(gate_up.first()),
             &[(gate_up.stride() as u64).into()],

@@ -1,7 +1,7 @@
 //! What the kernels of experts take.
 
 use half::bf16;
-use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice, Matrices, TensorMap};
+use plimsoll_device::cuda::{Arg, Gpu, GpuError, GpuSlice, Matrices, TensorMap};
 
 use super::products::Format;
 use super::{EXPERT_TILES, MOST_EXPERTS, MOST_ROUTES, VEC};
@@ -221,6 +221,17 @@ pub struct GpuRoutes<'a> {
     pub experts: usize,
     /// Rows of a tile, as [`MoeKernels::tile`](super::MoeKernels::tile) says, or another one of [`EXPERT_TILES`].
     pub tile: usize,
+    /// Where it is counted how many rows go to each expert, if it is.
+    pub loads: Option<GpuExpertLoads<'a>>,
+}
+
+/// How many rows went to each expert of a layer, counted by the kernels that send them there.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuExpertLoads<'a> {
+    /// `[experts]`: what a step adds to, modulo 2^32.
+    pub counts: GpuSlice<'a, u32>,
+    /// `[1]`: how many rows count. Those behind them are padding, which a step of one row never is.
+    pub rows: GpuSlice<'a, i32>,
 }
 
 impl GpuRoutes<'_> {
@@ -236,6 +247,14 @@ impl GpuRoutes<'_> {
             self.tiles.range(end - 1 - self.experts..end - 1),
             self.tiles.range(end - 1..end),
         ]
+    }
+
+    /// `Loads` of `kernels/include/route.cuh`.
+    pub(super) fn load_args(&self) -> [Arg; 2] {
+        match &self.loads {
+            None => [0_u64.into(), 0_u64.into()],
+            Some(loads) => [loads.counts.into(), loads.rows.into()],
+        }
     }
 
     /// Tiles that there may be.
@@ -273,6 +292,10 @@ impl GpuRoutes<'_> {
                 && self.sources.len() == routes
                 && self.tiles.len() == Self::tile_list(routes, experts),
             "{routes} routes"
+        );
+        assert!(
+            (self.loads.as_ref()).is_none_or(|loads| (loads.counts.len(), loads.rows.len()) == (experts, 1)),
+            "a count for each expert"
         );
         assert!(
             self.chosen.ptr().is_multiple_of(16) && self.tiles.ptr().is_multiple_of(16),

@@ -13,7 +13,7 @@ use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 
-use super::weights::{Experts, Format};
+use super::weights::{Experts, Format, Table};
 use super::{ACTIVATIONS, activate};
 use crate::chain::{EPS, TOLERANCE, add, normalise};
 use crate::common::{self, wide};
@@ -43,27 +43,6 @@ struct Shared {
     gate: Table,
 }
 
-/// Rows of weights in bf16, without a bias.
-struct Table {
-    device: GpuLinear,
-    wide: Vec<f64>,
-}
-
-impl Table {
-    /// Of which the outputs of normal inputs are of this size.
-    fn random(gpu: &Gpu, rng: &mut StdRng, [n, k]: [usize; 2], size: f32) -> Self {
-        let scale = size * (3.0 / k as f32).sqrt();
-        let values: Vec<bf16> = (0..n * k)
-            .map(|_| bf16::from_f32(rng.random_range(-1.0..1.0) * scale))
-            .collect();
-        Self::new(gpu, &values, k)
-    }
-
-    fn product(&self, x: &[f64]) -> Vec<f64> {
-        common::product(x, &self.wide, x.len(), None)
-    }
-}
-
 struct Case {
     size: Size,
     x: Vec<bf16>,
@@ -84,6 +63,7 @@ struct Case {
 #[derive(Debug, PartialEq)]
 struct Outputs {
     logits: Vec<f32>,
+    loads: Vec<u32>,
     shared_logit: Vec<f32>,
     activated: Vec<bf16>,
     shared_activated: Vec<bf16>,
@@ -98,6 +78,7 @@ struct Memory {
     norms: [GpuSlab; 2],
     router_bias: GpuSlab,
     logits: GpuSlab,
+    loads: GpuSlab,
     shared_logit: GpuSlab,
     activated: GpuSlab,
     shared_activated: GpuSlab,
@@ -121,6 +102,7 @@ impl Memory {
             norms: case.norms.each_ref().map(|norm| common::upload(gpu, norm)),
             router_bias: common::upload(gpu, case.router_bias.as_deref().unwrap_or_default()),
             logits: floats(experts),
+            loads: common::upload(gpu, &vec![0_u32; experts]),
             shared_logit: floats(1),
             activated: poisoned(top_k * inner),
             shared_activated: poisoned(inner),
@@ -158,6 +140,7 @@ impl Memory {
                 norm,
                 router: GpuRouter::plain(router_bias, case.softmax),
                 logits: self.logits.slice().range(0..experts),
+                loads: Some(self.loads.slice().range(0..experts)),
                 activation: case.activation,
                 activated: self.activated.slice().range(0..top_k * inner),
                 shared,
@@ -183,6 +166,7 @@ impl Memory {
         let shared = usize::from(shared);
         Outputs {
             logits: unguarded(gpu, &self.logits, experts, f32::is_nan),
+            loads: common::download(gpu, &self.loads, experts),
             shared_logit: unguarded(gpu, &self.shared_logit, shared, f32::is_nan),
             activated: unguarded(gpu, &self.activated, top_k * inner, bf16::is_nan),
             shared_activated: unguarded(gpu, &self.shared_activated, shared * inner, bf16::is_nan),
@@ -289,6 +273,10 @@ impl Case {
     /// What experts make of the row, those of `routes` and that of all rows, and what they add to the residual stream.
     fn check_experts(&self, found: &Outputs, normed: &[f64], routes: &[Route]) -> Vec<f64> {
         let inner = self.size.inner;
+        let experts = self.size.experts;
+        let is_chosen = |expert: usize| routes.iter().any(|route| route.expert as usize == expert);
+        let loads: Vec<u32> = (0..experts).map(|expert| is_chosen(expert).into()).collect();
+        assert_eq!(found.loads, loads, "{:?}: rows of experts", self.size);
         let activated = |gate_up: Vec<f64>| {
             let (gate, up) = gate_up.split_at(inner);
             let both = gate.iter().zip(up);

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::{
-    EXPERT_TILES, GpuLinear, GpuMatrix, GpuRouter, GpuRoutes, GpuWeight, MoeKernels, has_hopper_kernels,
+    EXPERT_TILES, GpuExpertLoads, GpuLinear, GpuMatrix, GpuRouter, GpuRoutes, GpuWeight, MoeKernels,
+    has_hopper_kernels,
 };
 use plimsoll_kernels::{Activation, ExpertActivation, Route, Router, RouterSoftmax, route};
 use rand::Rng;
@@ -17,9 +18,16 @@ use crate::common;
 
 const SOFTMAXES: [RouterSoftmax; 2] = [RouterSoftmax::All, RouterSoftmax::Chosen];
 
+/// What was counted of each expert before.
+const LOAD_BEFORE: u32 = u32::MAX - 2;
+
 /// Memory of the routes of a step, one piece.
 pub(super) struct Room {
     slab: GpuSlab,
+    /// Counts of rows of each expert.
+    loads: GpuSlab,
+    /// The rows that count, the others are padding; also in device memory.
+    real_rows: (usize, GpuSlab),
     rows: usize,
     top_k: usize,
     experts: usize,
@@ -31,6 +39,8 @@ impl Room {
     pub(super) fn new(gpu: &Gpu, rows: usize, top_k: usize, experts: usize, tile: usize) -> Self {
         let this = Self {
             slab: common::poisoned::<u8>(gpu, 0),
+            loads: common::upload(gpu, &vec![LOAD_BEFORE; experts]),
+            real_rows: (rows, common::upload(gpu, &[rows as i32])),
             rows,
             top_k,
             experts,
@@ -41,6 +51,18 @@ impl Room {
             slab: common::poisoned::<u8>(gpu, bytes),
             ..this
         }
+    }
+
+    /// Only the first rows are not padding.
+    fn of_real_rows(self, gpu: &Gpu, rows: usize) -> Self {
+        Self {
+            real_rows: (rows, common::upload(gpu, &[rows as i32])),
+            ..self
+        }
+    }
+
+    fn loads(&self, gpu: &Gpu) -> Vec<u32> {
+        common::download(gpu, &self.loads, self.experts)
     }
 
     /// Where each part ends.
@@ -71,6 +93,10 @@ impl Room {
             top_k: self.top_k,
             experts: self.experts,
             tile: self.tile,
+            loads: Some(GpuExpertLoads {
+                counts: self.loads.slice().range(0..self.experts),
+                rows: self.real_rows.1.slice().range(0..1),
+            }),
         }
     }
 }
@@ -185,7 +211,7 @@ impl RandomRouter {
     }
 }
 
-/// Places are as expected, and tiles are the places of each expert, in order, and none is empty.
+/// Places are as expected, rows that are no padding are counted, and tiles are the places of each expert, in order, and none is empty.
 fn compare(gpu: &Gpu, room: &Room, expected: &[Route], what: &str) {
     let (found, tiles) = found_routes(gpu, room, &room.routes());
     for (place, (found, want)) in found.iter().zip(expected).enumerate() {
@@ -212,6 +238,13 @@ fn compare(gpu: &Gpu, room: &Room, expected: &[Route], what: &str) {
         );
     }
     assert_eq!(next as usize, expected.len(), "{what}");
+    let mut loads = vec![LOAD_BEFORE; room.experts];
+    let (real_rows, _) = room.real_rows;
+    for route in expected.iter().filter(|route| (route.row as usize) < real_rows) {
+        let load = &mut loads[route.expert as usize];
+        *load = load.wrapping_add(1);
+    }
+    assert_eq!(room.loads(gpu), loads, "{what}, {real_rows} real rows");
 }
 
 #[test]
@@ -249,7 +282,8 @@ fn rows_go_where_a_cpu_sends_them() {
                 router.what()
             );
             let device = common::upload(&gpu, &logits);
-            let room = Room::new(&gpu, rows, top_k, experts, tile);
+            let real_rows = rng.random_range(0..=rows);
+            let room = Room::new(&gpu, rows, top_k, experts, tile).of_real_rows(&gpu, real_rows);
             let logits_slice = device.slice().range(0..logits.len());
             kernels
                 .route(logits_slice, router.on_gpu(), &room.routes())
@@ -297,7 +331,9 @@ fn few_rows_go_where_a_cpu_sends_them_by_its_own_product() {
 
             let device = common::upload(&gpu, &x);
             let linear = linear(&gpu, &weight, experts);
-            let room = Room::new(&gpu, rows, top_k, experts, tile);
+            // Fewer rows than the step has tokens too: those of a last layer.
+            let real_rows = rng.random_range(0..=rows + 1);
+            let room = Room::new(&gpu, rows, top_k, experts, tile).of_real_rows(&gpu, real_rows);
             let fuses = kernels.fuses_router(&linear, &room.routes());
             assert_eq!(fuses, has_hopper_kernels(&gpu), "{what}");
             if !fuses {
@@ -432,6 +468,7 @@ fn one_row_goes_where_it_goes_among_others() {
                     (
                         weights,
                         tiles,
+                        room.loads(&gpu),
                         common::download::<u16>(&gpu, &slab, top_k * inner),
                     )
                 });

@@ -47,6 +47,37 @@ impl Format {
     }
 }
 
+/// Rows of weights in bf16, without a bias.
+pub(super) struct Table {
+    pub(super) device: GpuLinear,
+    wide: Vec<f64>,
+}
+
+impl Table {
+    /// Of which the outputs of normal inputs are of this size.
+    pub(super) fn random(gpu: &Gpu, rng: &mut StdRng, [n, k]: [usize; 2], size: f32) -> Self {
+        let scale = size * (3.0 / k as f32).sqrt();
+        let values: Vec<bf16> = (0..n * k)
+            .map(|_| bf16::from_f32(rng.random_range(-1.0..1.0) * scale))
+            .collect();
+        Self::new(gpu, &values, k)
+    }
+
+    /// Of rows of `k` values.
+    pub(super) fn new(gpu: &Gpu, values: &[bf16], k: usize) -> Self {
+        let slab = Arc::new(common::upload(gpu, values));
+        let matrix = GpuMatrix::Bf16(GpuWeight::new(&slab, 0..values.len()));
+        Self {
+            device: GpuLinear::new(matrix, None, values.len() / k, k),
+            wide: common::wide(values),
+        }
+    }
+
+    pub(super) fn product(&self, x: &[f64]) -> Vec<f64> {
+        common::product(x, &self.wide, x.len(), None)
+    }
+}
+
 /// Matrices of experts, `[n, k]` each.
 #[derive(Clone)]
 pub(super) struct Experts {

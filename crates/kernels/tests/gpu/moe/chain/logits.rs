@@ -1,16 +1,14 @@
 //! Where a layer in one launch sends a row whose logits are equal, infinite or no numbers.
 
-use std::sync::Arc;
-
 use half::bf16;
 use plimsoll_device::cuda::Gpu;
-use plimsoll_kernels::cuda::{GpuLinear, GpuMatrix, GpuWeight, MoeKernels, has_hopper_kernels};
+use plimsoll_kernels::cuda::{MoeKernels, has_hopper_kernels};
 use plimsoll_kernels::{Route, Router, RouterSoftmax, route};
 use rand::Rng;
 use rand::rngs::StdRng;
 
 use super::{ACTIVATIONS, BF16, Case, Format, Outputs, Size, Table};
-use crate::common::{self, wide};
+use crate::common;
 
 const SMALL: Size = Size {
     attended: 128,
@@ -76,18 +74,6 @@ impl Case {
         self.check_experts(found, &normed, &routes);
         assert!(found.hidden.iter().all(|x| x.is_nan()), "{:?}", self.size);
         assert!(found.out.iter().all(|x| x.is_nan()), "{:?}", self.size);
-    }
-}
-
-impl Table {
-    /// Of `k` inputs.
-    pub(super) fn new(gpu: &Gpu, values: &[bf16], k: usize) -> Self {
-        let slab = Arc::new(common::upload(gpu, values));
-        let matrix = GpuMatrix::Bf16(GpuWeight::new(&slab, 0..values.len()));
-        Self {
-            device: GpuLinear::new(matrix, None, values.len() / k, k),
-            wide: wide(values),
-        }
     }
 }
 
