@@ -52,7 +52,7 @@ impl ExpertLoads {
         }
     }
 
-    /// Counts what a step gave to experts of `layer`: pairs of an expert and a number of tokens.
+    /// Counts what steps gave to experts of `layer`: pairs of an expert and a number of tokens.
     ///
     /// # Panics
     /// If the layer has no experts, or not this one.
@@ -63,7 +63,7 @@ impl ExpertLoads {
             counts.rows[expert] += tokens as u64;
             counts.sum += tokens as u64;
         }
-        if counts.sum >= Self::HALVED_AT * layer.top_k as u64 {
+        while counts.sum >= Self::HALVED_AT * layer.top_k as u64 {
             counts.rows.iter_mut().for_each(|rows| *rows /= 2);
             counts.sum = counts.rows.iter().sum();
         }
@@ -76,6 +76,12 @@ impl ExpertLoads {
             counts.rows.fill(0);
             counts.sum = 0;
         }
+    }
+
+    /// Tokens counted for each expert of a layer, halved as they were; `None` if it has no experts.
+    pub fn counts(&self, layer: usize) -> Option<Vec<u64>> {
+        let layer = self.layers.get(layer)?.as_ref()?;
+        Some(layer.lock().rows.to_vec())
     }
 
     /// How tokens are spread over the experts of each layer that has counted any, in order.
@@ -112,6 +118,10 @@ mod tests {
         let loads = ExpertLoads::new([None, Some([8, 2])]);
         assert_eq!(loads.spread(), []);
         loads.count(1, (0..8).map(|expert| (expert, 5)));
+        assert_eq!(
+            (loads.counts(0), loads.counts(1), loads.counts(2)),
+            (None, Some(vec![5; 8]), None)
+        );
         let [even] = loads.spread()[..] else {
             panic!("one layer")
         };
@@ -127,6 +137,14 @@ mod tests {
             (hot.imbalance - 4.0).abs() < 1e-3 && (hot.hottest - 1.0).abs() < 1e-3,
             "{hot:?}"
         );
+        // However many tokens are counted at once, they soon matter little.
+        for tokens in [1 << 20, 1 << 13, 1 << 13, 1 << 13] {
+            loads.count(
+                1,
+                (0..if tokens > 1 << 13 { 2 } else { 8 }).map(|expert| (expert, tokens)),
+            );
+        }
+        assert!(loads.spread()[0].imbalance < 1.5, "{loads:?}");
         loads.clear();
         assert_eq!(loads.spread(), []);
     }

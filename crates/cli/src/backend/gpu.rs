@@ -204,8 +204,7 @@ impl Backend for GpuBackend {
             ),
             generation: model.generation().clone(),
             eos_token_ids: model.eos_token_ids(),
-            // Counts stay on the GPU, and are of one step.
-            expert_loads: None,
+            expert_loads: model.expert_loads().cloned(),
             disabled,
             weights: vec![Arc::new(GpuWeights {
                 model,

@@ -21,6 +21,7 @@ use super::encoder::{EncoderState, Products};
 use super::experts::Experts;
 use super::input::{StepInput, StepInputs};
 use super::link::RankLink;
+use super::loads::Loads;
 use super::masks::Masks;
 use super::output::Outputs;
 use super::scores::{ScoreSlices, Scores};
@@ -62,6 +63,8 @@ pub(super) struct StepState {
     pub(super) vectors: Option<Vectors>,
     /// Of the attention of decoding runs; zero between launches.
     pub(super) counters: GpuSlab,
+    /// Of layers with experts.
+    pub(super) loads: Loads,
     /// Where the other rank sends its halves of sums: held for it.
     pub(super) _sent: Option<SentRoom>,
 }

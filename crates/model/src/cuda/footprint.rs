@@ -14,6 +14,7 @@ use plimsoll_kernels::cuda::{
 use super::encoder::{self, EncoderState};
 use super::graphs::ladder;
 use super::input::StepInputs;
+use super::loads::Loads;
 use super::masks::Masks;
 use super::output::Outputs;
 use super::planners::{
@@ -238,7 +239,8 @@ impl GpuFootprint {
             Outputs::bytes(sampling.most_rows(limits)),
             Masks::bytes(sampling.most_rows(limits), self.config.spec.num_logits()),
         ];
-        parts.into_iter().map(pooled).sum()
+        let loads = Loads::bytes(&self.config.spec);
+        parts.into_iter().chain(loads).map(pooled).sum()
     }
 
     /// Bytes that a state has for images: what the largest that limits allow takes, and rows that are kept.

@@ -28,6 +28,8 @@ pub(super) struct StepInput {
     /// Rows that are given out: sampled from, padding included, or pooled.
     pub(super) samples: usize,
     pub(super) tokens: Section<i32>,
+    /// How many rows are tokens: those behind them are padding.
+    pub(super) real_rows: Section<i32>,
     /// One number for each row, or three where images are served and their rows have places.
     pub(super) positions: Section<i32>,
     /// For each table of pages, where rows are written.
@@ -387,6 +389,7 @@ impl StepInputs {
             row += run.input.len();
         }
         tokens[row..].fill(0);
+        self.staging.host(slot, input.real_rows)[0] = row as i32;
 
         let written = self.staging.host(slot, input.positions);
         let mut at = 0;
@@ -540,6 +543,7 @@ fn layout(counts: &Counts, planners: &[AttentionPlanners]) -> StepInput {
         rows: counts.rows,
         samples: counts.samples,
         tokens: layout.section(counts.rows),
+        real_rows: layout.section(1),
         positions: layout.section(counts.rows * counts.numbers),
         slots: sections(&mut layout, counts.tables, counts.rows),
         states: counts.states.layout(&mut layout),

@@ -18,6 +18,7 @@ mod formats;
 mod graphs;
 mod input;
 mod link;
+mod loads;
 mod masks;
 mod output;
 mod planners;
@@ -35,7 +36,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use plimsoll_core::{BuildError, Component, KvConfig, StateConfig, StepError, StepLimits};
+use plimsoll_core::{BuildError, Component, ExpertLoads, KvConfig, StateConfig, StepError, StepLimits};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
 use plimsoll_kernels::cuda::{DeltaKernels, DeltaSize, FusedKernels, GpuKvElement, HEAD_DIMS};
 
@@ -71,6 +72,8 @@ pub struct GpuModel {
     /// Of a model that takes images.
     encoder: Option<Encoder>,
     slowest_encode: SlowestEncode,
+    /// Where its states' tokens went, if it has experts.
+    expert_loads: Option<Arc<ExpertLoads>>,
     warmed_up: WarmedUp,
     kv_element: GpuKvElement,
 }
@@ -149,6 +152,7 @@ impl GpuModel {
         let encoder = images.map(|spec| Encoder::load(gpu, spec)).transpose()?;
         description.about.config.spec = decoder.spec().clone();
         Ok(Arc::new(Self {
+            expert_loads: decoder.spec().expert_loads().map(Arc::new),
             encoder,
             about: description.about,
             decoder,
@@ -251,6 +255,12 @@ impl GpuModel {
     /// As [`crate::Model::slowest_encode`].
     pub fn slowest_encode(&self) -> Duration {
         self.slowest_encode.get()
+    }
+
+    /// As [`crate::Model::expert_loads`]: at most a second behind the steps of the state built last, and not at all behind a state
+    /// that rests. A rank counts as all others do.
+    pub fn expert_loads(&self) -> Option<&Arc<ExpertLoads>> {
+        self.expert_loads.as_ref()
     }
 
     /// Element of the KV cache.

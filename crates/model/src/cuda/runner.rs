@@ -17,6 +17,7 @@ use super::encoder::{EncoderState, PlacedImage};
 use super::graphs::{Graphs, ladder};
 use super::input::{StepInput, StepInputs};
 use super::link::{Abandon, RankLink};
+use super::loads::Loads;
 use super::masks::Masks;
 use super::output::Outputs;
 use super::planners::attention_counters;
@@ -29,7 +30,7 @@ use crate::batch::Bounds;
 use crate::images;
 use crate::state::LayerPlace;
 use crate::tables::LayerPage;
-use batch::{Batch, InFlight, LaunchedRun};
+use batch::{Batch, InFlight, LaunchedRun, Unsampled};
 
 /// One engine state on a GPU: everything that serves a model besides its weights. Dropped whole.
 #[derive(Debug)]
@@ -48,16 +49,6 @@ pub struct GpuRunner {
     /// Steps launched so far.
     launched: usize,
     clocks: Clocks,
-}
-
-/// A step that waits for its masks.
-#[derive(Debug)]
-struct Unsampled {
-    step: usize,
-    input: StepInput,
-    /// Rows that are sampled from, padding left out.
-    samples: usize,
-    logprobs: bool,
 }
 
 impl GpuRunner {
@@ -118,6 +109,7 @@ impl GpuRunner {
                 Sampling::Pooled(_) => Some(Vectors::new(gpu, limits, spec.hidden_size)?),
             },
             counters,
+            loads: Loads::new(gpu, spec, model.expert_loads())?,
             _sent: model.decoder().room_for_sums(limits.max_num_batched_tokens)?,
         };
         let clocks = Clocks::new(gpu)?;
@@ -195,9 +187,11 @@ impl GpuRunner {
         Ok(())
     }
 
-    /// Gives the canary's memory back.
+    /// Gives the canary's memory back: the last thing before serving.
     pub fn release_canary(&mut self) {
         self.canary = None;
+        // All tokens of the proof are alike.
+        self.state.loads.clear();
     }
 
     /// The model that runs.
@@ -402,6 +396,7 @@ impl GpuRunner {
                 .decoder()
                 .step(&input, &mut self.state, &mut self.arena, None)?,
         }
+        self.state.loads.fetch(step)?;
         let logprobs = batch.runs.iter().any(|run| matches!(run.sample, Some((_, true))));
         let samples = batch.samples;
         if input.deferred.is_some() {
@@ -540,6 +535,7 @@ impl Executor for GpuRunner {
             .ok_or_else(|| StepError::Failed("no step was launched".to_owned()))?;
         self.clocks.wait(step).map_err(failed)?;
         self.check_ranks()?;
+        self.state.loads.read(step);
         let StepState {
             outputs,
             scores,
@@ -572,6 +568,7 @@ impl Executor for GpuRunner {
 
     fn rest(&mut self) {
         self.clocks.rest();
+        self.state.loads.read_all(self.launched);
     }
 
     fn device_time(&self) -> Option<DeviceTime> {

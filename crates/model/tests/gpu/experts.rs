@@ -1,8 +1,8 @@
-//! Models with experts: where tokens go changes neither memory nor what is allocated.
+//! Models with experts: where tokens go changes neither memory nor what is allocated, and is counted.
 
-use plimsoll_core::{BlockSize, Component, Executor, Scratch, StepLimits};
+use plimsoll_core::{BlockSize, Component, Executor, Run, Scratch, StepLimits, StepPlan};
 use plimsoll_model::cuda::{GpuFootprint, GpuOptions, GpuStateShape};
-use plimsoll_model::{LoadFormat, LoadOptions, StepSize};
+use plimsoll_model::{LoadFormat, LoadOptions, Mlp, StepSize};
 
 use crate::common::experts::{adversarial, adversarial_with};
 use crate::common::*;
@@ -137,5 +137,121 @@ fn weights_take_what_was_told() {
         let step = plan(vec![run(1, 0, &[5, 9, 40], &blocks(0..1))]);
         let logits = setup.build(&made_up).logits(&step, &[2]).unwrap();
         assert!(logits.iter().all(|logit| logit.is_finite()), "{name}, made up");
+    }
+}
+
+/// So many requests with prompts of so many tokens, in blocks of 16, which are sampled from.
+fn prompts(seqs: usize, len: usize) -> StepPlan {
+    let run = |index: u32| {
+        let tokens: Vec<u32> = (0..len as u32).map(|i| (31 * index + 7 * i) % 160).collect();
+        let table = blocks(2 * index..2 * index + len.div_ceil(16) as u32);
+        Run {
+            state: Some(in_place(index, 0, len)),
+            sample: Some(greedy_spec(0)),
+            ..run(u64::from(index), 0, &tokens, &table)
+        }
+    };
+    plan((0..seqs as u32).map(run).collect())
+}
+
+/// Every token but padding goes to `top_k` experts of each layer, in steps of all kinds; but of the last layer only rows are computed that
+/// are sampled from. Nothing counts that ran before serving.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn tokens_of_experts_are_counted() {
+    let gpu = gpu();
+    // Requests, and tokens of each: of one row, of few and of many, with padding and without, as graphs too.
+    let steps = [
+        (1, 1),
+        (3, 1),
+        (4, 1),
+        (19, 1),
+        (1, 5),
+        (3, 9),
+        (1, 101),
+        (20, 25),
+    ];
+    for name in EXPERT_MODELS {
+        let model = load(&gpu, name);
+        let spec = model.spec();
+        let loads = model.expert_loads().expect("a model with experts");
+        for enforce_eager in [false, true] {
+            let setup = Setup {
+                block_size: 16,
+                tokens: 1024,
+                enforce_eager,
+            };
+            let mut runner = setup.build(&model);
+            runner.execute(&prompts(2, 20)).unwrap();
+            runner.release_canary();
+            for (seqs, len) in steps {
+                let output = runner.execute(&prompts(seqs, len));
+                output.unwrap_or_else(|error| panic!("{name}, {seqs} x {len}: {error}"));
+                runner.rest();
+            }
+            let tokens = |(seqs, len): (usize, usize)| (seqs * len, seqs);
+            let counted = steps.map(tokens);
+            let all: usize = counted.iter().map(|(all, _)| all).sum();
+            let given: usize = counted.iter().map(|(_, given)| given).sum();
+            let mut layers = 0;
+            for (index, layer) in spec.layers.iter().enumerate() {
+                let Some(counts) = loads.counts(index) else {
+                    continue;
+                };
+                let moe = match &layer.mlp {
+                    Mlp::Dense(_) => panic!("counts of layer {index} without experts"),
+                    Mlp::Moe(moe) | Mlp::Both(_, moe) => moe,
+                };
+                let rows = if index + 1 == spec.layers.len() {
+                    given
+                } else {
+                    all
+                };
+                let (sum, most) = (counts.iter().sum::<u64>(), counts.iter().max());
+                let what = format!("{name}, eager {enforce_eager}, layer {index}: {counts:?}");
+                assert_eq!(
+                    (counts.len(), sum),
+                    (moe.experts, (rows * moe.top_k) as u64),
+                    "{what}"
+                );
+                assert!(most.is_some_and(|&most| most <= rows as u64), "{what}");
+                layers += 1;
+            }
+            assert_eq!(layers, spec.mixtures().count(), "{name}");
+            assert_eq!(loads.spread().len(), layers, "{name}");
+        }
+    }
+}
+
+/// Where a CPU would count them, if every token goes to the same experts.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn tokens_are_counted_for_their_experts() {
+    let gpu = gpu();
+    for name in ["gpt-oss", "mixtral", "qwen2-moe", "qwen3-moe"] {
+        let model = load_file(&gpu, adversarial(name).path());
+        let setup = Setup {
+            block_size: 16,
+            tokens: 256,
+            enforce_eager: true,
+        };
+        let mut runner = setup.build(&model);
+        runner.release_canary();
+        for len in [1, 7, 100] {
+            let tokens: Vec<u32> = (0..len).map(|i| i * 7 % 160).collect();
+            let mut run = run(1, 0, &tokens, &blocks(0..8));
+            run.sample = Some(greedy_spec(0));
+            runner.execute(&plan(vec![run])).unwrap();
+        }
+        runner.rest();
+        for spread in model.expert_loads().unwrap().spread() {
+            let moe = model.spec().mixtures().next().unwrap();
+            let most = moe.experts as f64 / moe.top_k as f64;
+            assert_eq!(
+                (spread.imbalance, spread.hottest),
+                (most, 1.0),
+                "{name}: {spread:?}"
+            );
+        }
     }
 }

@@ -134,7 +134,7 @@ impl Step<'_, '_> {
                         norm: own_norm,
                         router: GpuRouter::plain(bias, spec.softmax),
                         logits: act.logits.range(0..spec.experts),
-                        loads: None,
+                        loads: self.state.loads.of(index),
                         activation: spec.activation,
                         activated: act.activated.range(0..spec.top_k * inner),
                         shared,

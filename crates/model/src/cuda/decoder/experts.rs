@@ -2,7 +2,9 @@
 
 use half::bf16;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
-use plimsoll_kernels::cuda::{GpuExpertOutputs, GpuLinear, GpuRouter, GpuRoutes, GpuRows, LinearOutput};
+use plimsoll_kernels::cuda::{
+    GpuExpertLoads, GpuExpertOutputs, GpuLinear, GpuRouter, GpuRoutes, GpuRows, LinearOutput,
+};
 
 use super::layers::Step;
 use super::sum::DeltaSum;
@@ -51,15 +53,28 @@ impl<'a> Step<'a, '_> {
         let tile = experts.kernels.tile(&layer.gate_up, self.rows * spec.top_k);
         let routes = self.act.experts.routes(spec, self.rows, tile);
         if experts.kernels.fuses_router(&layer.router, &routes) {
-            experts.kernels.route_inputs(x, &layer.router, router, &routes)?;
+            let counted = self.counted(&routes);
+            experts.kernels.route_inputs(x, &layer.router, router, &counted)?;
             return Ok(routes);
         }
         let logits = self.logits(spec);
         linears.forward_f32(x, &layer.router, logits)?;
         if self.rows > 1 {
-            experts.kernels.route(logits, router, &routes)?;
+            experts.kernels.route(logits, router, &self.counted(&routes))?;
         }
         Ok(routes)
+    }
+
+    /// The same, for the kernels that find them: these count the rows of each expert.
+    fn counted<'c>(&'c self, routes: &GpuRoutes<'c>) -> GpuRoutes<'c> {
+        let counts = self.state.loads.of(self.layer);
+        GpuRoutes {
+            loads: counts.map(|counts| GpuExpertLoads {
+                counts,
+                rows: self.state.inputs.device(self.input.real_rows),
+            }),
+            ..*routes
+        }
     }
 
     fn logits(&self, spec: &MoeSpec) -> GpuSlice<'a, f32> {
@@ -86,10 +101,10 @@ impl<'a> Step<'a, '_> {
         if self.rows > 1 {
             return experts.kernels.gate_up(x, gate_up, spec.activation, routes, out);
         }
-        let logits = (self.logits(spec), router);
+        let (logits, routes) = ((self.logits(spec), router), self.counted(routes));
         experts
             .kernels
-            .route_gate_up(x, logits, gate_up, spec.activation, routes, out)
+            .route_gate_up(x, logits, gate_up, spec.activation, &routes, out)
     }
 
     /// Where the first projection's outputs go, and where the second one takes its inputs from. These are quantised if it multiplies in eight

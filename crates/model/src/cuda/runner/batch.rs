@@ -3,6 +3,7 @@
 use plimsoll_core::{Pooling, RequestId, ScoreSpec, StepPlan};
 
 use crate::cuda::graphs::Graphs;
+use crate::cuda::input::StepInput;
 use crate::cuda::shape::BatchShape;
 use crate::images;
 
@@ -23,6 +24,16 @@ pub(super) struct LaunchedRun {
     pub(super) score: Option<(usize, ScoreSpec)>,
     /// Which of the pooled vectors is its own.
     pub(super) vector: Option<usize>,
+}
+
+/// A step that waits for its masks.
+#[derive(Debug)]
+pub(super) struct Unsampled {
+    pub(super) step: usize,
+    pub(super) input: StepInput,
+    /// Rows that are sampled from, padding left out.
+    pub(super) samples: usize,
+    pub(super) logprobs: bool,
 }
 
 /// How the rows of a step are laid out.
