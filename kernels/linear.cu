@@ -157,9 +157,19 @@ __device__ __forceinline__ void multiply_gguf(float (&acc)[Tiles][4], const uint
     if (kHasHalves<kType>) leave_stage();
 }
 
-// Up to 8 * Tiles rows.
+// Bytes of shared memory for x: of Hopper all cuts have the most, other GPUs may have less room (`Cuts::input_bytes` in
+// crates/kernels/src/cuda/linear/cuts.rs).
+__device__ __forceinline__ int input_bytes(int launched) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    return kInputBytes;
+#else
+    return launched;
+#endif
+}
+
+// Up to 8 * Tiles rows, with `room` bytes of shared memory for them.
 template <int Tiles, Values kValues, Activation kActivation>
-__device__ __forceinline__ void run(const Problem& p) {
+__device__ __forceinline__ void run(const Problem& p, int room) {
     extern __shared__ __align__(128) uint8_t shared[];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int group = lane / 4, quad = lane % 4;
@@ -167,12 +177,12 @@ __device__ __forceinline__ void run(const Problem& p) {
     constexpr int kChunk = kChunkBytes<kValues>;
     uint8_t* ring = shared + warp * kDepth * kBytes;
     uint8_t* inputs = shared + kRingBytes<kValues>;
-    float* sums = reinterpret_cast<float*>(shared + kRingBytes<kValues> + kInputBytes);
+    float* sums = reinterpret_cast<float*>(shared + kRingBytes<kValues> + room);
 
     pdl_launch();
     const int row_bytes = kIsGguf<kValues> ? p.scales.stride : p.k * int(sizeof(bf16)) / kWidening<kValues>;
     const int chunks = kIsGguf<kValues> ? (p.k + kGgufWindow - 1) / kGgufWindow : row_bytes / kRowBytes;
-    const Cut cut(p, warp, row_bytes, chunks, kChunk);
+    const Cut cut(p, warp, row_bytes, chunks, kChunk, room);
     const int size = cluster_size();
     const int first_block = blockIdx.x / size, stride = gridDim.x / size;
 
@@ -434,13 +444,21 @@ __device__ __forceinline__ void run(const Problem& p) {
     }
 }
 
+// On a multiprocessor: where that has 100 KiB of shared memory, there is room for one, which may have all registers.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kBlocks = 1;
+#else
+constexpr int kBlocks = 2;
+#endif
+
 #define LINEAR(NAME, TILES, VALUES, ACTIVATION)                                                                         \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                           \
+    extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                                                     \
         NAME(const bf16* x, const uint8_t* weight, const bf16* bias, void* out, int m, int n, int k, int row_warps,     \
              int mode, const bf16* delta, const float* norm_weight, bf16* sum, float eps, const void* scales,           \
-             int stride, int pitch) {                                                                                   \
-        run<TILES, VALUES, ACTIVATION>({x, weight, bias, out, m, n, k, row_warps, mode,                                 \
-                                        {delta, norm_weight, sum, eps}, {scales, stride}, pitch});                      \
+             int stride, int pitch, int inputs) {                                                                       \
+        run<TILES, VALUES, ACTIVATION>(                                                                                 \
+            {x, weight, bias, out, m, n, k, row_warps, mode, {delta, norm_weight, sum, eps}, {scales, stride}, pitch},  \
+            input_bytes(inputs));                                                                                       \
     }
 #define LINEARS(NAME, VALUES)                                     \
     LINEAR(NAME##_silu_8, 1, VALUES, Activation::kSilu)           \

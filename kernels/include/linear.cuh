@@ -13,7 +13,7 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int kTile = 16;            // output features of a warp
 constexpr int kRowBytes = 128;       // of a row of weights in a stage, a chunk of its inputs, but for GGUF's windows
 constexpr int kRowPieces = kRowBytes / 16;
-constexpr int kInputBytes = 32 << 10;
+constexpr int kInputBytes = 32 << 10;  // of x in shared memory, at most
 constexpr int kBuffers = 4;          // of x, where not all of it fits
 constexpr int kPad = 4;              // of sums, in floats: no bank conflicts
 constexpr int kMostParts = 8;
@@ -215,8 +215,8 @@ struct Cut {
     int part, parts;    // of k, among this block's warps
     int row_bytes;      // of weights
 
-    // Bytes of a row of weights, its chunks, and bytes of x in one.
-    __device__ Cut(const Problem& p, int warp, int row_bytes, int chunks, int inputs) : chunks(chunks), row_bytes(row_bytes) {
+    // Bytes of a row of weights, its chunks, bytes of x in one, and room for so many in shared memory.
+    __device__ Cut(const Problem& p, int warp, int row_bytes, int chunks, int inputs, int room) : chunks(chunks), row_bytes(row_bytes) {
         row_warp = warp & (p.row_warps - 1);
         part = warp / p.row_warps;
         parts = kWarps / p.row_warps;
@@ -229,8 +229,8 @@ struct Cut {
         const int chunk_bytes = p.m * inputs;
         const int largest = (chunks + size - 1) / size;
         phase = largest;
-        if (largest * chunk_bytes > kInputBytes) {
-            phase = max(kInputBytes / kBuffers / chunk_bytes / parts, 1) * parts;
+        if (largest * chunk_bytes > room) {
+            phase = max(room / kBuffers / chunk_bytes / parts, 1) * parts;
             while (phase > parts && (end - begin) % phase != 0) phase -= parts;
         }
     }

@@ -11,6 +11,7 @@
 mod chain;
 mod choice;
 mod cublas_lt;
+mod cuts;
 mod dequantised;
 mod exchange;
 mod gguf;
@@ -21,6 +22,7 @@ mod int4_rows;
 mod many;
 mod matrix;
 mod mxfp4;
+mod output;
 mod stream;
 mod tune;
 
@@ -31,7 +33,7 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 
-use super::GpuNorm;
+use super::{GpuNorm, has_hopper_kernels};
 use crate::Activation;
 use chain::ChainKernel;
 pub use chain::{ChainUse, GpuChain, GpuChainEnd};
@@ -39,6 +41,7 @@ use choice::Choice;
 pub use cublas_lt::FP8_CAPABILITY;
 pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{CublasLt, Operands, Shape};
+pub use cuts::LinearCut;
 use hopper::HopperKernels;
 use int4_products::Int4Products;
 use int4_rows::Int4RowsKernels;
@@ -56,7 +59,7 @@ pub use matrix::{
     GpuWeight, INT4_ROWS, INT4_WINDOW, Int4Group, PART_OUTPUTS, expert_int4_pitch, int4_pitch, mxfp4_pitch,
 };
 pub use mxfp4::mxfp4_word;
-pub use stream::{LinearCut, LinearOutput};
+pub use output::LinearOutput;
 pub use tune::{LinearChoice, LinearScratch, LinearUse, TimedWay};
 
 /// Products that are computed alike.
@@ -167,6 +170,16 @@ impl Linears {
         })
     }
 
+    /// Streams weights as on a GPU whose blocks have no more shared memory than that, for tests.
+    ///
+    /// # Panics
+    /// If kernels made for Hopper run: those that stream weights always have the room that there is.
+    pub fn limit_shared(&mut self, bytes: usize) {
+        assert!(!has_hopper_kernels(&self.gpu), "build with CUDA_ARCHS=compute_90");
+        let most = &mut self.stream.cuts.most_shared;
+        *most = bytes.min(*most);
+    }
+
     /// What dequantises tables in GGUF's types.
     pub fn gguf(&self) -> &GgufKernels {
         &self.gguf
@@ -181,6 +194,14 @@ impl Linears {
     /// Whether a kernel of our own computes a product of `m` rows in one launch.
     pub fn is_own(&self, m: usize, linear: &GpuLinear, output: LinearOutput) -> bool {
         self.own(&linear.key(m, output)).is_some()
+    }
+
+    /// Whether kernels of our own can compute one row of a layer: they read the weights as fast as the GPU's memory is.
+    pub fn has_own(&self, linear: &GpuLinear, output: LinearOutput) -> bool {
+        linear.products().iter().all(|part| {
+            let Key { shape, output } = part.key(1, output);
+            !self.stream.cuts.of(&shape, output).is_empty() || self.hopper.can(&shape, output)
+        })
     }
 
     /// How `m` rows must be quantised for a layer, or for those of its products that take them so; `None` for as they are.
@@ -333,7 +354,7 @@ impl Linears {
             && linear.order().is_none()
             && self
                 .stream_cut(&key)
-                .is_some_and(|cut| self.stream.can_norm(&key.shape, cut))
+                .is_some_and(|cut| self.stream.cuts.can_norm(&key.shape, cut))
     }
 
     /// The norm of `input` to `out` `[m, n]`, or `[m, n / 2]` for [`LinearOutput::Glu`], for the rows for which
@@ -491,7 +512,7 @@ impl Linears {
     /// As [`CublasLt::run`].
     unsafe fn stream_rows(&self, key: &Key, cut: LinearCut, operands: &Operands) -> Result<(), GpuError> {
         let Shape { m, k, pitch, .. } = key.shape;
-        let most = stream::most_rows(key.shape.values);
+        let most = self.stream.cuts.most_rows(key.shape.values);
         let (row, out_row) = (k * size_of::<bf16>(), pitch * key.output.bytes());
         for first in (0..m).step_by(most) {
             let shape = Shape {

@@ -31,6 +31,38 @@ impl AssumedGpu {
     }
 }
 
+#[cfg(test)]
+impl AssumedGpu {
+    /// One of each architecture that a build has machine code for, by NVIDIA's CUDA programming guide: A100, RTX 3090, L40S, H200, B200 and
+    /// RTX 5090.
+    pub(super) const EACH: [Self; 6] = [
+        Self::of((8, 0), 108, 164),
+        Self::of((8, 6), 82, 100),
+        Self::of((8, 9), 142, 100),
+        Self::H200,
+        Self::of((10, 0), 148, 228),
+        Self::of((12, 0), 170, 100),
+    ];
+
+    const fn of(compute_capability: (u32, u32), sm_count: usize, sm_shared_kib: usize) -> Self {
+        Self {
+            compute_capability,
+            sm_count,
+            sm_shared_bytes: sm_shared_kib << 10,
+        }
+    }
+
+    /// Most bytes of shared memory of a block.
+    pub(super) fn most_shared(self) -> usize {
+        self.sm_shared_bytes - BLOCK_SHARED_BYTES
+    }
+
+    /// Blocks of so many bytes that fit on a multiprocessor.
+    pub(super) fn blocks(self, shared_bytes: usize) -> usize {
+        self.sm_shared_bytes / (shared_bytes + BLOCK_SHARED_BYTES)
+    }
+}
+
 /// Where the rows of one request lie in a step: rows `first_row..first_row + len` are the positions up to `context_end` of
 /// a request whose block table begins at `block_offset` of the step's flat array of blocks. Entries of blocks that lie wholly
 /// behind the window are never read, so a table may lack them; then `block_offset` is where its first entry would be, perhaps

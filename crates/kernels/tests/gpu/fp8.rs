@@ -16,7 +16,7 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::common::{self, wide};
 use crate::fused::{ACTIVATIONS, activate};
-use crate::linear::paths;
+use crate::linear::{limited, paths};
 
 const SCALINGS: [Fp8Scaling; 2] = [Fp8Scaling::Rows, Fp8Scaling::Blocks];
 const LARGEST: f64 = 448.0;
@@ -455,7 +455,7 @@ impl<'a> Ways<'a> {
         };
         Self {
             gpu,
-            linears: linears.expect("cuBLASLt and kernels"),
+            linears: limited(linears.expect("cuBLASLt and kernels")),
             fused: FusedKernels::load(gpu).expect("kernels"),
             widens,
         }

@@ -1,5 +1,6 @@
 //! Linear layers: every way to compute them against `x Wᵀ + b` in `f64`.
 
+use std::env;
 use std::sync::Arc;
 
 use half::bf16;
@@ -97,7 +98,16 @@ pub(crate) fn linears(gpu: &Gpu) -> Linears {
     let workspace = gpu
         .alloc(Component::Arena, Linears::WORKSPACE_BYTES)
         .expect("room");
-    Linears::load(gpu, workspace).expect("cuBLASLt and kernels")
+    limited(Linears::load(gpu, workspace).expect("cuBLASLt and kernels"))
+}
+
+/// With no more shared memory than the environment asks for, as on a GPU that has 99 KiB.
+pub(crate) fn limited(mut linears: Linears) -> Linears {
+    if let Ok(kib) = env::var("PLIMSOLL_TEST_SHARED_KIB") {
+        let kib: usize = kib.parse().expect("PLIMSOLL_TEST_SHARED_KIB: a number");
+        linears.limit_shared(kib << 10);
+    }
+    linears
 }
 
 /// Runs `run` on poisoned memory of `len` elements and some more, which must stay as they are.

@@ -7,7 +7,7 @@ use std::sync::{MutexGuard, PoisonError};
 use plimsoll_device::cuda::GpuError;
 
 use super::cublas_lt::{Algorithm, Shape};
-use super::{Fp8Scaling, Key, LinearCut, LinearPath, LinearTile, Linears, stream};
+use super::{Fp8Scaling, Key, LinearCut, LinearPath, LinearTile, Linears};
 
 /// How products of a shape are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,7 +86,7 @@ impl Linears {
                 Choice::Int4(parts)
             }
             // In parts, or it would be our own.
-            Some(Choice::Stream(cut)) if key.shape.m > stream::most_rows(key.shape.values) => {
+            Some(Choice::Stream(cut)) if key.shape.m > self.stream.cuts.most_rows(key.shape.values) => {
                 Choice::Stream(cut)
             }
             _ => match self.lt.algorithms(&key.shape.first_slice(), 1)?.first() {
@@ -101,10 +101,10 @@ impl Linears {
     /// How our own kernels compute any number of rows, where nothing else does.
     pub(super) fn slow_cut(&self, key: &Key) -> Result<LinearCut, GpuError> {
         let rows = Shape {
-            m: key.shape.m.min(stream::most_rows(key.shape.values)),
+            m: key.shape.m.min(self.stream.cuts.most_rows(key.shape.values)),
             ..key.shape
         };
-        let cut = self.stream.cuts(&rows, key.output).first().copied();
+        let cut = self.stream.cuts.of(&rows, key.output).first().copied();
         cut.ok_or_else(|| GpuError::Call {
             call: "cublasLtMatmulAlgoGetHeuristic",
             code: "CUBLAS_STATUS_NOT_SUPPORTED".to_owned(),
@@ -119,7 +119,8 @@ impl Linears {
                 Some(measured) => measured.choice,
                 None => self
                     .stream
-                    .default_cut(&key.shape, key.output)
+                    .cuts
+                    .default_of(&key.shape, key.output)
                     .map(Choice::Stream),
             },
             Some(LinearPath::Stream(cut)) => Some(Choice::Stream(cut)),
@@ -132,7 +133,7 @@ impl Linears {
             Some(LinearPath::CublasLt | LinearPath::Int4(_)) => None,
         };
         choice.filter(|choice| match choice {
-            Choice::Stream(cut) => self.stream.can(&key.shape, key.output, *cut),
+            Choice::Stream(cut) => self.stream.cuts.can(&key.shape, key.output, *cut),
             Choice::Hopper(_) => self.hopper.can(&key.shape, key.output),
             Choice::Int4Rows(slabs) => self.int4_rows.can(&key.shape, key.output, *slabs),
             Choice::Many(tile) => self.many.can(&key.shape, *tile),

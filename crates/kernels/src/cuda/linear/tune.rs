@@ -7,9 +7,7 @@ use half::bf16;
 use plimsoll_device::cuda::{Event, Gpu, GpuError, GpuSlice};
 
 use super::cublas_lt::{Operands, Shape};
-use super::{
-    Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products, int4_rows, stream,
-};
+use super::{Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products, int4_rows};
 
 /// A measurement reads about this many bytes of weights, in at most so many products: enough to outweigh that the first product has no
 /// kernel ahead to start beside.
@@ -338,7 +336,7 @@ impl Clock<'_> {
         let linears = self.linears;
         let fuses = linears.hopper.can(&key.shape, key.output)
             || !linears.many.tiles(&key.shape, key.output).is_empty()
-            || !linears.stream.cuts(&key.shape, key.output).is_empty();
+            || !linears.stream.cuts.of(&key.shape, key.output).is_empty();
         let fused = match fuses {
             true => self.fastest(one, &key, agree)?.ok(),
             false => None,
@@ -363,10 +361,10 @@ impl Clock<'_> {
         let shape = &key.shape;
         let is_dequantised = shape.is_dequantised();
         let part = match is_dequantised && shape.m <= MOST_STREAMED_ROWS && key.output.stacked() == 1 {
-            true => shape.m.min(stream::most_rows(shape.values)),
+            true => shape.m.min(linears.stream.cuts.most_rows(shape.values)),
             false => shape.m,
         };
-        let cuts = linears.stream.cuts(&Shape { m: part, ..*shape }, key.output);
+        let cuts = linears.stream.cuts.of(&Shape { m: part, ..*shape }, key.output);
         let cuts = cuts.into_iter().take(MOST_CUTS);
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
         // With one or two rows, quantising the inputs costs more than products of e4m3 values save, and the kernels of `linear.cu` can

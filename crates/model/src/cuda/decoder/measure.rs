@@ -157,6 +157,16 @@ impl Decoder {
         for choice in self.linears.choices() {
             tracing::debug!(%choice, "linear layer");
         }
+        for LinearUse { layers, output, .. } in uses.iter().chain(&shared) {
+            let first = layers[0];
+            if output.stacked() == 1 && !self.linears.has_own(first, *output) {
+                tracing::info!(
+                    inputs = first.inputs(),
+                    outputs = first.outputs(),
+                    "no kernel of our own streams the weights of such layers on this GPU: cuBLASLt computes them for few rows too"
+                );
+            }
+        }
         self.measure_chains(scratch)
     }
 
