@@ -24,12 +24,22 @@ struct Shape {
     static constexpr int kThreads = kWarps * kWarp;
     // Keys and values of 8 bits have one tile each, and one each as they are in the cache, from which it is filled.
     static constexpr int kStages = Fp8 ? 2 : 3;
-    // Padded so that the eight rows of an 8x8 matrix lie in different banks.
-    static constexpr int kStride = D + 8;
-    static constexpr int kTile = kKeys * kStride;
+    static constexpr int kTile = kKeys * D;
     static constexpr int kRaw = Fp8 ? kKeys * D : 0;
     static constexpr int kVec = 16 / int(sizeof(Element));
     static constexpr int kGroups = kKeys / 8;
+
+    // In a row of a tile, pieces of eight elements change places by an XOR of their columns with this, so that the eight rows of an 8x8 matrix
+    // lie in different banks. Padded rows would leave no room for a second block on GPUs with 164 KiB of shared memory.
+    __device__ __forceinline__ static int swap(int row) {
+        // Every second row of 192 bytes begins in the other half of the banks.
+        return kSwapBytes == 128 ? row % 8 * 8 : row / 2 % 4 * 8;
+    }
+    // Pieces change places among those of so many bytes.
+    static constexpr int kSwapBytes = D % 64 == 0 ? 128 : 64;
+
+    // Of an element in a tile.
+    __device__ __forceinline__ static int place(int row, int column) { return row * D + (column ^ swap(row)); }
 };
 
 // By the matrix instructions of a warp, from compute capability 8.0 on. Keys and values take turns in a ring of tiles.
@@ -43,6 +53,7 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
     static constexpr int kN = S::kKeys / 8;
     static constexpr int kColumns = D / S::kParts;
     static constexpr int kD = kColumns / 8;
+    static constexpr int kRowBytes = D * int(sizeof(bf16));
     using Warp = WarpRows<Base, kM, kN, kColumns>;
     using Base::args, Base::item;
 
@@ -54,7 +65,7 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
     __device__ __forceinline__ PortablePrefill(const PrefillArgs& args, char* shared)
         : Base(args, blockIdx.y, HeadOfBlock()),
           q_tile(reinterpret_cast<bf16*>(shared)),
-          ring(q_tile + S::kRows * S::kStride),
+          ring(q_tile + S::kRows * D),
           raw(reinterpret_cast<uint8_t*>(ring + S::kStages * S::kTile)),
           groups(reinterpret_cast<int*>(raw + 2 * S::kRaw)) {}
 
@@ -67,7 +78,7 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
         for (int i = 0; i < S::kKeys * kChunks / S::kThreads; ++i) {
             const int chunk = threadIdx.x + i * S::kThreads;
             const int row = chunk / kChunks, column = chunk % kChunks * S::kVec;
-            void* to = ring + stage * S::kTile + row * S::kStride + column;
+            void* to = ring + stage * S::kTile + S::place(row, column);
             if constexpr (Fp8) to = raw + stage * S::kRaw + chunk * S::kVec;
             copy_async(to, static_cast<const Element*>(cache) + size_t(from[row / 8] + row % 8) * D + column,
                        this->wanted(tile * S::kKeys + row));
@@ -82,9 +93,11 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
             const int chunk = threadIdx.x + i * S::kThreads;
             const int row = chunk / kChunks, column = chunk % kChunks * S::kVec;
             const uint4 x = *reinterpret_cast<const uint4*>(raw + stage * S::kRaw + chunk * S::kVec);
-            uint4* const to = reinterpret_cast<uint4*>(ring + stage * S::kTile + row * S::kStride + column);
-            to[0] = make_uint4(widen_fp8(x.x & 0xffff), widen_fp8(x.x >> 16), widen_fp8(x.y & 0xffff), widen_fp8(x.y >> 16));
-            to[1] = make_uint4(widen_fp8(x.z & 0xffff), widen_fp8(x.z >> 16), widen_fp8(x.w & 0xffff), widen_fp8(x.w >> 16));
+            const auto to = [&](int half) {
+                return reinterpret_cast<uint4*>(ring + stage * S::kTile + S::place(row, column + half * 8));
+            };
+            *to(0) = make_uint4(widen_fp8(x.x & 0xffff), widen_fp8(x.x >> 16), widen_fp8(x.y & 0xffff), widen_fp8(x.y >> 16));
+            *to(1) = make_uint4(widen_fp8(x.z & 0xffff), widen_fp8(x.z >> 16), widen_fp8(x.w & 0xffff), widen_fp8(x.w >> 16));
         }
     }
 
@@ -102,7 +115,7 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
             const int chunk = threadIdx.x + i * S::kThreads;
             const int row = chunk / kChunks, column = chunk % kChunks * 8;
             const bf16* from = args.q + (row < count ? this->offset(row, args.q_stride) + column : 0);
-            copy_async(q_tile + row * S::kStride + column, from, row < count);
+            copy_async(q_tile + S::place(row, column), from, row < count);
         }
     }
 
@@ -169,17 +182,27 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
         const Base tile(args, blockIdx.y, HeadOfBlock());
         if (tile.item.partial < 0) {
             warp.add_sinks(tile);
-            warp.template write<S::kStride>(tile, sums, q_tile + warp.row * S::kStride);
+            warp.template write<D>(tile, sums, q_tile + warp.row * D, S::swap);
         } else {
             warp.write_partial(tile, sums);
         }
     }
 
+    // The address that a lane gives of matrices that lie side by side in a tile: for the first, whose row it has at `row` and `column`, and for
+    // those a multiple of 16 columns further on.
+    __device__ __forceinline__ static uint32_t first_matrix(const bf16* tile, int row, int column) {
+        return shared_address(tile + S::place(row, column));
+    }
+    __device__ __forceinline__ static uint32_t matrix_at(uint32_t first, int columns) {
+        const uint32_t bytes = columns * sizeof(bf16);
+        return (first ^ bytes % S::kSwapBytes) + bytes / S::kSwapBytes * S::kSwapBytes;
+    }
+
     // weights = queries x keys
     __device__ __forceinline__ void score(int warp_row, int stage, float (&weights)[kM][kN][4]) const {
         const int lane = threadIdx.x % kWarp;
-        const bf16* q = q_tile + (warp_row + lane % 16) * S::kStride + lane / 16 * 8;
-        const bf16* k = ring + stage * S::kTile + (lane % 8 + lane / 16 * 8) * S::kStride + lane / 8 % 2 * 8;
+        const uint32_t q = first_matrix(q_tile, warp_row + lane % 16, lane / 16 * 8);
+        const uint32_t k = first_matrix(ring + stage * S::kTile, lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -189,11 +212,11 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
         for (int d = 0; d < D; d += 16) {
             uint32_t a[kM][4];
 #pragma unroll
-            for (int m = 0; m < kM; ++m) load_matrices(a[m], q + m * 16 * S::kStride + d);
+            for (int m = 0; m < kM; ++m) load_matrices(a[m], matrix_at(q, d) + m * 16 * kRowBytes);
 #pragma unroll
             for (int n = 0; n < kN; n += 2) {
                 uint32_t b[4];
-                load_matrices(b, k + n * 8 * S::kStride + d);
+                load_matrices(b, matrix_at(k, d) + n * 8 * kRowBytes);
 #pragma unroll
                 for (int m = 0; m < kM; ++m) {
                     mma(weights[m][n], a[m], b[0], b[1]);
@@ -207,7 +230,7 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
     __device__ __forceinline__ void accumulate(int first, const float (&weights)[kM][kN][4], int stage,
                                                float (&sums)[kM][kD][4]) const {
         const int lane = threadIdx.x % kWarp;
-        const bf16* v = ring + stage * S::kTile + lane % 16 * S::kStride + first + lane / 16 * 8;
+        const uint32_t v = first_matrix(ring + stage * S::kTile, lane % 16, first + lane / 16 * 8);
 #pragma unroll
         for (int n = 0; n < kN; n += 2) {
             uint32_t a[kM][4];
@@ -221,7 +244,7 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
 #pragma unroll
             for (int d = 0; d < kD; d += 2) {
                 uint32_t b[4];
-                load_matrices_transposed(b, v + n * 8 * S::kStride + d * 8);
+                load_matrices_transposed(b, matrix_at(v, d * 8) + n * 8 * kRowBytes);
 #pragma unroll
                 for (int m = 0; m < kM; ++m) {
                     mma(sums[m][d], a[m], b[0], b[1]);
@@ -274,6 +297,8 @@ __device__ __forceinline__ void merge(const PrefillArgs& args, int head_dim, int
 }  // namespace
 
 extern __shared__ __align__(16) char shared[];
+// The same memory, aligned for `matrix_at`.
+extern __shared__ __align__(128) char portable_shared[];
 
 #define ARGS                                                                                                           \
     const bf16 *q, const void *k, const void *v, const Run *runs, const int *blocks, const Item *items, bf16 *out,      \
@@ -290,7 +315,7 @@ extern __shared__ __align__(16) char shared[];
     extern "C" __global__ void __launch_bounds__(Shape<D, FP8>::kThreads, 2) NAME(ARGS) { \
         pdl_wait();                                                                       \
         pdl_launch();                                                                     \
-        PortablePrefill<D, CAPPED, FP8>(PACKED_ARGS, shared)();                           \
+        PortablePrefill<D, CAPPED, FP8>(PACKED_ARGS, portable_shared)();                  \
     }
 #define PREFILL(D)                                                  \
     PREFILL_KERNEL(attention_prefill_##D, D, false, false)          \

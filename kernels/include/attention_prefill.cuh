@@ -239,18 +239,10 @@ struct WarpRows {
         }
     }
 
-    // Where eight elements of a row of `staging` are. Rows without padding have them permuted within 128 bytes, so that the same of
-    // eight rows lie in different banks.
-    template <int Stride>
-    __device__ __forceinline__ static int staged(int row, int chunk) {
-        static_assert(Stride != D || D % 64 == 0, "whole 128 bytes");
-        return row * Stride + (Stride == D ? chunk ^ (row & 7) : chunk) * 8;
-    }
-
     // Normalises and stores, by way of `staging`, rows of `Stride` elements of which this warp's columns are its own, so that
-    // stores are 16 bytes wide.
-    template <int Stride>
-    __device__ __forceinline__ void write(const Tile& tile, const Sums& sums, bf16* staging) const {
+    // stores are 16 bytes wide. Columns are XORed with `swap` of their row there, a multiple of 8 below 64.
+    template <int Stride, typename Swap>
+    __device__ __forceinline__ void write(const Tile& tile, const Sums& sums, bf16* staging, const Swap& swap) const {
         const int lane = threadIdx.x % kWarp;
         __syncwarp();
 #pragma unroll
@@ -258,10 +250,11 @@ struct WarpRows {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const float inverse = tile.args.out_scale / total[m][h];
-                const int at = m * 16 + h * 8 + lane / 4;
+                const int swapped = swap(m * 16 + h * 8 + lane / 4);
+                bf16* to = staging + (m * 16 + h * 8 + lane / 4) * Stride + first + lane % 4 * 2;
 #pragma unroll
                 for (int d = 0; d < Columns / 8; ++d) {
-                    *reinterpret_cast<uint32_t*>(staging + staged<Stride>(at, first / 8 + d) + lane % 4 * 2) =
+                    *reinterpret_cast<uint32_t*>(to + (d * 8 ^ swapped)) =
                         pack(sums[m][d][h * 2] * inverse, sums[m][d][h * 2 + 1] * inverse);
                 }
             }
@@ -271,7 +264,7 @@ struct WarpRows {
         const int count = min(M * 16, tile.rows() - row), stride = tile.args.kv_heads * tile.args.group * D;
         for (int chunk = lane; chunk < count * kChunks; chunk += kWarp) {
             const int at = chunk / kChunks, column = first + chunk % kChunks * 8;
-            store8(tile.args.out + tile.offset(row + at, stride) + column, load8(staging + staged<Stride>(at, column / 8)));
+            store8(tile.args.out + tile.offset(row + at, stride) + column, load8(staging + at * Stride + (column ^ swap(at))));
         }
     }
 

@@ -257,7 +257,10 @@ struct HopperPrefill {
         if (tile.item.partial < 0) {
             warp.add_sinks(tile);
             group_sync(kGroupBarrier + group);
-            warp.template write<kStride>(tile, sums, q + (warp.row - group_row) * kStride);
+            // Rows without padding are permuted within 128 bytes, so that the same columns of eight rows lie in different banks.
+            static_assert(kStride != D || D % 64 == 0, "whole 128 bytes");
+            const auto swap = [](int row) { return kStride == D ? row % 8 * 8 : 0; };
+            warp.template write<kStride>(tile, sums, q + (warp.row - group_row) * kStride, swap);
         } else {
             warp.write_partial(tile, sums);
         }

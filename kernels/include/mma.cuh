@@ -102,11 +102,15 @@ __device__ __forceinline__ uint4 load_matrices(uint32_t from) {
     return make_uint4(r[0], r[1], r[2], r[3]);
 }
 
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const bf16* from) {
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(from))
+                 : "r"(from)
                  : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const bf16* from) {
+    load_matrices_transposed(r, shared_address(from));
 }
 
 // Eight rows of eight bf16, a row in four lanes, to rows that were columns (sm_75 on).

@@ -489,8 +489,7 @@ impl Shape {
         }
     }
 
-    /// `PortablePrefill`: queries and three tiles of keys or values in padded rows, or two and as many of 8 bits; two lists of
-    /// cache rows.
+    /// `PortablePrefill`: queries and three tiles of keys or values, or two and as many of 8 bits; two lists of cache rows.
     fn portable(head_dim: usize, element: GpuKvElement) -> Self {
         let (rows, keys) = match head_dim {
             ..=128 => (128, 64),
@@ -504,7 +503,7 @@ impl Shape {
         let lists = 2 * (keys / 8) * size_of::<i32>();
         Self {
             threads: 128,
-            shared: (rows + tiles * keys) * (head_dim + 8) * size_of::<bf16>() + raw + lists,
+            shared: (rows + tiles * keys) * head_dim * size_of::<bf16>() + raw + lists,
             rows,
             persistent: false,
         }

@@ -148,3 +148,20 @@ fn a_short_chunk_is_split() {
     assert!(plan.items * layout.kv_heads >= 2 * tiling.slots, "{plan:?}");
     assert_eq!(plan.merges, 2);
 }
+
+/// Every GPU has room for a block, and those with 164 KiB of shared memory for a second one.
+#[test]
+fn blocks_fit_on_every_gpu() {
+    for gpu in AssumedGpu::EACH {
+        for head_dim in HEAD_DIMS {
+            for element in GpuKvElement::ALL {
+                let hopper = gpu.compute_capability == (9, 0);
+                let shared = Shape::fastest(head_dim, element, hopper).shared;
+                assert!(gpu.blocks(shared) >= 1, "{shared} bytes on {gpu:?}");
+                let portable = Shape::fastest(head_dim, element, false).shared;
+                let wanted = if gpu.sm_shared_bytes >= 164 << 10 { 2 } else { 1 };
+                assert!(gpu.blocks(portable) >= wanted, "{portable} bytes on {gpu:?}");
+            }
+        }
+    }
+}
