@@ -127,3 +127,18 @@ fn chunk_bytes(key_dim: usize) -> usize {
     let handover = COLUMNS / 16 * (key_dim / 16 + CHUNK / 16) * operand;
     (2 * stage + handover + 4 * size_of::<u64>()).next_multiple_of(1024)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{KEY_DIMS, chunk_bytes, triangle_bytes};
+    use crate::cuda::AssumedGpu;
+
+    #[test]
+    fn blocks_fit_on_hopper() {
+        for key_dim in KEY_DIMS {
+            for shared in [triangle_bytes(key_dim), chunk_bytes(key_dim)] {
+                assert!(AssumedGpu::H200.blocks(shared) >= 1, "heads of {key_dim}");
+            }
+        }
+    }
+}

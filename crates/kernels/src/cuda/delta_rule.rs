@@ -378,6 +378,19 @@ fn split<T: Pod>(all: GpuSlice<'_, T>, len: usize) -> (GpuSlice<'_, T>, GpuSlice
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::AssumedGpu;
+
+    #[test]
+    fn blocks_fit_on_every_gpu() {
+        for gpu in AssumedGpu::EACH {
+            for key_dim in KEY_DIMS {
+                assert!(
+                    gpu.blocks(shared_bytes(key_dim)) >= 1,
+                    "heads of {key_dim} on {gpu:?}"
+                );
+            }
+        }
+    }
 
     #[test]
     fn sizes_without_kernels_are_named() {

@@ -105,3 +105,15 @@ fn no_requests_are_no_work() {
     let mut items = vec![DecodeItem::default(); planner.max_items()];
     assert_eq!(planner.plan(std::iter::empty(), &mut items).items, 0);
 }
+
+#[test]
+fn blocks_fit_on_every_gpu() {
+    // `Shared` of the kernels, at least.
+    const STATIC: usize = 1 << 10;
+    for gpu in AssumedGpu::EACH {
+        for head_dim in HEAD_DIMS {
+            let shared = Shape::new(head_dim).shared_bytes() + STATIC;
+            assert!(gpu.blocks(shared) >= 1, "{shared} bytes on {gpu:?}");
+        }
+    }
+}

@@ -197,3 +197,18 @@ impl PatchSegments<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::SHAPES;
+    use crate::cuda::AssumedGpu;
+
+    #[test]
+    fn blocks_fit_on_every_gpu() {
+        for gpu in AssumedGpu::EACH {
+            for shape in SHAPES {
+                assert!(gpu.blocks(shape.shared()) >= 1, "{shape:?} on {gpu:?}");
+            }
+        }
+    }
+}

@@ -228,3 +228,20 @@ fn shared_bytes(values: GpuValues, rows: usize, stages: usize) -> usize {
     let stage = (GROUP_ROWS + rows) * STAGE_ROW_BYTES + 3 * size_of::<u64>();
     (stages * stage + rows * GROUP_ROWS * size_of::<f32>()).next_multiple_of(ALIGN) + ALIGN
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{GpuValues, Int4Group, STAGES, shared_bytes};
+    use crate::cuda::{AssumedGpu, Fp8Scaling};
+
+    #[test]
+    fn blocks_fit_on_hopper() {
+        let fp8 = GpuValues::Fp8(Fp8Scaling::Blocks);
+        for values in [GpuValues::Bf16, fp8, GpuValues::Int4(Int4Group::Of32)] {
+            for (rows, stages) in STAGES {
+                let shared = shared_bytes(values, rows, stages);
+                assert_eq!(AssumedGpu::H200.blocks(shared), 1, "{rows} rows of {values:?}");
+            }
+        }
+    }
+}

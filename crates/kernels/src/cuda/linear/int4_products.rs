@@ -122,3 +122,19 @@ fn shared_bytes(group: Int4Group, rows: usize, stages: usize) -> usize {
     let codes = FEATURES * (INT4_WINDOW / 2 + group.stride(INT4_WINDOW) * size_of::<u32>());
     (stages * (inputs + codes + 2 * size_of::<u64>())).next_multiple_of(ALIGN) + ALIGN
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Int4Group, TILES, shared_bytes};
+    use crate::cuda::AssumedGpu;
+
+    #[test]
+    fn blocks_fit_on_hopper() {
+        for group in [Int4Group::Of32, Int4Group::Of64, Int4Group::Of128] {
+            for (rows, stages) in TILES {
+                let shared = shared_bytes(group, rows, stages);
+                assert!(AssumedGpu::H200.blocks(shared) >= 1, "{rows} rows, {group:?}");
+            }
+        }
+    }
+}

@@ -178,3 +178,23 @@ fn shared_bytes(group: Int4Group, rows: usize, windows: usize) -> usize {
 fn tiles(shape: &Shape, output: LinearOutput) -> usize {
     (output.stacked() * shape.n).div_ceil(TILE_ROWS)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Int4Group, KERNELS, shared_bytes};
+    use crate::cuda::AssumedGpu;
+
+    #[test]
+    fn blocks_fit_on_hopper() {
+        for group in [Int4Group::Of32, Int4Group::Of64, Int4Group::Of128] {
+            for (rows, windows) in KERNELS {
+                // There is none for so many rows in such groups.
+                if group == Int4Group::Of32 && rows > 16 {
+                    continue;
+                }
+                let shared = shared_bytes(group, rows, windows);
+                assert_eq!(AssumedGpu::H200.blocks(shared), 1, "{rows} rows, {group:?}");
+            }
+        }
+    }
+}

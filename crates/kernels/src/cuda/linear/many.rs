@@ -205,3 +205,16 @@ impl ManyKernels {
         unsafe { self.gpu.launch_with_maps(function, launch, &[&x, &weight], &args) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::LinearTile;
+    use crate::cuda::AssumedGpu;
+
+    #[test]
+    fn blocks_fit_on_hopper() {
+        for tile in LinearTile::all() {
+            assert_eq!(AssumedGpu::H200.blocks(tile.shared_bytes()), 1, "{tile}");
+        }
+    }
+}

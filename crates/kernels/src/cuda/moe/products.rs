@@ -9,6 +9,8 @@ use crate::cuda::linear::{Fp8Scaling, GpuMatrix, Int4Group, expert_int4_pitch, m
 const CHUNK: usize = 64;
 const EXPONENT_INPUTS: usize = 32;
 const VEC: usize = 8;
+/// Rows of weights of a block of `kernels/moe.cu`.
+const PORTABLE_FEATURES: usize = 128;
 
 /// How experts' weights are stored: `Format` of `kernels/include/experts.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,6 +110,30 @@ impl Format {
         matches!(self, Self::Mxfp4 | Self::Int4(_))
     }
 
+    /// The stages of a block of [`Source::Hopper`].
+    fn hopper_stages(self, tile: usize) -> HopperStages {
+        let (count, features, [input, weight]) = match (self, tile) {
+            (Self::Bf16, 128) => (4, 256, [128, 128]),
+            (Self::Bf16, _) => (5, 256, [128, 128]),
+            (Self::Fp8 | Self::Fp8Blocks, 128) => (6, 128, [128 + size_of::<f32>(), 128]),
+            (Self::Fp8 | Self::Fp8Blocks, _) => (5, 256, [128 + size_of::<f32>(), 128]),
+            (Self::Mxfp4 | Self::Int4(_), _) => {
+                let inputs = 2 * CHUNK;
+                let beside = match self {
+                    Self::Mxfp4 => inputs / EXPONENT_INPUTS,
+                    _ => Int4Group::Of32.stride(inputs) * size_of::<u32>(),
+                };
+                let stages = if tile == 128 { 4 } else { 6 };
+                (stages, 256, [2 * inputs, inputs / 2 + beside])
+            }
+        };
+        HopperStages {
+            count,
+            features,
+            bytes: tile * input + features * weight,
+        }
+    }
+
     /// Pieces of 16 bytes with the exponents of a row.
     fn exponent_pieces(self, k: usize) -> usize {
         match self {
@@ -115,6 +141,16 @@ impl Format {
             _ => 0,
         }
     }
+}
+
+/// What a block for Hopper has of weights and rows of x at once.
+#[derive(Clone, Copy, Debug)]
+struct HopperStages {
+    count: usize,
+    /// Rows of weights.
+    features: usize,
+    /// Of a stage, with what is beside each row of x and of weights.
+    bytes: usize,
 }
 
 /// Where a kernel is written.
@@ -137,6 +173,33 @@ impl Source {
             (Self::Few, _) => format!("moe_few_{name}"),
             (Self::Portable, _) => format!("moe_{name}_{tile}"),
             (Self::Hopper, _) => format!("moe_hopper_{name}_{tile}"),
+        }
+    }
+
+    /// Shared memory of a block for rows of `k` weights, each with so many words of groups if there are groups.
+    fn shared_bytes(self, format: Format, tile: usize, k: usize, groups: usize) -> usize {
+        match self {
+            // Stages, and each row's exponents, or words of groups, an odd number.
+            Self::Few => {
+                let beside = match format {
+                    Format::Int4(_) => size_of::<u32>() * (groups | 1),
+                    _ => 16 * format.exponent_pieces(k),
+                };
+                format.few_ring() + format.few_features() * beside
+            }
+            // Stages, exponents and, in their place, padded sums.
+            Self::Portable => {
+                let (features, stages) = (PORTABLE_FEATURES, if tile == 64 { 4 } else { 3 });
+                let stage = features * format.chunk_bytes() + tile * 2 * CHUNK;
+                let exponents = features * 16 * format.exponent_pieces(k);
+                let sums = tile * (features + 4) * size_of::<f32>();
+                (stages * stage + exponents).max(sums)
+            }
+            // Stages, up to 2 KiB of barriers and the like, and alignment.
+            Self::Hopper => {
+                let HopperStages { count, bytes, .. } = format.hopper_stages(tile);
+                count * bytes + 3 * 1024
+            }
         }
     }
 }
@@ -232,50 +295,52 @@ impl Product {
 
     /// Of `rows` rows of `k` weights, each with so many words of groups if there are groups, with as many tiles as there can be.
     pub(super) fn launch_of(&self, rows: usize, k: usize, groups: usize, most_tiles: usize) -> Launch {
-        let (tile, format) = (self.tile, self.format);
-        let grid = |features: usize| [rows.div_ceil(features) as u32, most_tiles as u32, 1];
-        match self.source {
-            // Stages, and each row's exponents, or words of groups, an odd number.
-            Source::Few => {
-                let features = format.few_features();
-                let beside = match format {
-                    Format::Int4(_) => size_of::<u32>() * (groups | 1),
-                    _ => 16 * format.exponent_pieces(k),
-                };
-                Launch::new(grid(features), 64).shared(format.few_ring() + features * beside)
-            }
-            // Stages, exponents and, in their place, padded sums.
-            Source::Portable => {
-                let (features, stages) = (128, if tile == 64 { 4 } else { 3 });
-                let stage = features * format.chunk_bytes() + tile * 2 * CHUNK;
-                let exponents = features * 16 * format.exponent_pieces(k);
-                let sums = tile * (features + 4) * size_of::<f32>();
-                Launch::new(grid(features), 128).shared((stages * stage + exponents).max(sums))
-            }
-            // Stages, up to 2 KiB of barriers and the like, and alignment.
-            Source::Hopper => {
-                // Rows of x and of weights in bytes, and what is beside each.
-                let (stages, features, [input, weight]) = match (format, tile) {
-                    (Format::Bf16, 128) => (4, 256, [128, 128]),
-                    (Format::Bf16, _) => (5, 256, [128, 128]),
-                    (Format::Fp8 | Format::Fp8Blocks, 128) => (6, 128, [128 + size_of::<f32>(), 128]),
-                    (Format::Fp8 | Format::Fp8Blocks, _) => (5, 256, [128 + size_of::<f32>(), 128]),
-                    (Format::Mxfp4 | Format::Int4(_), _) => {
-                        let inputs = 2 * CHUNK;
-                        let beside = match format {
-                            Format::Mxfp4 => inputs / EXPONENT_INPUTS,
-                            _ => Int4Group::Of32.stride(inputs) * size_of::<u32>(),
-                        };
-                        (
-                            if tile == 128 { 4 } else { 6 },
-                            256,
-                            [2 * inputs, inputs / 2 + beside],
-                        )
+        let (features, threads) = match self.source {
+            Source::Few => (self.format.few_features(), 64),
+            Source::Portable => (PORTABLE_FEATURES, 128),
+            Source::Hopper => (self.format.hopper_stages(self.tile).features, 384),
+        };
+        let features = rows.div_ceil(features);
+        let grid = match self.source {
+            Source::Few | Source::Portable => [features as u32, most_tiles as u32, 1],
+            Source::Hopper => [(features * most_tiles).min(self.multiprocessors) as u32, 1, 1],
+        };
+        Launch::new(grid, threads).shared(self.source.shared_bytes(self.format, self.tile, k, groups))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{EXPERT_TILES, Format, Source};
+    use crate::cuda::AssumedGpu;
+
+    /// Experts of 2,048 inputs (Qwen3-30B-A3B), 2,880 (gpt-oss), 4,096 (Mixtral), 7,168 (DeepSeek) and 14,336 (Mixtral, down).
+    #[test]
+    fn blocks_fit_on_every_gpu() {
+        for gpu in AssumedGpu::EACH {
+            let [few, some, many] = EXPERT_TILES;
+            let wide = match gpu.compute_capability {
+                (9, 0) => Source::Hopper,
+                _ => Source::Portable,
+            };
+            for format in Format::ALL {
+                for k in [2048, 2880, 4096, 7168, 14336] {
+                    // Where a block has 99 KiB, the exponents of so many inputs do not fit; no model has them.
+                    if format == Format::Mxfp4 && k > 7168 {
+                        continue;
                     }
-                };
-                let stage = tile * input + features * weight;
-                let blocks = (rows.div_ceil(features) * most_tiles).min(self.multiprocessors);
-                Launch::new([blocks as u32, 1, 1], 384).shared(stages * stage + 3 * 1024)
+                    let groups = match format {
+                        Format::Int4(group) => group.stride(k),
+                        _ => 0,
+                    };
+                    for (source, tile) in [(Source::Few, few), (wide, some), (wide, many)] {
+                        let shared = source.shared_bytes(format, tile, k, groups);
+                        assert!(
+                            gpu.blocks(shared) >= 1,
+                            "{format:?}, {k} inputs: {shared} bytes on {gpu:?}"
+                        );
+                    }
+                }
             }
         }
     }
