@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs, thread};
 
 /// Machine code for the GPUs people have, and PTX, which the driver compiles at first use, for newer ones.
-const DEFAULT_ARCHS: &str = "80 86 89 90a compute_90";
+const DEFAULT_ARCHS: &str = "80 86 89 90a 100 120 compute_90";
 /// First release with everything the kernels use.
 const OLDEST_NVCC: (u32, u32) = (12, 8);
 
