@@ -331,22 +331,23 @@ PREFILL(512)
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 template <int D, bool Capped>
-__device__ __forceinline__ void hopper_prefill(const PrefillArgs& args) {
+__device__ __forceinline__ void hopper_prefill(const PrefillArgs& args, const TensorMap& key_map, const TensorMap& value_map) {
     using Prefill = HopperPrefill<D, Capped>;
     pdl_wait();
     pdl_launch();
     using Shared = typename Prefill::Shared;
-    Prefill{args, *reinterpret_cast<Shared*>(shared + (-shared_address(shared) & 1023))}();
+    Prefill{args, key_map, value_map, *reinterpret_cast<Shared*>(shared + (-shared_address(shared) & 1023))}();
 }
-#define HOPPER_BODY(D, CAPPED) hopper_prefill<D, CAPPED>(PACKED_ARGS);
+#define HOPPER_BODY(D, CAPPED) hopper_prefill<D, CAPPED>(PACKED_ARGS, key_map, value_map);
 #else
 #define HOPPER_BODY(D, CAPPED)
 #endif
 
 // Grid: as many blocks as run at once; on compute capability 9.0 alone.
-#define HOPPER_PREFILL(NAME, D, CAPPED)                                                 \
-    extern "C" __global__ void __launch_bounds__(kHopperThreads, 1) NAME(ARGS) {        \
-        HOPPER_BODY(D, CAPPED)                                                          \
+#define HOPPER_PREFILL(NAME, D, CAPPED)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(kHopperThreads, 1)                                                          \
+        NAME(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map, ARGS) {                 \
+        HOPPER_BODY(D, CAPPED)                                                                                               \
     }
 
 HOPPER_PREFILL(attention_prefill_hopper_64, 64, false)

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention_prefill.cuh"
+#include "tensor_map.cuh"
 #include "wgmma.cuh"
 
 constexpr int kHopperThreads = 3 * 128;
@@ -16,25 +17,26 @@ template <int D, bool Capped>
 struct HopperPrefill {
     using Tile = QueryTile<D, 128, int>;
     static constexpr int kKeys = D <= 128 ? 128 : 64;
-    // Tiles of keys, and of values. The copy of keys does not wait until values are free, which are needed for longer.
+    // Tiles of keys, and of values, which are needed for longer.
     static constexpr int kKeyTiles = D <= 64 ? 4 : D <= 96 ? 3 : 2;
     static constexpr int kValueTiles = D <= 64 ? 4 : 3;
     using Panel = SwizzledPanel<D % 64 == 0 ? 64 : 32>;
-    static constexpr int kPanel = kKeys * Panel::kColumns;
+    // Tiles of keys and values are copied eight rows at once, and so laid out: panels of eight rows, then those of the next eight.
+    static constexpr int kEight = 8 * D;
+    static constexpr int kPanel = 8 * Panel::kColumns;
     static constexpr int kTile = kKeys * D;
     static constexpr int kConsumers = 2;
     static constexpr int kGroupRows = 64;
     static constexpr int kStride = D % 64 == 0 ? D : D + 8;  // of results on their way out, which take the place of the queries
     static constexpr int kQueries = kGroupRows * kStride;    // of a consumer
     static constexpr int kChunks = D / 8;                    // of 16 bytes, of a row
-    // Rows that the copying group copies at once, a chunk each thread.
-    static constexpr int kRowsAtOnce = D <= 64 ? 16 : D <= 128 ? 8 : 4;
-    static constexpr int kCopying = kRowsAtOnce * kChunks;
-    static_assert(kCopying <= kWarpGroup && kCopying % kWarp == 0, "whole warps that copy");
+    // Of the copying group, a warp copies keys, another one values and the others queries.
+    static constexpr int kQueryThreads = kWarpGroup - 2 * kWarp;
+    static constexpr int kNowhere = 0x7fffff00;  // a row behind any cache, of which the copy engine writes zeros
     static constexpr int kBuffers = D <= 128 ? 2 : 1;  // of queries
     // Together what a launch of 384 threads with 168 registers each has.
-    static constexpr int kProducerRegisters = D <= 96 ? 88 : 56;
-    static constexpr int kConsumerRegisters = D <= 96 ? 208 : 224;
+    static constexpr int kProducerRegisters = 40;
+    static constexpr int kConsumerRegisters = 232;
     static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == 3 * 168, "registers of the warp groups");
     using Warp = WarpRows<Tile, 1, kKeys / 8>;
     using Weights = float[1][kKeys / 8][4];
@@ -69,10 +71,7 @@ struct HopperPrefill {
             __syncwarp();
         }
         __device__ __forceinline__ void arrive(int n) { barrier_arrive_after_copies(full + n % N); }
-        __device__ __forceinline__ void wait_full(int n) {
-            barrier_wait(full + n % N, n / N & 1);
-            fence_for_products();
-        }
+        __device__ __forceinline__ void wait_full(int n) { barrier_wait(full + n % N, n / N & 1); }
         __device__ __forceinline__ void release(int n) {
             if (threadIdx.x % kWarp == 0) barrier_arrive(empty + n % N);
         }
@@ -89,20 +88,31 @@ struct HopperPrefill {
     };
 
     const PrefillArgs args;
+    const TensorMap& key_map;
+    const TensorMap& value_map;
     Shared& shared;
 
     __device__ __forceinline__ void operator()() const {
         if (threadIdx.x == 0) {
-            shared.key_places.init(kWarpGroup);
-            shared.value_places.init(kWarpGroup);
-            shared.buffers.init(kWarpGroup + 1);  // One more for what is not copied.
+            // One more for what the copy engine copies, and for what is not copied.
+            shared.key_places.init(kWarp + 1);
+            shared.value_places.init(kWarp + 1);
+            shared.buffers.init(kQueryThreads + 1);
+            fence_barrier_init();
         }
         __syncthreads();
         // The compiler must see that it is the same for all lanes.
         const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0);
         if (group == 0) {
             give_registers<kProducerRegisters>();
-            produce();
+            const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
+            if (warp == 0) {
+                copy_tiles(key_map, args.k, shared.keys, shared.key_places);
+            } else if (warp == 1) {
+                copy_tiles(value_map, args.v, shared.values, shared.value_places);
+            } else {
+                copy_queries(threadIdx.x - 2 * kWarp);
+            }
         } else {
             take_registers<kConsumerRegisters>();
             consume(group - 1);
@@ -114,37 +124,44 @@ struct HopperPrefill {
         return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
     }
 
-    // Copies queries, and tiles of keys and of values, in the order in which they are needed: keys before the values of the tile before.
-    // Tiles of all pieces of work are counted together.
-    __device__ __forceinline__ void produce() const {
-        Work work = fetch(0);
-        int keys = 0, values = 0, rows = lookup(work, first_tile(work));
+    __device__ __forceinline__ void copy_queries(int thread) const {
         for (int round = 0; index(round) < args.work; ++round) {
-            // Reading what the next piece of work is, and where the tile after the next lies, takes as long as copying a tile: it is asked
-            // for as much ahead.
-            const Work after = fetch(round + 1);
+            const Work work = fetch(round);
             const Tile tile(args, work.item, work.run, work.kv_head);
+            const int count = tile.rows();
             shared.buffers.wait_empty(round);
-            if (threadIdx.x == 0) {
+            if (thread == 0) {
                 shared.work[round % kBuffers] = work;
                 barrier_arrive(shared.buffers.full + round % kBuffers);
             }
-            load_queries(tile, shared.queries[round % kBuffers][0]);
+            bf16* const to = shared.queries[round % kBuffers][0];
+#pragma unroll 4
+            for (int i = thread; i < kConsumers * kGroupRows * kChunks; i += kQueryThreads) {
+                const int row = i / kChunks, chunk = i % kChunks;
+                const bf16* from = args.q + (row < count ? tile.offset(row, args.q_stride) + chunk * 8 : 0);
+                bf16* panel = to + row / kGroupRows * kQueries + chunk / Panel::kChunks * kGroupRows * Panel::kColumns;
+                copy_async(Panel::at(panel, row % kGroupRows, chunk % Panel::kChunks), from, row < count);
+            }
             shared.buffers.arrive(round);
-            const int first = first_tile(work), last = (tile.item.end + kKeys - 1) / kKeys;
-            int next = first + 1 < last ? lookup(work, first + 1) : lookup(after, first_tile(after));
-            load_keys(tile, first, rows, keys++);
-            for (int at = first; at < last; ++at) {
-                int later = 0;
-                if (at + 2 < last) {
-                    later = lookup(work, at + 2);
-                } else if (at + 2 == last) {
-                    later = lookup(after, first_tile(after));
-                }
-                if (at + 1 < last) load_keys(tile, at + 1, next, keys++);
-                load_values(tile, at, rows, values++);
+        }
+    }
+
+    // Keys or values; tiles of all pieces of work are counted together.
+    template <int N>
+    __device__ __forceinline__ void copy_tiles(const TensorMap& map, const void* cache, bf16 (&tiles)[N][kTile], Places<N>& places) const {
+        Work work = fetch(0);
+        int n = 0, rows = lookup(work, first_tile(work));
+        for (int round = 0; index(round) < args.work; ++round) {
+            // Reading what the next piece of work is, and where the next tile lies, takes as long as copying a tile: it is asked for ahead.
+            const Work after = fetch(round + 1);
+            const Tile tile(args, work.item, work.run, work.kv_head);
+            const int last = (tile.item.end + kKeys - 1) / kKeys;
+            for (int at = first_tile(work); at < last; ++at, ++n) {
+                const int next = at + 1 < last ? lookup(work, at + 1) : lookup(after, first_tile(after));
+                places.wait_empty(n);
+                copy(tile, map, static_cast<const bf16*>(cache), at, rows, tiles[n % N], places.full + n % N);
+                places.arrive(n);
                 rows = next;
-                next = later;
             }
             work = after;
         }
@@ -152,16 +169,35 @@ struct HopperPrefill {
 
     __device__ __forceinline__ static int first_tile(const Work& work) { return work.item.begin / kKeys; }
 
-    __device__ __forceinline__ void load_keys(const Tile& tile, int at, int rows, int n) const {
-        shared.key_places.wait_empty(n);
-        load(tile, static_cast<const bf16*>(args.k), at, rows, shared.keys[n % kKeyTiles]);
-        shared.key_places.arrive(n);
+    // The keys of a tile that are the item's.
+    __device__ __forceinline__ static int2 wanted(const Tile& tile, int at) {
+        return make_int2(max(tile.item.begin - at * kKeys, 0), min(tile.item.end - at * kKeys, kKeys));
     }
 
-    __device__ __forceinline__ void load_values(const Tile& tile, int at, int rows, int n) const {
-        shared.value_places.wait_empty(n);
-        load(tile, static_cast<const bf16*>(args.v), at, rows, shared.values[n % kValueTiles]);
-        shared.value_places.arrive(n);
+    // Begins to copy a tile: the copy engine eight rows of which all are wanted or none, which become zeros, threads the others.
+    __device__ __forceinline__ static void copy(const Tile& tile, const TensorMap& map, const bf16* cache, int at, int rows, bf16* to,
+                                                uint64_t* full) {
+        const int lane = threadIdx.x % kWarp, key = lane * 8;
+        const int2 keys = wanted(tile, at);
+        const bool all = keys.x <= key && key + 8 <= keys.y, none = key + 8 <= keys.x || key >= keys.y;
+        const bool whole = lane < kKeys / 8 && (all || none);
+        const int count = __popc(__ballot_sync(kAllLanes, whole));
+        if (lane == 0) barrier_expect_bytes(full, count * kEight * int(sizeof(bf16)));
+        __syncwarp();
+        if (whole) copy_tensor(to + lane * kEight, map, make_int3(0, all ? rows : kNowhere, 0), full);
+        if (keys.x % 8 != 0) copy_eight(tile, cache, at, rows, keys.x / 8, to);
+        if (keys.y % 8 != 0) copy_eight(tile, cache, at, rows, keys.y / 8, to);
+    }
+
+    __device__ __forceinline__ static void copy_eight(const Tile& tile, const bf16* cache, int at, int rows, int eight, bf16* to) {
+        cache += size_t(__shfl_sync(kAllLanes, rows, eight)) * D;
+        to += eight * kEight;
+#pragma unroll 1
+        for (int i = threadIdx.x % kWarp; i < 8 * kChunks; i += kWarp) {
+            const int row = i / kChunks, chunk = i % kChunks;
+            copy_async(Panel::at(to + chunk / Panel::kChunks * kPanel, row, chunk % Panel::kChunks), cache + row * D + chunk * 8,
+                       tile.wanted(at * kKeys + eight * 8 + row));
+        }
     }
 
     // A piece of work, or the last one if there is none.
@@ -174,41 +210,6 @@ struct HopperPrefill {
     // The cache row of eight keys of a tile for every lane.
     __device__ __forceinline__ int lookup(const Work& work, int at) const {
         return Tile(args, work.item, work.run, work.kv_head).cache_row(at * kKeys + threadIdx.x % (kKeys / 8) * 8);
-    }
-
-    // Begins to copy a tile: a thread copies the same chunk of every `kRowsAtOnce`th row.
-    __device__ __forceinline__ static void load(const Tile& tile, const bf16* cache, int at, int rows, bf16* to) {
-        if (tile.item.begin <= at * kKeys && at * kKeys + kKeys <= tile.item.end) {
-            load<true>(tile, cache, at, rows, to);
-        } else {
-            load<false>(tile, cache, at, rows, to);
-        }
-    }
-
-    template <bool Inner>
-    __device__ __forceinline__ static void load(const Tile& tile, const bf16* cache, int at, int rows, bf16* to) {
-        if (kCopying < kWarpGroup && threadIdx.x >= kCopying) return;
-        const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-        cache += row % 8 * D + chunk * 8;
-        to += chunk / Panel::kChunks * kPanel;
-#pragma unroll(Inner ? 8 : 2)
-        for (int i = 0; i < kKeys; i += kRowsAtOnce) {
-            const int more = i % 8;  // 0 unless fewer than eight rows are copied at once
-            const bf16* from = cache + size_t(__shfl_sync(kAllLanes, rows, (row + i) / 8) + more) * D;
-            copy_async(Panel::at(to + (i - more) * Panel::kColumns, row + more, chunk % Panel::kChunks), from,
-                       Inner || tile.wanted(at * kKeys + row + i));
-        }
-    }
-
-    __device__ __forceinline__ void load_queries(const Tile& tile, bf16* to) const {
-        if (kCopying < kWarpGroup && threadIdx.x >= kCopying) return;
-        const int chunk = threadIdx.x % kChunks, count = tile.rows();
-#pragma unroll 4
-        for (int row = threadIdx.x / kChunks; row < kConsumers * kGroupRows; row += kRowsAtOnce) {
-            const bf16* from = args.q + (row < count ? tile.offset(row, args.q_stride) + chunk * 8 : 0);
-            bf16* panel = to + row / kGroupRows * kQueries + chunk / Panel::kChunks * kGroupRows * Panel::kColumns;
-            copy_async(Panel::at(panel, row % kGroupRows, chunk % Panel::kChunks), from, row < count);
-        }
     }
 
     // The consumers issue products in turns, one for every tile of every piece of work, seen or not: so neither has one more than the
@@ -227,6 +228,7 @@ struct HopperPrefill {
         int tiles = 0;
         for (int round = 0; index(round) < args.work; ++round) {
             shared.buffers.wait_full(round);
+            fence_for_products();
             const Work& work = shared.work[round % kBuffers];
             const Tile tile(args, work.item, work.run, work.kv_head);
             bf16* const q = shared.queries[round % kBuffers][group];
@@ -273,6 +275,7 @@ struct HopperPrefill {
         Packed packed;
         float factor[1][2];
         shared.key_places.wait_full(n);
+        fence_copies(tile, begin);
         begin_turn(group);
         wgmma_fence();
         score(q, shared.keys[n % kKeyTiles], weights[0]);
@@ -287,12 +290,14 @@ struct HopperPrefill {
             // The scores of this tile and the sums of the one before run on the tensor cores; the softmax of this tile waits
             // for the former alone.
             shared.key_places.wait_full(n + 1);
+            fence_copies(tile, at);
             begin_turn(group);
             wgmma_fence();
             touch(weights[0]);
             score(q, shared.keys[(n + 1) % kKeyTiles], weights[0]);
             wgmma_commit();
             shared.value_places.wait_full(n);
+            fence_copies(tile, at - 1);
             wgmma_fence();
             accumulate(packed, shared.values[n % kValueTiles], sums[0]);
             wgmma_commit();
@@ -317,6 +322,7 @@ struct HopperPrefill {
             ++n;
         }
         shared.value_places.wait_full(n);
+        fence_copies(tile, end - 1);
         wgmma_fence();
         touch(sums[0]);
         accumulate(packed, shared.values[n % kValueTiles], sums[0]);
@@ -325,6 +331,12 @@ struct HopperPrefill {
         touch(sums[0]);
         shared.value_places.release(n);
         return n + 1;
+    }
+
+    // What threads have copied of a tile becomes visible to products.
+    __device__ __forceinline__ static void fence_copies(const Tile& tile, int at) {
+        const int2 keys = wanted(tile, at);
+        if ((keys.x | keys.y) % 8 != 0) fence_for_products();
     }
 
     __device__ __forceinline__ void soften(const Tile& tile, Warp& warp, int at, Weights& weights,
@@ -351,8 +363,8 @@ struct HopperPrefill {
 #pragma unroll
         for (int d = 0; d < D; d += 16) {
             const int panel = d / Panel::kColumns, column = d % Panel::kColumns;
-            Wgmma<kKeys>::rows(weights, Panel::rows_operand(q + panel * kGroupRows * Panel::kColumns + column),
-                               Panel::rows_operand(keys + panel * kPanel + column), d > 0);
+            Wgmma<kKeys>::rows(weights, Panel::rows_operand(q + panel * kGroupRows * Panel::kColumns + column, kPanel),
+                               Panel::rows_operand(keys + panel * kPanel + column, kEight), d > 0);
         }
     }
 
@@ -360,8 +372,7 @@ struct HopperPrefill {
     __device__ __forceinline__ static void accumulate(const Packed& packed, const bf16* values, float (&sums)[D / 8][4]) {
 #pragma unroll
         for (int k = 0; k < kKeys / 16; ++k) {
-            Wgmma<D>::columns(sums, packed[k],
-                              Panel::columns_operand(values + k * 16 * Panel::kColumns, kPanel * int(sizeof(bf16))));
+            Wgmma<D>::columns(sums, packed[k], Panel::columns_operand(values + k * 2 * kEight, kPanel, kEight));
         }
     }
 

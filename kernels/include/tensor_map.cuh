@@ -19,7 +19,8 @@ __device__ __forceinline__ void barrier_expect_bytes(uint64_t* barrier, int byte
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// Begins to copy from (byte, row, matrix) on, with zeros past the end. `to` is a multiple of 1024 bytes.
+// Begins to copy from (byte, row, matrix) on, or of a map of rows by eight from (0, row, 0) on, with zeros past the end. `to` is a multiple
+// of 1024 bytes, or of as many as eight rows of 64 bytes have.
 __device__ __forceinline__ void copy_tensor(void* to, const TensorMap& map, int3 from, uint64_t* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(

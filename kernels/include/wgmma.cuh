@@ -35,19 +35,20 @@ struct SwizzledPanel {
     static_assert(Columns == 64 || Columns == 32, "a permutation of the hardware");
     static constexpr int kColumns = Columns;
     static constexpr int kChunks = Columns / 8;
-    // What an operand's description differs in: bytes of eight rows, and the permutation.
-    static constexpr uint64_t kKind = uint64_t(8 * Columns * int(sizeof(bf16)) >> 4) << 32 | uint64_t(Columns == 64 ? 1 : 2) << 62;
-
     __device__ __forceinline__ static bf16* at(bf16* panel, int row, int chunk) {
         return panel + row * Columns + ((chunk ^ (row >> (Columns == 64 ? 0 : 1) & (kChunks - 1))) << 3);
     }
 
-    __device__ __forceinline__ static uint64_t rows_operand(const bf16* at) {
-        return uint64_t((shared_address(at) & 0x3ffff) >> 4) | uint64_t(1) << 16 | kKind;
-    }
+    // As the functions above make them. `eight`: elements from eight rows to the next eight.
+    __device__ __forceinline__ static uint64_t rows_operand(const bf16* at, int eight) { return operand(at, 8, eight); }
 
-    __device__ __forceinline__ static uint64_t columns_operand(const bf16* at, int panel_bytes) {
-        return uint64_t((shared_address(at) & 0x3ffff) >> 4) | uint64_t(panel_bytes >> 4) << 16 | kKind;
+    // `panel`: elements from one panel to the next.
+    __device__ __forceinline__ static uint64_t columns_operand(const bf16* at, int panel, int eight) { return operand(at, panel, eight); }
+
+private:
+    __device__ __forceinline__ static uint64_t operand(const bf16* at, int leading, int stride) {
+        constexpr uint64_t kPermutation = uint64_t(Columns == 64 ? 1 : 2) << 62;
+        return uint64_t((shared_address(at) & 0x3ffff) >> 4) | uint64_t(leading / 8) << 16 | uint64_t(stride / 8) << 32 | kPermutation;
     }
 };
 

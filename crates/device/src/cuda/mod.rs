@@ -39,5 +39,5 @@ pub use pinned::PinnedSlab;
 pub use runtime::MemoryInfo;
 pub use side::SideStream;
 pub use slab::{GpuSlab, GpuSlice, POOL_CHUNK, POOL_UNIT};
-pub use tensor_map::{Matrices, MatrixRows, MatrixTiles, TensorMap};
+pub use tensor_map::{Matrices, MatrixEights, MatrixRows, MatrixTiles, TensorMap};
 pub use upload::Uploader;

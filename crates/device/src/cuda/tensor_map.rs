@@ -55,8 +55,20 @@ pub struct MatrixTiles {
     pub copied: usize,
 }
 
-/// A kernel argument for copies of boxes of rows of 128 bytes, 64 rows or as many as [`MatrixTiles`] says, swizzled as matrix products of
-/// warp groups want them.
+/// A matrix whose rows follow each other, for copies of eight whole rows, which come as panels of 128 bytes of each, or of 64 bytes if 128
+/// do not divide a row.
+#[derive(Clone, Copy, Debug)]
+pub struct MatrixEights {
+    /// Address, a multiple of 16.
+    pub first: u64,
+    /// Of the matrix.
+    pub rows: usize,
+    /// Bytes of a row, a multiple of 64, at most 256 panels.
+    pub row_bytes: usize,
+}
+
+/// A kernel argument for copies of boxes of rows of 128 bytes, 64 rows or as many as [`MatrixTiles`] or [`MatrixEights`] says, swizzled as
+/// matrix products of warp groups want them.
 #[derive(Clone, Debug)]
 pub struct TensorMap(sys::CUtensorMap);
 
@@ -98,6 +110,23 @@ impl Gpu {
         self.encode(of.first, [pitch, rows], &[pitch], [BOX[0], of.copied as u32])
     }
 
+    /// Describes a matrix, for copies from (0, row, 0) on. The map must not be used once its memory is given back.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver: what [`MatrixEights`] asks does not hold, or the GPU has no such engine.
+    pub fn eights_map(&self, of: &MatrixEights) -> Result<TensorMap, GpuError> {
+        let panel = if of.row_bytes.is_multiple_of(128) { 128 } else { 64 };
+        let panels = of.row_bytes / panel;
+        let sizes = [panel as u64, of.rows as u64, panels as u64];
+        let strides = [of.row_bytes as u64, panel as u64];
+        self.encode(
+            of.first,
+            sizes,
+            &strides,
+            [panel as u32, EIGHT as u32, panels as u32],
+        )
+    }
+
     /// `strides` are those of all dimensions but the first.
     fn encode<const RANK: usize>(
         &self,
@@ -107,6 +136,10 @@ impl Gpu {
         copied: [u32; RANK],
     ) -> Result<TensorMap, GpuError> {
         assert_eq!(strides.len() + 1, RANK, "a stride for each further dimension");
+        let swizzle = match copied[0] {
+            64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
+            _ => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+        };
         self.bind()?;
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         // SAFETY: a place to write to, and arrays of as many elements as the rank says; the driver does not follow the address.
@@ -121,7 +154,7 @@ impl Gpu {
                 copied.as_ptr(),
                 [1; RANK].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                swizzle,
                 // The next 128 bytes of a row are wanted soon.
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,

@@ -3,7 +3,7 @@ use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
-use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
+use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch, MatrixEights, TensorMap};
 
 use super::fused::int;
 use super::{
@@ -455,8 +455,19 @@ impl PrefillKernels {
         let launch = Launch::new(grid, kernel.shape.threads as u32)
             .shared(kernel.shape.shared)
             .pdl(true);
-        // SAFETY: the arguments are those of the kernel; the caller keeps the memory and promises what it holds.
-        unsafe { self.gpu.launch(function, launch, &params[..ATTENTION_PARAMS])? };
+        let params_of_attention = &params[..ATTENTION_PARAMS];
+        if kernel.shape.persistent {
+            let map = |cache| self.map(cache, dim);
+            let maps = [map(args.kv.k)?, map(args.kv.v)?];
+            // SAFETY: the arguments are those of the kernel; the caller keeps the memory and promises what it holds.
+            unsafe {
+                self.gpu
+                    .launch_with_maps(function, launch, &maps.each_ref(), params_of_attention)?;
+            }
+        } else {
+            // SAFETY: as above.
+            unsafe { self.gpu.launch(function, launch, params_of_attention)? };
+        }
         if plan.merges == 0 {
             return Ok(());
         }
@@ -470,6 +481,16 @@ impl PrefillKernels {
         let launch = Launch::new(grid, MERGE_THREADS as u32).pdl(true);
         // SAFETY: as above.
         unsafe { self.gpu.launch(&self.merge, launch, &params) }
+    }
+
+    /// Of keys or values of 16 bits.
+    fn map(&self, cache: GpuSlice<'_, u8>, head_dim: usize) -> Result<TensorMap, GpuError> {
+        let row_bytes = head_dim * size_of::<bf16>();
+        self.gpu.eights_map(&MatrixEights {
+            first: cache.ptr(),
+            rows: cache.len() / row_bytes,
+            row_bytes,
+        })
     }
 
     fn kernel(&self, head_dim: usize, element: GpuKvElement) -> &Kernel {
