@@ -33,7 +33,7 @@ pub(crate) fn bench(gpu: &Gpu) {
         (&portable, 32, 8, 128),
         (&own, 32, 8, 128),
         (&own, 32, 8, 64),
-        (&own, 32, 8, 96),
+        (&own, 32, 32, 96),
         (&own, 16, 8, 256),
         (&own, 32, 4, 512),
     ] {
@@ -48,11 +48,15 @@ pub(crate) fn bench(gpu: &Gpu) {
             (1, 64, 100_000),
             (1, 64, 8192),
             (8, 16, 2000),
+            (1, 8192, 32_768),
+            (1, 8192, 65_536),
+            (1, 65_000, 65_000),
         ];
-        let shapes = if head_dim == 128 {
-            &shapes[..]
-        } else {
-            &shapes[..9]
+        // The slow ones not for kernels that are slow as well.
+        let shapes = match (std::ptr::eq(kernels, &raw const own), head_dim) {
+            (true, 128) => &shapes[..],
+            (true, ..=256) => &shapes[..12],
+            _ => &shapes[..10],
         };
         for &(count, len, context) in shapes {
             run(
