@@ -11,9 +11,9 @@ use super::{ACTIVATIONS, BF16, Case, Format, Outputs, Size, Table};
 use crate::common;
 
 const SMALL: Size = Size {
-    attended: 128,
-    width: 256,
-    inner: 128,
+    attended: 256,
+    width: 512,
+    inner: 256,
     next: 64,
     experts: 40,
     top_k: 8,
@@ -101,7 +101,8 @@ fn of_equal_logits_the_first_experts_are_taken() {
     }
     let (linears, kernels) = (crate::linear::linears(&gpu), MoeKernels::load(&gpu).unwrap());
     let mut rng = common::rng("of_equal_logits_the_first_experts_are_taken");
-    for size in sizes() {
+    // The shared expert's gate would be the only logit that is not 0, and may be next to nothing beside its error.
+    for size in sizes().into_iter().filter(|size| !size.shared) {
         for softmax in [RouterSoftmax::All, RouterSoftmax::Chosen] {
             let mut case = Case::indifferent(&gpu, &mut rng, size, softmax);
             let found = case.run(&gpu, &kernels, &linears);
