@@ -176,9 +176,9 @@ fn pictures_are_drawn_from_their_reports() {
             "A model that takes images (random weights) on a CPU, --device-memory 4GiB",
         ),
         (
-            "tests/bench/cpu/profile-states.json",
+            "tests/bench/h200/profile-qwen3.5-27b.json",
             "docs/auto-profile-states.svg",
-            "A hybrid model (random weights) on a CPU, --device-memory 4GiB",
+            "Qwen3.5-27B's shape on an H200, --max-model-len 32768 --mem-fraction 1.0",
         ),
     ];
     for (report, picture, title) in pictures {
