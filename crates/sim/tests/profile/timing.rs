@@ -32,7 +32,7 @@ fn every_size_that_the_limits_allow_is_timed_beside_the_canary() {
             4096,
             512,
             vec![1, 64, 128, 256, 384, 512],
-            vec![32, 128, 256, 384, 512, 768, 1024, 1536],
+            vec![32, 128, 256, 384, 512, 768, 1024, 2048],
         ),
     ] {
         for steps_in_flight in [1, 2] {
@@ -47,10 +47,10 @@ fn every_size_that_the_limits_allow_is_timed_beside_the_canary() {
             let (proved, untimed) = (run(model(), &spec).unwrap(), run(model(), &untimed).unwrap());
             let (timed_decode, timed_mixed) = rows(&proved);
             assert_eq!(timed_decode, decode);
-            // Larger ones follow where rows got cheaper on this machine.
+            // A larger one follows where rows got cheaper on this machine.
             let (known, larger) = timed_mixed.split_at(mixed.len());
             assert_eq!(known, mixed);
-            let sizes = [2048, 4096];
+            let sizes = [4096];
             assert!(
                 larger.len() <= sizes.len()
                     && larger == &sizes[..larger.len()]
