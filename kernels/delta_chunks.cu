@@ -293,7 +293,7 @@ struct Columns {
                 if (tile % 2 == 0) continue;
                 left[tile / 2].take(u[tile - 1], u[tile]);
                 wgmma_fence();
-                const uint64_t k = columns_operand(stage.k + tile / 2 * 16 * 64, kPanel * int(sizeof(bf16)));
+                const uint64_t k = SwizzledPanel<64>::columns_operand(shared_address(stage.k + tile / 2 * 16 * 64), kPanel);
                 Wgmma<kKey>::columns(state, left[tile / 2].high, k);
                 Wgmma<kKey>::columns(state, left[tile / 2].low, k);
                 wgmma_commit();

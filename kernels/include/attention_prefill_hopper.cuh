@@ -363,8 +363,9 @@ struct HopperPrefill {
 #pragma unroll
         for (int d = 0; d < D; d += 16) {
             const int panel = d / Panel::kColumns, column = d % Panel::kColumns;
-            Wgmma<kKeys>::rows(weights, Panel::rows_operand(q + panel * kGroupRows * Panel::kColumns + column, kPanel),
-                               Panel::rows_operand(keys + panel * kPanel + column, kEight), d > 0);
+            const uint64_t left = Panel::rows_operand(shared_address(q + panel * kGroupRows * Panel::kColumns + column));
+            const uint64_t right = Panel::rows_operand(shared_address(keys + panel * kPanel + column), kEight);
+            Wgmma<kKeys>::rows(weights, left, right, d > 0);
         }
     }
 
@@ -372,7 +373,7 @@ struct HopperPrefill {
     __device__ __forceinline__ static void accumulate(const Packed& packed, const bf16* values, float (&sums)[D / 8][4]) {
 #pragma unroll
         for (int k = 0; k < kKeys / 16; ++k) {
-            Wgmma<D>::columns(sums, packed[k], Panel::columns_operand(values + k * 2 * kEight, kPanel, kEight));
+            Wgmma<D>::columns(sums, packed[k], Panel::columns_operand(shared_address(values + k * 2 * kEight), kPanel, kEight));
         }
     }
 

@@ -7,50 +7,43 @@
 
 constexpr int kWarpGroup = 128;
 
-// Element (row, 8 x chunk) of a panel: rows of 64 elements whose 16-byte chunks are permuted within each eight rows, so that
-// both a row and a column of chunks touch all banks. Panels start at multiples of 1024 bytes.
-__device__ __forceinline__ bf16* swizzled(bf16* panel, int row, int chunk) {
-    return panel + row * 64 + ((chunk ^ (row & 7)) << 3);
-}
-
-// An operand whose rows run along the summed dimension: 32 bytes (16 bf16 or 32 e4m3 values) of rows of 128, from an address on. Eight
-// rows are 1024 bytes.
-__device__ __forceinline__ uint64_t rows_operand(uint32_t at) {
-    return uint64_t((at & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
-}
-
-__device__ __forceinline__ uint64_t rows_operand(const bf16* at) { return rows_operand(shared_address(at)); }
-
-// An operand whose rows are steps of the summed dimension: 16 rows from `at` on, of as many panels as the product is wide,
-// `panel_bytes` apart.
-__device__ __forceinline__ uint64_t columns_operand(const bf16* at, int panel_bytes) {
-    return uint64_t((shared_address(at) & 0x3ffff) >> 4) | uint64_t(panel_bytes >> 4) << 16 | uint64_t(1024 >> 4) << 32 |
-           uint64_t(1) << 62;
-}
-
-// Panels of 64 columns as above, or of 32, in rows of 64 bytes of which two have the same permutation: for widths that are no multiple
-// of 64.
+// A panel of `Columns` bf16 of many rows, whose 16-byte chunks are permuted within each eight rows, so that both a row and a column of chunks
+// touch all banks. Rows are 128 bytes, or 64 where the width of a matrix is no multiple of that; then two of them have the same permutation.
+// Panels start at multiples of eight rows: of 1024 or 512 bytes.
 template <int Columns>
 struct SwizzledPanel {
     static_assert(Columns == 64 || Columns == 32, "a permutation of the hardware");
     static constexpr int kColumns = Columns;
     static constexpr int kChunks = Columns / 8;
+
+    // Element (row, 8 x chunk).
     __device__ __forceinline__ static bf16* at(bf16* panel, int row, int chunk) {
         return panel + row * Columns + ((chunk ^ (row >> (Columns == 64 ? 0 : 1) & (kChunks - 1))) << 3);
     }
 
-    // As the functions above make them. `eight`: elements from eight rows to the next eight.
-    __device__ __forceinline__ static uint64_t rows_operand(const bf16* at, int eight) { return operand(at, 8, eight); }
+    // An operand whose rows run along the summed dimension: 32 bytes (16 bf16 or 32 e4m3 values) of each, from an address in shared memory on.
+    // `eight`: elements from eight rows to the next eight.
+    __device__ __forceinline__ static uint64_t rows_operand(uint32_t at, int eight = 8 * Columns) { return operand(at, 8, eight); }
 
-    // `panel`: elements from one panel to the next.
-    __device__ __forceinline__ static uint64_t columns_operand(const bf16* at, int panel, int eight) { return operand(at, panel, eight); }
+    // An operand whose rows are steps of the summed dimension: 16 rows from an address on, of as many panels as the product is wide. `panel`:
+    // elements from one panel to the next.
+    __device__ __forceinline__ static uint64_t columns_operand(uint32_t at, int panel, int eight = 8 * Columns) {
+        return operand(at, panel, eight);
+    }
 
 private:
-    __device__ __forceinline__ static uint64_t operand(const bf16* at, int leading, int stride) {
+    __device__ __forceinline__ static uint64_t operand(uint32_t at, int leading, int stride) {
         constexpr uint64_t kPermutation = uint64_t(Columns == 64 ? 1 : 2) << 62;
-        return uint64_t((shared_address(at) & 0x3ffff) >> 4) | uint64_t(leading / 8) << 16 | uint64_t(stride / 8) << 32 | kPermutation;
+        return uint64_t((at & 0x3ffff) >> 4) | uint64_t(leading / 8) << 16 | uint64_t(stride / 8) << 32 | kPermutation;
     }
 };
+
+// The same of panels of 64 columns, eight rows right after the other.
+__device__ __forceinline__ bf16* swizzled(bf16* panel, int row, int chunk) { return SwizzledPanel<64>::at(panel, row, chunk); }
+
+__device__ __forceinline__ uint64_t rows_operand(uint32_t at) { return SwizzledPanel<64>::rows_operand(at); }
+
+__device__ __forceinline__ uint64_t rows_operand(const bf16* at) { return rows_operand(shared_address(at)); }
 
 // Before the first product of a sequence, and after registers of one were touched.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
