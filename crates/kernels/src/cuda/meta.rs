@@ -14,8 +14,8 @@ pub struct AssumedGpu {
     pub sm_shared_bytes: usize,
 }
 
-/// What each block of threads takes of the shared memory beside its own.
-const BLOCK_SHARED_BYTES: usize = 1024;
+/// Of a multiprocessor's shared memory, what the system takes for each block of threads.
+pub(super) const BLOCK_SHARED_BYTES: usize = 1024;
 
 impl AssumedGpu {
     /// An NVIDIA H200 (and an H100 SXM), by NVIDIA's CUDA programming guide.

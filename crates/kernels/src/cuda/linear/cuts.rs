@@ -9,6 +9,7 @@ use super::matrix::{INT4_ROWS, INT4_WINDOW};
 use super::output::LinearOutput;
 use super::{Fp8Scaling, GpuValues, Int4Group};
 use crate::GgufFormat;
+use crate::cuda::meta::BLOCK_SHARED_BYTES;
 
 /// Most elements of which every block computes the norm for itself: more than that is slower than a kernel of its own (one row
 /// of 5120 on an H200: 18.9 ms a token instead of 17.1; tests/bench/h200/norms.json).
@@ -45,9 +46,6 @@ const MOST_PARTS: usize = 8;
 const FEW_ROWS: usize = 8;
 const FEW_INPUT_PAD: usize = 16;
 const FEW_RING_BYTES: usize = 8192;
-
-/// Of a multiprocessor's shared memory, what the system takes for each thread block.
-const SYSTEM_SHARED_BYTES: usize = 1 << 10;
 
 /// How our own kernels cut a product into thread blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -190,7 +188,7 @@ impl Cuts {
 
     /// Shared memory that a block may have.
     fn most_shared_bytes(&self, cut: LinearCut) -> usize {
-        (self.most_shared + SYSTEM_SHARED_BYTES) / cut.blocks_per_sm - SYSTEM_SHARED_BYTES
+        (self.most_shared + BLOCK_SHARED_BYTES) / cut.blocks_per_sm - BLOCK_SHARED_BYTES
     }
 
     /// Bytes for x of a block of `kernels/linear.cu`: where it has a multiprocessor to itself, what there is besides weights and sums, up to
@@ -252,7 +250,7 @@ impl Cuts {
             .few_bytes(shape, cut)
             .unwrap_or_else(|| self.shared_bytes(shape, cut));
         match cut.blocks_per_sm == 1 && self.fills(shape, output, cut) {
-            true => bytes.max((self.most_shared + SYSTEM_SHARED_BYTES) / 2),
+            true => bytes.max((self.most_shared + BLOCK_SHARED_BYTES) / 2),
             false => bytes,
         }
     }
