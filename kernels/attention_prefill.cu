@@ -29,16 +29,16 @@ struct Shape {
     static constexpr int kVec = 16 / int(sizeof(Element));
     static constexpr int kGroups = kKeys / 8;
 
-    // In a row of a tile, pieces of eight elements change places by an XOR of their columns with this, so that the eight rows of an 8x8 matrix
-    // lie in different banks. Padded rows would leave no room for a second block on GPUs with 164 KiB of shared memory.
+    // Tiles are swizzled: the column of an element is XORed with this, so that the eight rows of an 8x8 matrix lie in different banks. Padded rows
+    // would leave no room for a second block on GPUs with 164 KiB of shared memory.
     __device__ __forceinline__ static int swap(int row) {
         // Every second row of 192 bytes begins in the other half of the banks.
         return kSwapBytes == 128 ? row % 8 * 8 : row / 2 % 4 * 8;
     }
-    // Pieces change places among those of so many bytes.
+    // Elements of a row stay within aligned spans of so many bytes.
     static constexpr int kSwapBytes = D % 64 == 0 ? 128 : 64;
 
-    // Of an element in a tile.
+    // Index of an element in a tile.
     __device__ __forceinline__ static int place(int row, int column) { return row * D + (column ^ swap(row)); }
 };
 
@@ -188,8 +188,8 @@ struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
         }
     }
 
-    // The address that a lane gives of matrices that lie side by side in a tile: for the first, whose row it has at `row` and `column`, and for
-    // those a multiple of 16 columns further on.
+    // What a lane passes to `load_matrices`: the address of its row of a matrix, which begins at `row` and `column` of the tile. `matrix_at` turns
+    // it into that of the matrix `columns` further on, a multiple of 16.
     __device__ __forceinline__ static uint32_t first_matrix(const bf16* tile, int row, int column) {
         return shared_address(tile + S::place(row, column));
     }
@@ -297,7 +297,7 @@ __device__ __forceinline__ void merge(const PrefillArgs& args, int head_dim, int
 }  // namespace
 
 extern __shared__ __align__(16) char shared[];
-// The same memory, aligned for `matrix_at`.
+// The same memory, aligned for `matrix_at`, which XORs low bits of addresses.
 extern __shared__ __align__(128) char portable_shared[];
 
 #define ARGS                                                                                                           \

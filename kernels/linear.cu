@@ -157,8 +157,8 @@ __device__ __forceinline__ void multiply_gguf(float (&acc)[Tiles][4], const uint
     if (kHasHalves<kType>) leave_stage();
 }
 
-// Bytes of shared memory for x: of Hopper all cuts have the most, other GPUs may have less room (`Cuts::input_bytes` in
-// crates/kernels/src/cuda/linear/cuts.rs).
+// Bytes of shared memory for x, as `Cuts::input_bytes` in crates/kernels/src/cuda/linear/cuts.rs says. On Hopper there is always room for the
+// most, which is then a constant of the kernels.
 __device__ __forceinline__ int input_bytes(int launched) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     return kInputBytes;
@@ -444,7 +444,7 @@ __device__ __forceinline__ void run(const Problem& p, int room) {
     }
 }
 
-// On a multiprocessor: where that has 100 KiB of shared memory, there is room for one, which may have all registers.
+// Blocks that fit on a multiprocessor. One with 100 KiB of shared memory has room for a single block, which may then have all registers.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 constexpr int kBlocks = 1;
 #else

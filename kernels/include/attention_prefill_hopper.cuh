@@ -1,5 +1,5 @@
 // Attention of many query rows by products of warp groups (sm_90a). A block of threads stays and takes one piece of work after
-// the other. One warp group copies, ahead of the two that work on 64 rows each: while one of these takes exponentials the tensor
+// the other. One warp group copies, ahead of the two that work on 64 rows each. While one of these takes exponentials, the tensor
 // cores run the products of the other, for they issue products in turns (FlashAttention-3, https://arxiv.org/abs/2407.08608), and
 // within each the scores of the next keys are computed beside the sums of these.
 #pragma once
@@ -32,7 +32,7 @@ struct HopperPrefill {
     static constexpr int kChunks = D / 8;                    // of 16 bytes, of a row
     // Of the copying group, a warp copies keys, another one values and the others queries.
     static constexpr int kQueryThreads = kWarpGroup - 2 * kWarp;
-    static constexpr int kNowhere = 0x7fffff00;  // a row behind any cache, of which the copy engine writes zeros
+    static constexpr int kNowhere = 0x7fffff00;  // a row behind any cache, in place of which the copy engine writes zeros
     static constexpr int kBuffers = D <= 128 ? 2 : 1;  // of queries
     // Together what a launch of 384 threads with 168 registers each has.
     static constexpr int kProducerRegisters = 40;
@@ -94,7 +94,8 @@ struct HopperPrefill {
 
     __device__ __forceinline__ void operator()() const {
         if (threadIdx.x == 0) {
-            // One more for what the copy engine copies, and for what is not copied.
+            // Every thread that copies arrives when its copies are done, and one of them once more: with the bytes that the copy engine copies, or
+            // when it has written `work`.
             shared.key_places.init(kWarp + 1);
             shared.value_places.init(kWarp + 1);
             shared.buffers.init(kQueryThreads + 1);
@@ -174,7 +175,8 @@ struct HopperPrefill {
         return make_int2(max(tile.item.begin - at * kKeys, 0), min(tile.item.end - at * kKeys, kKeys));
     }
 
-    // Begins to copy a tile: the copy engine eight rows of which all are wanted or none, which become zeros, threads the others.
+    // Begins to copy a tile. The copy engine takes each eight rows that are all wanted, and writes zeros in place of those of which none is;
+    // threads copy the eights of which some are.
     __device__ __forceinline__ static void copy(const Tile& tile, const TensorMap& map, const bf16* cache, int at, int rows, bf16* to,
                                                 uint64_t* full) {
         const int lane = threadIdx.x % kWarp, key = lane * 8;

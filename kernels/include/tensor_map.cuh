@@ -4,8 +4,8 @@
 
 #include "mma.cuh"
 
-// Matrices of bytes, one behind the other or two in turn; a copy takes `kMapRows` rows of 128 bytes each, or of a map of one matrix as many
-// as its maker said, swizzled as products of warp groups want them.
+// Matrices of bytes, one behind the other or two in turn. A copy takes `kMapRows` rows of 128 bytes each, or with a map of one matrix as many
+// as its maker said, or with a map of eights (`MatrixEights`) eight whole rows; swizzled as products of warp groups want them.
 struct __align__(64) TensorMap {
     uint8_t bytes[128];
 };
@@ -19,8 +19,8 @@ __device__ __forceinline__ void barrier_expect_bytes(uint64_t* barrier, int byte
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// Begins to copy from (byte, row, matrix) on, or of a map of rows by eight from (0, row, 0) on, with zeros past the end. `to` is a multiple
-// of 1024 bytes, or of as many as eight rows of 64 bytes have.
+// Begins to copy from (byte, row, matrix) on, or with a map of eights from (0, row, 0) on, with zeros past the end. `to` is a multiple of 1024
+// bytes, or of 512 where a map's rows are 64 bytes wide.
 __device__ __forceinline__ void copy_tensor(void* to, const TensorMap& map, int3 from, uint64_t* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(

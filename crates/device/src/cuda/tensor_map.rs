@@ -136,6 +136,7 @@ impl Gpu {
         copied: [u32; RANK],
     ) -> Result<TensorMap, GpuError> {
         assert_eq!(strides.len() + 1, RANK, "a stride for each further dimension");
+        // Over as many bytes as a row of the box has.
         let swizzle = match copied[0] {
             64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
             _ => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,

@@ -530,8 +530,8 @@ impl Shape {
         }
     }
 
-    /// `HopperPrefill`: tiles of keys and of values, queries (the next ones too where there is room) in rows that are padded when
-    /// they are results of no whole 128 bytes; less than a kilobyte of barriers and notes; alignment to as much.
+    /// `HopperPrefill`: tiles of keys and of values; queries (the next ones too where there is room), whose rows later hold the results and
+    /// are padded for these unless they are a multiple of 128 bytes; less than a kilobyte of barriers and notes; alignment to as much.
     fn hopper(head_dim: usize) -> Self {
         let rows = 128;
         let (keys, tiles, buffers) = match head_dim {
