@@ -1,4 +1,4 @@
-"""Answers through the official clients, which are the same streamed."""
+"""Answers through the official clients, which are the same streamed, and what a model reads of a question."""
 
 import openai
 
@@ -40,3 +40,9 @@ def message(claude, **ask):
 
     assert said(streamed) == said(whole)
     return whole
+
+
+def prompt(server, **fields) -> str:
+    """The prompt of a conversation."""
+    tokens = server.http.post("/tokenize", json=fields).raise_for_status().json()["tokens"]
+    return server.http.post("/detokenize", json={"tokens": tokens}).raise_for_status().json()["prompt"]

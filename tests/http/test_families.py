@@ -10,6 +10,7 @@ import pytest
 
 import clients
 import tiny_models
+from clients import prompt
 from tiny_models import TINY_MODELS, WEATHER
 
 ASK = [{"role": "user", "content": "The weather of Ulm?"}]
@@ -65,11 +66,6 @@ def served(request, start, tmp_path_factory):
     with start(*tiny_models.write(tmp_path_factory.mktemp(name), name), *limits) as server:
         with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=300) as claude:
             yield server, name, FAMILIES[name], claude
-
-
-def prompt(server, **fields) -> str:
-    tokens = server.http.post("/tokenize", json=fields).raise_for_status().json()["tokens"]
-    return server.http.post("/detokenize", json={"tokens": tokens}).raise_for_status().json()["prompt"]
 
 
 def test_chat(served):

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 import clients
+from clients import prompt
 
 PROMPT_END = "<|start|>assistant"
 WEATHER = {
@@ -57,12 +58,6 @@ def chat(server, messages: list, **fields):
     texts = json.dumps([choice.model_dump(), *(chunk.model_dump() for chunk in chunks)])
     assert "<|" not in texts, "no mark is shown"
     return choice
-
-
-def prompt(server, **fields) -> str:
-    """The prompt of a conversation."""
-    tokens = server.http.post("/tokenize", json=fields).raise_for_status().json()["tokens"]
-    return server.http.post("/detokenize", json={"tokens": tokens}).raise_for_status().json()["prompt"]
 
 
 def refused(server, path: str, **body) -> dict:
