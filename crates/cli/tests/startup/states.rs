@@ -132,10 +132,12 @@ fn states_that_do_not_fit_are_named_with_what_would() {
     let flags = "--max-num-seqs 64 --max-num-batched-tokens 64 --max-model-len 256";
     let bytes = 6 << 20;
     let (predicted, measured) = both(&model.source(), flags, bytes);
-    for error in [predicted.map(drop).unwrap_err(), measured.map(drop).unwrap_err()] {
+    let errors = [predicted.map(drop), measured.map(drop)].map(Result::unwrap_err);
+    for (error, is_measured) in errors.iter().zip([false, true]) {
         assert_eq!(error.exit_code(), 4, "{error}");
         let diagnostic = error.diagnostic().unwrap();
         assert_eq!(diagnostic.total, bytes);
+        assert_eq!(diagnostic.oom.is_some(), is_measured, "{error}");
         // Nothing failed where nothing was measured, but the states alone are more than there is.
         match &diagnostic.oom {
             Some(oom) => {
