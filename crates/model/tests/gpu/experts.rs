@@ -57,6 +57,7 @@ fn memory_does_not_depend_on_where_tokens_go() {
                                 .collect();
                             let table = blocks(index * blocks_each..(index + 1) * blocks_each);
                             let mut run = run(u64::from(index), 0, &tokens, &table);
+                            run.state = Some(in_place(index, 0, len));
                             run.sample = Some(greedy_spec(0));
                             run
                         })
