@@ -24,9 +24,6 @@ const MOST_STRETCH: f64 = 2.0;
 /// With one image to encode, a step in which requests generate may take this part longer.
 const ENCODE_STRETCH: f64 = 0.2;
 
-/// Added to [`ENCODE_STRETCH`], times the square root of how many other requests wait for each one that generates.
-const ENCODE_STRETCH_BY_BACKLOG: f64 = 7.0;
-
 /// GPUs compute products in tiles of about so many rows. Smaller steps have smaller tiles, and on CPUs there are none.
 const TILE: usize = 128;
 
@@ -222,7 +219,7 @@ impl PromptBudget {
         }
         let alone = self.costs.decode_seconds(decoding) + self.costs.context_seconds() * context as f64;
         let others = prompts.saturating_sub(1) as f64 / decoding as f64;
-        let seconds = (ENCODE_STRETCH + ENCODE_STRETCH_BY_BACKLOG * others.sqrt()) * alone;
+        let seconds = (ENCODE_STRETCH + STRETCH_BY_BACKLOG * others.sqrt()) * alone;
         // Half of what is left, the other half is for prompts.
         let target = self.target.map(|target| (target - alone).max(0.0) / 2.0);
         Some(EncodeTime {
