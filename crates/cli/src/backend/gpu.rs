@@ -563,9 +563,9 @@ mod tests {
             let disabled = disabled(of(capability), head_dims, Fp8Use::default(), eager);
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()
         };
-        assert!(paths((9, 0), &[64, 128, 256], false).is_empty());
+        assert!(paths((9, 0), &HOPPER_HEAD_DIMS, false).is_empty());
         assert_eq!(
-            paths((9, 0), &[96], true),
+            paths((9, 0), &[512], true),
             ["CUDA graphs", "Hopper prefill attention"]
         );
         let without = Kernels {
