@@ -16,7 +16,7 @@ use crate::stress::Stop;
 use crate::timed_shape::TimedShape;
 use crate::{Phase, StepTimes, Target, TimedStep};
 
-/// Of the second round, steps of up to so many rows, which vary more, are timed twice.
+/// The second round times steps of up to so many rows twice, as they vary more.
 const REPEATED_ROWS: usize = 256;
 /// Steps of [`larger_rows`] are timed so many times.
 const REPEATS: usize = 2;
@@ -89,7 +89,7 @@ impl<T: Target> Profiler<'_, T> {
         Ok(times.costs().is_some().then_some(times))
     }
 
-    /// Times steps one after the other, but for those that there is no time for: a smaller one that follows may still end in time.
+    /// Times steps one after the other, and skips each that would not end in time: a smaller one that follows may.
     fn time<'a>(
         &mut self,
         state: &mut T::State,
@@ -194,7 +194,7 @@ struct Stopwatch {
     running: VecDeque<TimedShape>,
     /// Seconds of the shortest step of each shape in this round.
     shortest: BTreeMap<TimedShape, f64>,
-    /// In the round before.
+    /// The same of the round before.
     before: BTreeMap<TimedShape, f64>,
     /// Rows and seconds of the last two steps that were timed, the latter last.
     latest: [Option<(usize, f64)>; 2],
@@ -217,7 +217,7 @@ impl Stopwatch {
         self.before = mem::take(&mut self.shortest);
     }
 
-    /// What there was no time for in this round is as in the one before.
+    /// Keeps the time of the round before for each shape that this one had no time for.
     fn end_round(&mut self) {
         let mut all = mem::take(&mut self.before);
         all.append(&mut self.shortest);
