@@ -48,7 +48,7 @@ pub(crate) fn bench(gpu: &Gpu) {
             linears.fix(Some(LinearPath::CublasLt));
             let library = time(&linears);
             let mut times = Vec::new();
-            for tile in LinearTile::all() {
+            for &tile in LinearTile::all(GpuValues::Bf16) {
                 linears.fix(Some(LinearPath::Many(tile)));
                 if linears.is_own(m, &layers[0], output) {
                     times.push((tile, time(&linears)));

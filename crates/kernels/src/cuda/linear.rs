@@ -1,12 +1,13 @@
 //! Every linear layer: cuBLASLt, and for few rows kernels of our own that stream the weights: `kernels/linear.cu`, for weights of four
 //! bits `kernels/linear_int4_few.cu` too, and on Hopper `kernels/linear_hopper.cu` and `kernels/linear_hopper_int4.cu` for up to 32 rows,
-//! `kernels/linear_int4_rows.cu` for up to 24, and `kernels/linear_hopper_many.cu` for 65 to 512 rows in bf16.
-//! There, layers of one row that follow each other can be one launch ([`GpuChain`]).
+//! `kernels/linear_int4_rows.cu` for up to 24, and `kernels/linear_hopper_many.cu` for 65 to 512 rows in bf16 and for 33 to 512 in e4m3
+//! with factors of rows. There, layers of one row that follow each other can be one launch ([`GpuChain`]).
 //!
-//! With e4m3 weights, cuBLASLt and `linear_hopper.cu` take inputs quantised to e4m3, and `linear.cu` takes bf16 inputs. On GPUs whose
-//! tensor cores do not know e4m3, `linear.cu` computes any number of rows, in parts. Weights of four bits and in GGUF's types meet bf16
-//! inputs: with more rows than are streamed, those of four bits in a kernel for warp groups, which GPUs of Hopper's generation have
-//! (`kernels/int4_products.cu`), and with many, and elsewhere, in cuBLASLt, for which they become bf16 in room of the caller's.
+//! With e4m3 weights, cuBLASLt, `linear_hopper.cu` and `linear_hopper_many.cu` take inputs quantised to e4m3, and `linear.cu` takes bf16
+//! inputs. On GPUs whose tensor cores do not know e4m3, `linear.cu` computes any number of rows, in parts. Weights of four bits and in
+//! GGUF's types meet bf16 inputs: with more rows than are streamed, those of four bits in a kernel for warp groups, which GPUs of Hopper's
+//! generation have (`kernels/int4_products.cu`), and with many, and elsewhere, in cuBLASLt, for which they become bf16 in room of the
+//! caller's.
 
 mod chain;
 mod choice;
@@ -125,7 +126,8 @@ pub enum LinearPath {
     Int4Rows,
     /// Weights of four bits by warp groups, k divided among so many blocks; where that cannot be, cuBLASLt.
     Int4(usize),
-    /// 65 to 512 rows of inputs and weights in bf16, by the kernel for Hopper with tiles of this size; where that cannot be, cuBLASLt.
+    /// 65 to 512 rows of inputs and weights in bf16, or 33 to 512 in e4m3, by the kernel for Hopper with tiles of this size; where that
+    /// cannot be, cuBLASLt.
     Many(LinearTile),
 }
 
@@ -162,7 +164,7 @@ impl Linears {
             int4: Int4Kernels::load(gpu)?,
             int4_rows: Int4RowsKernels::load(gpu, &workspace)?,
             int4_products: Int4Products::load(gpu)?,
-            many: ManyKernels::load(gpu)?,
+            many: ManyKernels::load(gpu, fp8_products)?,
             gguf: GgufKernels::load(gpu)?,
             measurements: Measurements::default(),
             chosen: Mutex::default(),

@@ -264,7 +264,7 @@ fn norms_and_gates_are_quantised() {
     }
 }
 
-struct Case {
+pub(crate) struct Case {
     scaling: Fp8Scaling,
     m: usize,
     n: usize,
@@ -276,7 +276,7 @@ struct Case {
 }
 
 impl Case {
-    fn random(rng: &mut StdRng, scaling: Fp8Scaling, [m, n, k]: [usize; 3], bias: bool) -> Self {
+    pub(crate) fn random(rng: &mut StdRng, scaling: Fp8Scaling, [m, n, k]: [usize; 3], bias: bool) -> Self {
         let scales = (0..scaling.weight_scales(n, k)).map(|_| rng.random_range(0.001..0.01));
         Self {
             scaling,
@@ -302,7 +302,11 @@ impl Case {
         common::product(x, &weight, k, self.bias.as_deref())
     }
 
-    fn layer(&self, gpu: &Gpu) -> GpuLinear {
+    pub(crate) fn rows(&self) -> usize {
+        self.m
+    }
+
+    pub(crate) fn layer(&self, gpu: &Gpu) -> GpuLinear {
         let slab = |bytes: &[u8]| Arc::new(common::upload(gpu, bytes));
         let matrix = GpuMatrix::Fp8 {
             values: GpuWeight::new(&slab(&self.weight), 0..self.weight.len()),
@@ -351,7 +355,7 @@ impl Case {
         (quantised.wide(), out)
     }
 
-    fn check(&self, ways: &Ways<'_>, way: &str) {
+    pub(crate) fn check(&self, ways: &Ways<'_>, way: &str) {
         let &Self { scaling, m, n, k, .. } = self;
         let (inputs, out) = self.forward(ways, LinearOutput::Bf16);
         let what = format!(
@@ -388,6 +392,23 @@ impl Case {
             );
         }
         self.check_norm(ways, &what);
+    }
+
+    /// Same bits of the first row in every run, whatever the other rows hold.
+    pub(crate) fn check_rows(&mut self, ways: &Ways<'_>, way: &str) {
+        let first_row = |case: &Self| -> Vec<u16> {
+            let (_, out) = case.forward(ways, LinearOutput::Bf16);
+            out[..case.n].iter().map(|x| x.to_bits()).collect()
+        };
+        let first = first_row(self);
+        assert_eq!(first, first_row(self), "{way}, {} rows: two runs", self.m);
+        self.x[self.k..].fill(bf16::NAN);
+        assert_eq!(
+            first,
+            first_row(self),
+            "{way}, {} rows: NaN in other rows",
+            self.m
+        );
     }
 
     /// The norm ahead of the product, where it is a part of it.
@@ -436,16 +457,16 @@ impl Case {
 }
 
 /// How products are computed.
-struct Ways<'a> {
-    gpu: &'a Gpu,
-    linears: Linears,
+pub(crate) struct Ways<'a> {
+    pub(crate) gpu: &'a Gpu,
+    pub(crate) linears: Linears,
     fused: FusedKernels,
     /// As on GPUs whose tensor cores do not know e4m3 values: weights always become bf16.
     widens: bool,
 }
 
 impl<'a> Ways<'a> {
-    fn new(gpu: &'a Gpu, widens: bool) -> Self {
+    pub(crate) fn new(gpu: &'a Gpu, widens: bool) -> Self {
         let workspace = gpu
             .alloc(Component::Arena, Linears::WORKSPACE_BYTES)
             .expect("room");
@@ -523,15 +544,7 @@ fn rows_are_independent() {
                 .flat_map(|scaling| [2, 4, 8, 32, 40].map(|m| (scaling, m)))
             {
                 let [n, k] = SHAPE;
-                let mut case = Case::random(&mut rng, scaling, [m, n, k], true);
-                let first_row = |case: &Case| -> Vec<u16> {
-                    let (_, out) = case.forward(&ways, LinearOutput::Bf16);
-                    out[..n].iter().map(|x| x.to_bits()).collect()
-                };
-                let first = first_row(&case);
-                assert_eq!(first, first_row(&case), "{way}: two runs");
-                case.x[k..].fill(bf16::NAN);
-                assert_eq!(first, first_row(&case), "{way}: NaN in other rows");
+                Case::random(&mut rng, scaling, [m, n, k], true).check_rows(&ways, &way);
             }
         }
     }

@@ -29,8 +29,8 @@ impl Choice {
     /// How inputs are quantised.
     pub(super) fn input_scaling(self, key: &Key) -> Option<Fp8Scaling> {
         match self {
-            Self::Stream(_) | Self::Int4Rows(_) | Self::Int4(_) | Self::Many(_) => None,
-            Self::Hopper(_) | Self::Lt(_) => key.shape.scaling(),
+            Self::Stream(_) | Self::Int4Rows(_) | Self::Int4(_) => None,
+            Self::Hopper(_) | Self::Many(_) | Self::Lt(_) => key.shape.scaling(),
         }
     }
 
@@ -39,7 +39,7 @@ impl Choice {
         match self {
             Self::Stream(cut) => ((cut.row_warps * 16 + cut.cluster) * 16 + cut.blocks_per_sm) as u32,
             Self::Int4Rows(slabs) => 1 << 20 | slabs as u32,
-            Self::Many(tile) => 1 << 20 | (tile.rows * 512 + tile.weights) as u32,
+            Self::Many(tile) => 1 << 20 | tile.number() as u32,
             Self::Hopper(blocks) => 1 << 21 | blocks as u32,
             Self::Int4(parts) => 1 << 22 | parts as u32,
             Self::Lt(algorithm) => 1 << 23 | algorithm.hash() & ((1 << 23) - 1),

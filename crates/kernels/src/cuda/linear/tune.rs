@@ -30,7 +30,6 @@ const HOPELESS: f32 = 1.1;
 /// Candidates.
 const MOST_CUTS: usize = 12;
 const MOST_ALGORITHMS: usize = 3;
-const MOST_TILES: usize = 2;
 
 /// A way of a product that was measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -374,7 +373,7 @@ impl Clock<'_> {
             candidates.push(linears.hopper.choice());
         }
         let tiles = linears.many.tiles(shape, key.output);
-        candidates.extend(tiles.into_iter().take(MOST_TILES).map(Choice::Many));
+        candidates.extend(tiles.into_iter().map(Choice::Many));
         if shape.m >= int4_rows::LEAST_ROWS {
             let slabs = linears.int4_rows.slabs(shape, key.output);
             candidates.extend(slabs.map(Choice::Int4Rows));
