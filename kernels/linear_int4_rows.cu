@@ -3,8 +3,8 @@
 // k is cut into slabs of at most 32 windows (int4.cuh; 16 windows with more than 16 rows of x). A tile is 16 rows of weights (eight of the gate and
 // the same eight of the up projection, if gated) with one slab; tiles lie slab after slab and are divided equally among the blocks. Sixteen
 // warps multiply: each has up to two windows of the slab, holds their inputs in registers as right operands of mma.m16n8k16, and takes its
-// part of one tile after the other. A lane copies to shared memory what it multiplies itself, so these warps wait for no copies of others.
-// Further warps add up what the sixteen have, in the order of windows, and store it.
+// part of one tile after the other. Further warps add up what the sixteen have, in the order of windows, and store it. One thread copies the
+// tiles, four bulk copies each: it needs no kernel ahead, so the ring is full when x comes.
 //
 // Where there are several slabs, their sums are exchanged through device memory (stream_k.cuh): the blocks with a tile of the last slab add
 // them up, slab after slab, once they have multiplied all their tiles. They wait only for blocks with smaller indices.
@@ -14,6 +14,7 @@
 // that is exact for sums of 2^-57 and more and inputs below 2^63. Of the sum of a group, its zero times the sum of its inputs is subtracted.
 #include "int4.cuh"
 #include "stream_k.cuh"
+#include "tensor_map.cuh"
 
 namespace {
 
@@ -35,8 +36,9 @@ struct Problem {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Warps that multiply, and all threads with those of four more warps, which add up sums, as crates/kernels/src/cuda/linear/int4_rows.rs has them too.
-constexpr int kMultipliers = 16;
+// Warps that multiply, and all threads with those of four more warps, as crates/kernels/src/cuda/linear/int4_rows.rs has them too: two add up
+// sums, and a thread of the third one copies weights.
+constexpr int kMultipliers = 16, kAddingWarps = 2;
 constexpr int kMultiplierThreads = kMultipliers * kWarp, kThreads = kMultiplierThreads + 4 * kWarp;
 
 // Two buffers for the sums of tiles, used in turn. A named barrier for each says that its sums are there.
@@ -44,19 +46,21 @@ constexpr int kPlaces = 2, kFull = 1;
 constexpr int kPart = 32;           // inputs of a part of a window: two products
 constexpr int kHalf = kWindow / 2;  // inputs that a warp prepares at once
 
+// As in crates/kernels/src/cuda/linear/int4_rows.rs: what a block takes of a multiprocessor's shared memory leaves room for a small kernel's block.
+constexpr int kMostSharedBytes = 224 << 10;
+// Tiles on their way at once. Reads of x, though in L2, would queue behind more.
+constexpr int kInFlight = 2;
+
 template <int kTokens, int kGroup>
 struct Linear {
     static constexpr int kWindows = kTokens > 16 ? 1 : 2;  // that a warp has at most
     static constexpr int kEights = kTokens / 8, kGroups = kWindow / kGroup, kParts = kWindow / kPart;
-    // A window of two eights of rows: codes, and for each lane the words of two rows.
-    static constexpr int kEightBytes = kRowsTogether * kWindowBytes, kWordBytes = kGroups * sizeof(uint32_t);
-    static constexpr int kWindowStage = 2 * (kEightBytes + kWarp * kWordBytes), kStageBytes = kWindows * kWindowStage;
-    static constexpr int kStages = (kWindows == 1 ? 8 << 10 : 10 << 10) / kStageBytes;
-    // Stages that are requested before x, which would queue behind more of them.
-    static constexpr int kFirst = kWindows == 1 ? 3 : kStages < 3 ? 1 : 2;
-    static_assert(kFirst < kStages);
-    // Warps that add up a tile, each for some groups of eight rows of x.
-    static constexpr int kAdders = kEights % 2 == 0 ? 2 : 1, kAdderEights = kEights / kAdders;
+    // A stage has the windows of the slab of two eights of rows: their codes, then the words of their groups.
+    static constexpr int kMostWindows = kMultipliers * kWindows;
+    static constexpr int kEightBytes = kRowsTogether * kWindowBytes, kEightWords = kRowsTogether * kGroups * int(sizeof(uint32_t));
+    static constexpr int kWordsAt = 2 * kMostWindows * kEightBytes, kStageBytes = kWordsAt + 2 * kMostWindows * kEightWords;
+    // Warps that add up a tile, each for some groups of eight rows of x: both, or each for every other tile.
+    static constexpr int kAdders = kEights % 2 == 0 ? kAddingWarps : 1, kAdderEights = kEights / kAdders;
     static constexpr int kSumThreads = kMultiplierThreads + kAdders * kWarp;
 
     static constexpr int kRegisters = kRegistersOf<kTokens, kGroup>;
@@ -64,15 +68,22 @@ struct Linear {
     static constexpr int kMultiplierRegisters = kRegisters < 96 || kEights == 3 ? kRegisters + 8 : 112;
     static_assert(kMultiplierThreads * kMultiplierRegisters + 4 * kWarp * kAdderRegisters <= kThreads * kRegisters);
 
+    // What a warp has beside the ring: sums, inputs and totals.
+    static constexpr int kWarpBytes = kPlaces * kEights * kWarp * int(sizeof(float4)) + 8 * kHalf * int(sizeof(bf16)) +
+                                      kWindows * kGroups * kEights * 4 * int(sizeof(float2));
+    static constexpr int kStages = (kMostSharedBytes - kMultipliers * kWarpBytes - 128) / (kStageBytes + 2 * int(sizeof(uint64_t)));
+    static_assert(kStages > kInFlight);
+
     // As `shared_bytes` in crates/kernels/src/cuda/linear/int4_rows.rs counts it too. One block runs on a multiprocessor.
     struct __align__(128) Shared {
-        uint8_t ring[kMultipliers][kStages * kStageBytes];
+        uint8_t ring[kStages][kStageBytes];
         float4 sums[kPlaces][kMultipliers][kEights * kWarp];        // as products leave them
         bf16 inputs[kMultipliers][8 * kHalf];                       // on their way to registers
         float2 totals[kMultipliers][kWindows][kGroups][kEights][4];  // of groups of inputs, of two neighbouring rows of x
         uint64_t added[kPlaces];                                    // sums have been added up
+        uint64_t full[kStages], empty[kStages];
     };
-    static_assert(sizeof(Shared) > 114 << 10 && sizeof(Shared) <= 227 << 10);
+    static_assert(sizeof(Shared) > 114 << 10 && sizeof(Shared) <= kMostSharedBytes);
     using Inputs = uint32_t[kWindows][kParts][kEights][4];
 
     const Problem& p;
@@ -112,7 +123,14 @@ struct Linear {
     }
 
     __device__ __forceinline__ static void run(const Problem& p, Shared& shared) {
-        if (threadIdx.x < kPlaces) barrier_init(shared.added + threadIdx.x, kAdders);
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < kPlaces; ++i) barrier_init(shared.added + i, kAdders);
+            for (int i = 0; i < kStages; ++i) {
+                barrier_init(shared.full + i, 1);
+                barrier_init(shared.empty + i, kMultipliers);
+            }
+            fence_for_products();
+        }
         __syncthreads();
         pdl_launch();
         // The compiler must see that it is the same for all lanes.
@@ -123,17 +141,51 @@ struct Linear {
             if (p.slabs > 1) Linear(p, shared).add_slabs();
         } else {
             give_registers<kAdderRegisters>();
-            pdl_wait();
-            Linear(p, shared).add_parts(warp % kPlaces, (warp - kMultipliers) / kPlaces);
+            if (warp < kMultipliers + kAddingWarps) {
+                pdl_wait();
+                Linear(p, shared).add_parts(warp - kMultipliers);
+            } else if (threadIdx.x == (kMultipliers + kAddingWarps) * kWarp) {
+                Linear(p, shared).copy_tiles();
+            }
         }
     }
 
-    // Adds up the warps' sums of every tile that uses this buffer.
-    __device__ __forceinline__ void add_parts(int place, int adder) const {
-        if (adder >= kAdders) return;
-        const int parts = min(begin(slab + 1) - begin(slab), kMultipliers), first_eight = adder * kAdderEights;
-        const float4* const from = &shared.sums[place][0][first_eight * kWarp + threadIdx.x % kWarp];
-        for (int tile = first + place; tile < last; tile += kPlaces) {
+    // Copies this block's tiles, by one thread.
+    __device__ __forceinline__ void copy_tiles() const {
+        const uint64_t policy = read_once_policy();
+        const int from = begin(slab), count = begin(slab + 1) - from;
+        const int code_bytes = count * kEightBytes, word_bytes = count * kEightWords;
+        const auto* const words = reinterpret_cast<const uint8_t*>(p.groups);
+        int place = 0, phase = 0, landed = 0, landed_phase = 0;
+        for (int tile = first; tile < last; ++tile) {
+            barrier_wait(shared.empty + place, phase ^ 1);
+            if (tile - first >= kInFlight) {
+                barrier_wait(shared.full + landed, landed_phase);
+                if (++landed == kStages) landed = 0, landed_phase ^= 1;
+            }
+            const int low = outputs.gated() ? tile : 2 * tile;
+            // Where there is no second eight, the first one stands for it, and is not stored.
+            const int high = outputs.gated() ? low + eights : min(low + 1, eights - 1);
+            const size_t at[2] = {size_t(low) * windows() + from, size_t(high) * windows() + from};
+            uint64_t* const full = shared.full + place;
+            const uint32_t to = shared_address(shared.ring[place]);
+            barrier_expect_bytes(full, 2 * (code_bytes + word_bytes));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                copy_bulk(to + i * (kMostWindows * kEightBytes), p.weight + at[i] * kEightBytes, code_bytes, full, policy);
+                copy_bulk(to + kWordsAt + i * (kMostWindows * kEightWords), words + at[i] * kEightWords, word_bytes, full, policy);
+            }
+            if (++place == kStages) place = 0, phase ^= 1;
+        }
+    }
+
+    // Adds up the warps' sums of tiles: of all, or of those that use this warp's buffer.
+    __device__ __forceinline__ void add_parts(int adder) const {
+        constexpr int kStep = kPlaces / kAdders;
+        const int parts = min(begin(slab + 1) - begin(slab), kMultipliers), first_eight = kAdders == 1 ? 0 : adder * kAdderEights;
+        for (int i = kAdders == 1 ? adder : 0; first + i < last; i += kStep) {
+            const int place = i % kPlaces, tile = first + i;
+            const float4* const from = &shared.sums[place][0][first_eight * kWarp + threadIdx.x % kWarp];
             float acc[kAdderEights][4] = {};
             named_sync<kSumThreads>(kFull + place);
 #pragma unroll 2
@@ -166,65 +218,29 @@ struct Linear {
 
     __device__ __forceinline__ void multiply() const {
         const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-        const uint32_t ring = shared_address(shared.ring[warp]);
-        const uint32_t codes_at = ring + lane * 16, words_at = ring + 2 * kEightBytes + lane * kWordBytes;
-        const uint8_t *codes, *words;
-        // Keeps the sums of base and offset in registers; the compiler would add them at each request. Before and behind the loads of x, as
-        // registers do not suffice to keep them meanwhile.
-        const auto locate = [&] {
-            int lane;
-            asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-            codes = p.weight + lane * 16;
-            words = reinterpret_cast<const uint8_t*>(p.groups) + lane / 4 * kWordBytes;
-            asm volatile("" : "+l"(codes), "+l"(words));
-        };
         // This warp's windows are `own` and so many, `kMultipliers` apart.
         const int own = begin(slab) + warp, count = (begin(slab + 1) - own + kMultipliers - 1) / kMultipliers;
-
-        const auto request = [&](int tile, int stage) {
-            if (tile < last) {
-                const int low = outputs.gated() ? tile : 2 * tile;
-                // Where there is no second eight, the first one stands for it, and is not stored.
-                const int high = outputs.gated() ? low + eights : min(low + 1, eights - 1);
-                const uint32_t at[2] = {uint32_t(low * windows() + own), uint32_t(high * windows() + own)};
-#pragma unroll
-                for (int i = 0; i < kWindows; ++i) {
-                    if (i >= count) continue;
-                    const uint32_t to = stage * kStageBytes + i * kWindowStage;
-#pragma unroll
-                    for (int second = 0; second < 2; ++second) {
-                        const uint64_t from = at[second] + i * kMultipliers;
-                        copy_async_256(codes_at + to + second * kEightBytes, codes + from * kEightBytes, true);
-                        copy_async_of<kWordBytes>(words_at + to + second * (kWarp * kWordBytes), words + from * (kRowsTogether * kWordBytes));
-                    }
-                }
-            }
-            commit_async();
-        };
-        locate();
-#pragma unroll 1
-        for (int i = 0; i < kFirst; ++i) request(first + i, i);
         pdl_wait();
-
         Inputs x;
-        load_inputs(x, own, count, [&] {
-#pragma unroll 1
-            for (int i = kFirst; i < kStages; ++i) request(first + i, i);
-        });
-        locate();
+        load_inputs(x, own, count);
+        const uint32_t codes_at = shared_address(shared.ring) + warp * kEightBytes + lane * 16;
+        const uint32_t words_at = shared_address(shared.ring) + kWordsAt + warp * kEightWords + lane / 4 * (kGroups * 4);
         const uint32_t totals_at = shared_address(&shared.totals[warp][0][0][0][lane % 4]);
-        int stage = 0, place = 0, parity = 1;
+        int stage = 0, phase = 0, place = 0, parity = 1;
         for (int tile = first; tile < last; ++tile) {
-            wait_async<kStages - 1>();
+            barrier_wait(shared.full + stage, phase);
+            __syncwarp();
             float acc[kEights][4] = {};
 #pragma unroll
             for (int i = 0; i < kWindows; ++i) {
                 if (i >= count) continue;
-                const uint32_t from = stage * kStageBytes + i * kWindowStage;
-                add_window(acc, x[i], codes_at + from, words_at + from, totals_at + i * uint32_t(sizeof(shared.totals[0][0])));
+                const uint32_t from = stage * kStageBytes;
+                add_window(acc, x[i], codes_at + from + i * (kMultipliers * kEightBytes), words_at + from + i * (kMultipliers * kEightWords),
+                           totals_at + i * uint32_t(sizeof(shared.totals[0][0])));
             }
-            request(tile + kStages, stage);
-            stage = stage + 1 == kStages ? 0 : stage + 1;
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared.empty + stage);
+            if (++stage == kStages) stage = 0, phase ^= 1;
             barrier_wait(shared.added + place, parity);
             __syncwarp();
 #pragma unroll
@@ -236,40 +252,33 @@ struct Linear {
         }
     }
 
-    // Loads this warp's windows of x as operands, and adds up their groups. What is past the last row, input or window becomes zeros. Calls
-    // `meanwhile` while they are on their way.
-    template <typename Meanwhile>
-    __device__ __forceinline__ void load_inputs(Inputs& x, int own, int count, const Meanwhile& meanwhile) const {
+    // Loads this warp's windows of x as operands, and adds up their groups. What is past the last row, input or window becomes zeros.
+    __device__ __forceinline__ void load_inputs(Inputs& x, int own, int count) const {
         const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = lane / 8, piece = lane % 8;
         const uint32_t to = shared_address(shared.inputs[warp]);
-        // With few rows all loads are in flight at once.
-        constexpr int kUnits = kWindows * 2, kAtOnce = kEights * kWindows < 3 ? kUnits : kUnits / 2;
-        uint4 raw[kAtOnce][kEights][2];
+        constexpr int kUnits = kWindows * 2;
+        // All loads are in flight at once.
+        uint4 raw[kUnits][kEights][2];
         float totals[kEights][4];
 #pragma unroll
-        for (int first_unit = 0; first_unit < kUnits; first_unit += kAtOnce) {
+        for (int unit = 0; unit < kUnits; ++unit) {
+            const int input = (own + unit / 2 * kMultipliers) * kWindow + unit % 2 * kHalf + piece * 8;
+            const bool is_there = unit / 2 < count && input < p.k;
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const int unit = first_unit + i;
-                const int input = (own + unit / 2 * kMultipliers) * kWindow + unit % 2 * kHalf + piece * 8;
-                const bool is_there = unit / 2 < count && input < p.k;
-#pragma unroll
-                for (int j = 0; j < kEights * 2; ++j) {
-                    const int token = j * 4 + row;
-                    raw[i][j / 2][j % 2] = load16_or_zeros(p.x + (is_there ? token * p.k + input : 0), is_there && token < p.m);
-                }
+            for (int j = 0; j < kEights * 2; ++j) {
+                const int token = j * 4 + row;
+                raw[unit][j / 2][j % 2] = load16_or_zeros(p.x + (is_there ? token * p.k + input : 0), is_there && token < p.m);
             }
-            if (first_unit == 0) meanwhile();
+        }
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const int unit = first_unit + i, window = unit / 2, part = unit % 2 * 2;
+        for (int unit = 0; unit < kUnits; ++unit) {
+            const int window = unit / 2, part = unit % 2 * 2;
 #pragma unroll
-                for (int j = 0; j < kEights; ++j) prepare(x[window][part][j], x[window][part + 1][j], raw[i][j], to);
-                add_totals(totals, x[window], part, window);
-                add_totals(totals, x[window], part + 1, window);
-                // Also keeps the compiler from going ahead, for which registers do not suffice.
-                __syncwarp();
-            }
+            for (int j = 0; j < kEights; ++j) prepare(x[window][part][j], x[window][part + 1][j], raw[unit][j], to);
+            add_totals(totals, x[window], part, window);
+            add_totals(totals, x[window], part + 1, window);
+            // Also keeps the compiler from going ahead, for which registers do not suffice.
+            __syncwarp();
         }
     }
 
@@ -338,10 +347,10 @@ struct Linear {
                                                       uint32_t words_at, uint32_t totals_at) {
         uint32_t codes[2][kParts];
         load_shared_words(codes[0], codes_at);
-        load_shared_words(codes[1], codes_at + kEightBytes);
+        load_shared_words(codes[1], codes_at + kMostWindows * kEightBytes);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-            const uint32_t word = words_at + group * 4, words[2] = {load_shared4(word), load_shared4(word + kWarp * kWordBytes)};
+            const uint32_t word = words_at + group * 4, words[2] = {load_shared4(word), load_shared4(word + kMostWindows * kEightWords)};
             // With few products two accumulators each, which halves the chain of products that wait for each other.
             constexpr int kSums = kEights == 1 ? 2 : 1;
             float sums[kSums][kEights][4] = {};

@@ -10,11 +10,11 @@ use super::matrix::{GpuValues, INT4_ROWS, INT4_WINDOW, Int4Group};
 use super::{LinearOutput, exchange};
 use crate::cuda::{has_hopper_kernels, load};
 
-/// Constants of the kernels: warps that multiply, threads, and rows of weights of a tile.
+/// Constants of the kernels: warps that multiply, threads, bytes of a block, and rows of weights of a tile.
 const WARPS: usize = 16;
-const LANES: usize = 32;
 const ALIGN: usize = 128;
 const THREADS: u32 = 640;
+const MOST_SHARED_BYTES: usize = 224 << 10;
 const TILE_ROWS: usize = 16;
 /// Rows of inputs that a product of a warp takes.
 const EIGHT: usize = 8;
@@ -161,17 +161,17 @@ impl Int4RowsKernels {
     }
 }
 
-/// Stages of weights, two tiles' sums, inputs on their way to registers, totals of groups of inputs, and barriers.
+/// As many stages of weights as fit beside two tiles' sums, inputs on their way to registers and totals of groups of inputs.
 fn shared_bytes(group: Int4Group, rows: usize, windows: usize) -> usize {
-    const RING: [usize; 2] = [8 << 10, 10 << 10];
     let (groups, eights) = (INT4_WINDOW / group.inputs(), rows / EIGHT);
-    // Codes of two eights of rows, and for each lane the words of two rows.
-    let stage = windows * 2 * (INT4_ROWS * INT4_WINDOW / 2 + LANES * groups * size_of::<u32>());
-    let ring = RING[windows - 1] / stage * stage;
+    // Codes and words of groups of two eights of rows, and two barriers.
+    let of_window = 2 * INT4_ROWS * (INT4_WINDOW / 2 + groups * size_of::<u32>());
+    let stage = WARPS * windows * of_window + 2 * size_of::<u64>();
     let sums = 2 * TILE_ROWS * rows * size_of::<f32>();
     let inputs = EIGHT * INT4_WINDOW / 2 * size_of::<bf16>();
     let totals = windows * groups * eights * EIGHT * size_of::<f32>();
-    WARPS * (ring + sums + inputs + totals) + ALIGN
+    let others = WARPS * (sums + inputs + totals) + ALIGN;
+    ((MOST_SHARED_BYTES - others) / stage * stage + others).next_multiple_of(ALIGN)
 }
 
 /// Of a slab: 16 rows of weights, half of them of the gate if there is one.
