@@ -19,8 +19,6 @@ const TILE_ROWS: usize = 16;
 /// Rows of inputs that a product of a warp takes.
 const EIGHT: usize = 8;
 
-/// With fewer rows the streaming kernels can compute the norm too; these cannot.
-pub(super) const LEAST_ROWS: usize = 5;
 /// Rows of inputs of the kernels, and windows of inputs that a warp holds at most. With more rows, stream-K is faster.
 const KERNELS: [(usize, usize); 3] = [(8, 2), (16, 2), (24, 1)];
 /// How many slabs more than the least are considered: they may divide the work better.

@@ -7,7 +7,7 @@ use half::bf16;
 use plimsoll_device::cuda::{Event, Gpu, GpuError, GpuSlice};
 
 use super::cublas_lt::{Operands, Shape};
-use super::{Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products, int4_rows};
+use super::{Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products};
 
 /// A measurement reads about this many bytes of weights, in at most so many products: enough to outweigh that the first product has no
 /// kernel ahead to start beside.
@@ -382,10 +382,8 @@ impl Clock<'_> {
         }
         let tiles = linears.many.tiles(shape, key.output);
         candidates.extend(tiles.into_iter().map(Choice::Many));
-        if shape.m >= int4_rows::LEAST_ROWS {
-            let slabs = linears.int4_rows.slabs(shape, key.output);
-            candidates.extend(slabs.map(Choice::Int4Rows));
-        }
+        let slabs = linears.int4_rows.slabs(shape, key.output);
+        candidates.extend(slabs.map(Choice::Int4Rows));
         if candidates.is_empty() || shape.m >= int4_products::LEAST_ROWS {
             let parts = linears.int4_products.parts(shape, key.output);
             candidates.extend(parts.into_iter().map(Choice::Int4));
