@@ -6,6 +6,9 @@
 // part of one tile after the other. Further warps add up what the sixteen have, in the order of windows, and store it. One thread copies the
 // tiles, four bulk copies each: it needs no kernel ahead, so the ring is full when x comes.
 //
+// Kernels for up to eight rows can make the norm of their inputs: they multiply x + delta by the norm's weight as they load it, and the sums of
+// products by 1 / rms, of which each warp has the squares of its inputs.
+//
 // Where there are several slabs, their sums are exchanged through device memory (stream_k.cuh): the blocks with a tile of the last slab add
 // them up, slab after slab, once they have multiplied all their tiles. They wait only for blocks with smaller indices.
 //
@@ -22,6 +25,15 @@ namespace {
 template <int kTokens, int kGroup>
 constexpr int kRegistersOf = kTokens > 8 ? 96 : kGroup < 128 ? 88 : 80;
 
+// The add and RMSNorm that x goes through first, in kernels made for it. k is whole windows then, in one slab, and there are as many blocks as
+// windows or more.
+struct Norm {
+    const bf16* delta;    // [m, k], added to x
+    const float* weight;  // [k]
+    bf16* sum;            // [m, k]: x + delta, rounded; another place than x, which blocks read at any time
+    float eps;
+};
+
 struct Problem {
     const bf16* x;           // [m, k]
     const uint8_t* weight;   // of [n, k], or if gated [2 n, k]: gate, up
@@ -32,6 +44,7 @@ struct Problem {
     int m, n, k, pitch;      // n is a multiple of 8
     int mode, activation;
     int slabs;               // no more than blocks
+    Norm norm;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -45,16 +58,19 @@ constexpr int kMultiplierThreads = kMultipliers * kWarp, kThreads = kMultiplierT
 constexpr int kPlaces = 2, kFull = 1;
 constexpr int kPart = 32;           // inputs of a part of a window: two products
 constexpr int kHalf = kWindow / 2;  // inputs that a warp prepares at once
+// Of inputs that meet codes in the low half of a byte, and of the others.
+constexpr float kLowFactor = 0x1p64f, kHighFactor = 0x1p60f;
 
 // As in crates/kernels/src/cuda/linear/int4_rows.rs: what a block takes of a multiprocessor's shared memory leaves room for a small kernel's block.
 constexpr int kMostSharedBytes = 224 << 10;
 // Tiles on their way at once. Reads of x, though in L2, would queue behind more.
 constexpr int kInFlight = 2;
 
-template <int kTokens, int kGroup>
+template <int kTokens, int kGroup, bool kNorm>
 struct Linear {
     static constexpr int kWindows = kTokens > 16 ? 1 : 2;  // that a warp has at most
     static constexpr int kEights = kTokens / 8, kGroups = kWindow / kGroup, kParts = kWindow / kPart;
+    static_assert(!kNorm || kEights == 1 && kWindows <= kPlaces);
     // A stage has the windows of the slab of two eights of rows: their codes, then the words of their groups.
     static constexpr int kMostWindows = kMultipliers * kWindows;
     static constexpr int kEightBytes = kRowsTogether * kWindowBytes, kEightWords = kRowsTogether * kGroups * int(sizeof(uint32_t));
@@ -108,6 +124,14 @@ struct Linear {
         first = tiles * at / of_slab, last = tiles * (at + 1) / of_slab;
     }
 
+    // Where a warp keeps the norm's weights of a window until it has its inputs: pairs of them, times the factors of inputs, rounded, and what
+    // rounding took away. No sums are there yet.
+    __device__ __forceinline__ uint2* norm_weights(int window) const {
+        return reinterpret_cast<uint2*>(shared.sums[window][threadIdx.x / kWarp]);
+    }
+    // Where a warp leaves the squares of its inputs, added up for each row, once inputs no longer pass through.
+    __device__ __forceinline__ float* squares_of(int warp) const { return reinterpret_cast<float*>(shared.inputs[warp]); }
+
     __device__ __forceinline__ int windows() const { return (p.k + kWindow - 1) / kWindow; }  // of a row
     // The first window of a slab.
     __device__ __forceinline__ int begin(int slab) const { return windows() * slab / p.slabs; }
@@ -138,7 +162,7 @@ struct Linear {
         if (warp < kMultipliers) {
             take_registers<kMultiplierRegisters>();
             Linear(p, shared).multiply();
-            if (p.slabs > 1) Linear(p, shared).add_slabs();
+            if (!kNorm && p.slabs > 1) Linear(p, shared).add_slabs();
         } else {
             give_registers<kAdderRegisters>();
             if (warp < kMultipliers + kAddingWarps) {
@@ -183,11 +207,15 @@ struct Linear {
     __device__ __forceinline__ void add_parts(int adder) const {
         constexpr int kStep = kPlaces / kAdders;
         const int parts = min(begin(slab + 1) - begin(slab), kMultipliers), first_eight = kAdders == 1 ? 0 : adder * kAdderEights;
+        float scales[2] = {};
         for (int i = kAdders == 1 ? adder : 0; first + i < last; i += kStep) {
             const int place = i % kPlaces, tile = first + i;
             const float4* const from = &shared.sums[place][0][first_eight * kWarp + threadIdx.x % kWarp];
             float acc[kAdderEights][4] = {};
             named_sync<kSumThreads>(kFull + place);
+            if constexpr (kNorm) {
+                if (i == adder) load_scales(scales, parts);
+            }
 #pragma unroll 2
             for (int part = 0; part < parts; ++part) {
 #pragma unroll
@@ -195,12 +223,26 @@ struct Linear {
             }
             __syncwarp();
             if (threadIdx.x % kWarp == 0) barrier_arrive(shared.added + place);
-            if (p.slabs == 1) {
+            if constexpr (kNorm) {
+#pragma unroll
+                for (int v = 0; v < 4; ++v) acc[0][v] *= scales[v % 2];
+            }
+            if (kNorm || p.slabs == 1) {
                 store(tile, acc, first_eight);
             } else {
                 leave_sums<kWarp>(exchanged(slab, tile) + first_eight * kWarp, acc);
             }
         }
+    }
+
+    // 1 / rms of this lane's two rows of x, once all warps have left their squares.
+    __device__ __forceinline__ void load_scales(float (&scales)[2], int parts) const {
+        float2 sums = {};
+        for (int part = 0; part < parts; ++part) {
+            const float2 of_part = reinterpret_cast<const float2*>(squares_of(part))[threadIdx.x % 4];
+            sums.x += of_part.x, sums.y += of_part.y;
+        }
+        scales[0] = rsqrtf(sums.x / float(p.k) + p.norm.eps), scales[1] = rsqrtf(sums.y / float(p.k) + p.norm.eps);
     }
 
     // Adds up the slabs' sums of this block's tiles, if they are of the last slab.
@@ -220,6 +262,7 @@ struct Linear {
         const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
         // This warp's windows are `own` and so many, `kMultipliers` apart.
         const int own = begin(slab) + warp, count = (begin(slab + 1) - own + kMultipliers - 1) / kMultipliers;
+        if constexpr (kNorm) load_norm_weights(own, count);
         pdl_wait();
         Inputs x;
         load_inputs(x, own, count);
@@ -252,33 +295,109 @@ struct Linear {
         }
     }
 
+    // Before the wait for the kernel ahead, as these never change.
+    __device__ __forceinline__ void load_norm_weights(int own, int count) const {
+        const int lane = threadIdx.x % kWarp;
+#pragma unroll
+        for (int i = 0; i < kWindows; ++i) {
+            if (i >= count) continue;
+            const auto* const from = reinterpret_cast<const float2*>(p.norm.weight + (own + i * kMultipliers) * kWindow);
+#pragma unroll
+            for (int pair = lane; pair < kWindow / 2; pair += kWarp) {
+                const float2 weight = from[pair];
+                const float factor = pair / 4 % 2 == 0 ? kLowFactor : kHighFactor, low = weight.x * factor, high = weight.y * factor;
+                const bf162 rounded = __floats2bfloat162_rn(low, high);
+                const float2 wide = __bfloat1622float2(rounded);
+                norm_weights(i)[pair] = make_uint2(reinterpret_cast<const uint32_t&>(rounded), pack(low - wide.x, high - wide.y));
+            }
+        }
+    }
+
     // Loads this warp's windows of x as operands, and adds up their groups. What is past the last row, input or window becomes zeros.
     __device__ __forceinline__ void load_inputs(Inputs& x, int own, int count) const {
         const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = lane / 8, piece = lane % 8;
         const uint32_t to = shared_address(shared.inputs[warp]);
         constexpr int kUnits = kWindows * 2;
         // All loads are in flight at once.
-        uint4 raw[kUnits][kEights][2];
-        float totals[kEights][4];
+        uint4 raw[kUnits][kEights][2], delta[kUnits][kEights][2];
+        float totals[kEights][4], squares[4] = {};
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
             const int input = (own + unit / 2 * kMultipliers) * kWindow + unit % 2 * kHalf + piece * 8;
             const bool is_there = unit / 2 < count && input < p.k;
 #pragma unroll
             for (int j = 0; j < kEights * 2; ++j) {
-                const int token = j * 4 + row;
-                raw[unit][j / 2][j % 2] = load16_or_zeros(p.x + (is_there ? token * p.k + input : 0), is_there && token < p.m);
+                const int token = j * 4 + row, at = is_there ? token * p.k + input : 0;
+                raw[unit][j / 2][j % 2] = load16_or_zeros(p.x + at, is_there && token < p.m);
+                if constexpr (kNorm) delta[unit][j / 2][j % 2] = load16_or_zeros(p.norm.delta + at, is_there && token < p.m);
             }
         }
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
             const int window = unit / 2, part = unit % 2 * 2;
+            if constexpr (kNorm) {
+                add_delta(raw[unit][0], delta[unit][0], own + window * kMultipliers, window < count, unit % 2 * kHalf + piece * 8);
+            }
 #pragma unroll
-            for (int j = 0; j < kEights; ++j) prepare(x[window][part][j], x[window][part + 1][j], raw[unit][j], to);
+            for (int j = 0; j < kEights; ++j) {
+                uint32_t (&low)[4] = x[window][part][j], (&high)[4] = x[window][part + 1][j];
+                transpose_inputs(low, high, raw[unit][j], to);
+                if constexpr (kNorm) {
+                    add_squares(squares, low), add_squares(squares, high);
+                    const uint2* const weights = norm_weights(window) + part * (kPart / 2);
+                    weigh(low, weights), weigh(high, weights + kPart / 2);
+                } else {
+                    scale(low, high);
+                }
+            }
             add_totals(totals, x[window], part, window);
             add_totals(totals, x[window], part + 1, window);
             // Also keeps the compiler from going ahead, for which registers do not suffice.
             __syncwarp();
+        }
+        // A lane has the products of the row `lane / 4` with two rows, of which one may be the same.
+        if (kNorm && lane / 8 == lane % 4) squares_of(warp)[lane / 4] = lane / 4 % 2 == 0 ? squares[0] : squares[1];
+    }
+
+    // Adds what is to be added to half a window of x. One block stores the sums.
+    __device__ __forceinline__ void add_delta(uint4 (&raw)[2], const uint4 (&delta)[2], int window, bool is_there, int from) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            uint4& v = raw[i];
+            const uint4& d = delta[i];
+            v = make_uint4(sum_of(v.x, d.x), sum_of(v.y, d.y), sum_of(v.z, d.z), sum_of(v.w, d.w));
+            const int token = i * 4 + threadIdx.x % kWarp / 8;
+            if (int(blockIdx.x) != window || !is_there || token >= p.m) continue;
+            *reinterpret_cast<uint4*>(p.norm.sum + token * p.k + window * kWindow + from) = v;
+        }
+    }
+
+    // Adds the products of eight rows of inputs with each other.
+    __device__ __forceinline__ static void add_squares(float (&sums)[4], const uint32_t (&x)[4]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint32_t rows[4] = {x[2 * half], 0, x[2 * half + 1], 0};
+            mma(sums, rows, x[2 * half], x[2 * half + 1]);
+        }
+    }
+
+    // Multiplies inputs of a part by their weights, with one rounding, and by their factors.
+    __device__ __forceinline__ static void weigh(uint32_t (&x)[4], const uint2* weights) {
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            const uint2 weight = weights[pair * 4 + threadIdx.x % 4];
+            const uint32_t rest = scaled(x[pair], weight.y);
+            const bf162 product = __hfma2(reinterpret_cast<const bf162&>(x[pair]), reinterpret_cast<const bf162&>(weight.x),
+                                          reinterpret_cast<const bf162&>(rest));
+            x[pair] = reinterpret_cast<const uint32_t&>(product);
+        }
+    }
+
+    __device__ __forceinline__ static void scale(uint32_t (&low)[4], uint32_t (&high)[4]) {
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            const uint32_t factors = pair % 2 == 0 ? 0x5f805f80 : 0x5d805d80;
+            low[pair] = scaled(low[pair], factors), high[pair] = scaled(high[pair], factors);
         }
     }
 
@@ -298,7 +417,7 @@ struct Linear {
     }
 
     // Turns half a window of eight rows of x into operands of two parts, through shared memory.
-    __device__ __forceinline__ static void prepare(uint32_t (&low)[4], uint32_t (&high)[4], const uint4 (&raw)[2], uint32_t memory) {
+    __device__ __forceinline__ static void transpose_inputs(uint32_t (&low)[4], uint32_t (&high)[4], const uint4 (&raw)[2], uint32_t memory) {
         const int lane = threadIdx.x % kWarp;
 #pragma unroll
         for (int four = 0; four < 2; ++four) {
@@ -309,11 +428,6 @@ struct Linear {
         load_matrices(low, memory + lane % 8 * (kHalf * 2) + (lane / 8 ^ lane % 8) * 16);
         load_matrices(high, memory + lane % 8 * (kHalf * 2) + ((4 + lane / 8) ^ lane % 8) * 16);
         __syncwarp();
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-            const uint32_t factors = pair % 2 == 0 ? 0x5f805f80 : 0x5d805d80;
-            low[pair] = scaled(low[pair], factors), high[pair] = scaled(high[pair], factors);
-        }
     }
 
     // Eight inputs, once the kernel ahead has written them. The load stays ahead of copies that follow.
@@ -326,6 +440,12 @@ struct Linear {
             : "l"(from), "r"(int(wanted))
             : "memory");
         return v;
+    }
+
+    // Sums of two pairs of bf16.
+    __device__ __forceinline__ static uint32_t sum_of(uint32_t a, uint32_t b) {
+        const bf162 sum = __hadd2(reinterpret_cast<const bf162&>(a), reinterpret_cast<const bf162&>(b));
+        return reinterpret_cast<const uint32_t&>(sum);
     }
 
     // Products of two pairs of bf16.
@@ -384,16 +504,16 @@ struct Linear {
     }
 };
 
-template <int kTokens, int kGroup>
+template <int kTokens, int kGroup, bool kNorm>
 __device__ __forceinline__ void run(const Problem& p) {
-    using L = Linear<kTokens, kGroup>;
+    using L = Linear<kTokens, kGroup, kNorm>;
     extern __shared__ __align__(128) uint8_t memory[];
     L::run(p, *reinterpret_cast<typename L::Shared*>(memory));
 }
 
 #else
 
-template <int kTokens, int kGroup>
+template <int kTokens, int kGroup, bool kNorm>
 __device__ __forceinline__ void run(const Problem&) {}
 
 #endif
@@ -406,7 +526,7 @@ __device__ __forceinline__ void run(const Problem&) {}
         linear_int4_rows_##GROUP##_##TOKENS(const bf16* x, const uint8_t* weight, const uint32_t* groups, const bf16* bias,          \
                                             void* out, float4* sums, int m, int n, int k, int pitch, int mode, int activation,       \
                                             int slabs) {                                                                             \
-        run<TOKENS, GROUP>({x, weight, groups, bias, out, sums, m, n, k, pitch, mode, activation, slabs});                           \
+        run<TOKENS, GROUP, false>({x, weight, groups, bias, out, sums, m, n, k, pitch, mode, activation, slabs, {}});                           \
     }
 
 LINEAR_INT4_ROWS(32, 8)
@@ -418,3 +538,17 @@ LINEAR_INT4_ROWS(128, 16)
 // With groups of 32, registers do not suffice for more rows.
 LINEAR_INT4_ROWS(64, 24)
 LINEAR_INT4_ROWS(128, 24)
+
+// With the norm; one slab.
+#define LINEAR_INT4_ROWS_NORM(GROUP)                                                                                                 \
+    extern "C" __global__ void __maxnreg__((kRegistersOf<8, GROUP>))                                                                 \
+        linear_int4_rows_norm_##GROUP(const bf16* x, const uint8_t* weight, const uint32_t* groups, const bf16* bias, void* out,     \
+                                      float4* sums, int m, int n, int k, int pitch, int mode, int activation, int slabs,             \
+                                      const bf16* delta, const float* norm_weight, bf16* sum, float eps) {                           \
+        run<8, GROUP, true>(                                                                                                         \
+            {x, weight, groups, bias, out, sums, m, n, k, pitch, mode, activation, slabs, {delta, norm_weight, sum, eps}});          \
+    }
+
+LINEAR_INT4_ROWS_NORM(32)
+LINEAR_INT4_ROWS_NORM(64)
+LINEAR_INT4_ROWS_NORM(128)

@@ -352,11 +352,12 @@ impl Linears {
             LinearOutput::Glu(activation) => self.fuses_glu(m, linear, activation),
             LinearOutput::Bf16 | LinearOutput::F32 => true,
         };
-        fuses
-            && linear.order().is_none()
-            && self
-                .stream_cut(&key)
-                .is_some_and(|cut| self.stream.cuts.can_norm(&key.shape, cut))
+        let can = match self.own(&key) {
+            Some(Choice::Stream(cut)) => self.stream.cuts.can_norm(&key.shape, cut),
+            Some(Choice::Int4Rows(slabs)) => self.int4_rows.can_norm(&key.shape, output, slabs),
+            _ => false,
+        };
+        fuses && linear.order().is_none() && can
     }
 
     /// The norm of `input` to `out` `[m, n]`, or `[m, n / 2]` for [`LinearOutput::Glu`], for the rows for which
@@ -402,7 +403,7 @@ impl Linears {
         }
         assert!(self.fuses_norm(m, linear, output), "ask `fuses_norm`");
         key.shape.pitch = pitch(out.len(), m, n);
-        let cut = self.stream_cut(&key).expect("as `fuses_norm` says");
+        let choice = self.own(&key).expect("as `fuses_norm` says");
         let operands = Operands {
             x: hidden.ptr(),
             out: out.ptr(),
@@ -415,7 +416,7 @@ impl Linears {
             eps: norm.eps,
         };
         // SAFETY: the lengths were checked; slices cannot outlive their memory, and what follows on the stream is ordered.
-        unsafe { self.stream.run(&key.shape, output, cut, &operands, &norm) }
+        unsafe { self.launch_norm(&key, choice, &operands, &norm) }
     }
 
     fn run<T: Pod>(
@@ -490,12 +491,16 @@ impl Linears {
     /// # Safety
     /// As [`CublasLt::run`].
     unsafe fn launch(&self, key: &Key, choice: Choice, operands: &Operands) -> Result<(), GpuError> {
+        let none = NormOperands::default();
         // SAFETY: the caller's promise; a cut is only chosen for products that it can compute.
         unsafe {
             match choice {
                 Choice::Stream(cut) => self.stream_rows(key, cut, operands),
                 Choice::Hopper(_) => self.hopper.run(&key.shape, key.output, operands),
-                Choice::Int4Rows(slabs) => self.int4_rows.run(&key.shape, key.output, slabs, operands),
+                Choice::Int4Rows(slabs) => {
+                    let kernels = &self.int4_rows;
+                    kernels.run(&key.shape, key.output, slabs, operands, &none)
+                }
                 Choice::Int4(parts) => self.int4_products.run(&key.shape, parts, operands),
                 Choice::Many(tile) => self.many.run(&key.shape, key.output, tile, operands),
                 Choice::Lt(_) if matches!(key.output, LinearOutput::Glu(_)) => {
@@ -506,6 +511,26 @@ impl Linears {
                     self.dequantised_product(key, &algorithm, operands)
                 }
                 Choice::Lt(algorithm) => self.lt.run(&key.shape, &algorithm, operands),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`CublasLt::run`]; [`Self::fuses_norm`] must say that this is possible.
+    unsafe fn launch_norm(
+        &self,
+        key: &Key,
+        choice: Choice,
+        operands: &Operands,
+        norm: &NormOperands,
+    ) -> Result<(), GpuError> {
+        let Key { shape, output } = key;
+        // SAFETY: the caller's promise.
+        unsafe {
+            match choice {
+                Choice::Stream(cut) => self.stream.run(shape, *output, cut, operands, norm),
+                Choice::Int4Rows(slabs) => self.int4_rows.run(shape, *output, slabs, operands, norm),
+                _ => panic!("{choice} makes no norms"),
             }
         }
     }

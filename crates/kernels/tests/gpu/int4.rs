@@ -1,5 +1,7 @@
 //! Products of weights in four bits against `x Wᵀ + b` in `f64`, and what they need besides.
 
+mod norms;
+
 use std::sync::Arc;
 
 use half::bf16;
@@ -7,8 +9,8 @@ use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, Int4Group, Int4Kernels, LinearCut, LinearOutput,
-    LinearPath, LinearRoom, LinearScratch, LinearUse, Linears, TimedWay, has_hopper_kernels, int4_pitch,
+    GpuLinear, GpuMatrix, GpuWeight, Int4Group, Int4Kernels, LinearCut, LinearOutput, LinearPath, LinearRoom,
+    LinearScratch, LinearUse, Linears, TimedWay, has_hopper_kernels, int4_pitch,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -16,7 +18,6 @@ use rand::seq::SliceRandom;
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 use rayon::slice::ParallelSliceMut;
 
-use crate::chain::{EPS, add, normalise};
 use crate::common::{self, wide};
 use crate::fused::{ACTIVATIONS, activate};
 use crate::linear::{linears, paths, written};
@@ -44,6 +45,16 @@ const GROUPS: [Int4Group; 3] = [Int4Group::Of32, Int4Group::Of64, Int4Group::Of1
 
 /// Sums are rounded to bf16 once, and so are weights on their way to cuBLASLt and to warp groups.
 const TOLERANCE: f64 = 4e-3;
+
+/// What becomes of rows of so many sums, of the gate and then of the up projection.
+fn gated(sums: &[f64], n: usize, activation: Activation) -> Vec<f64> {
+    let rows = sums.chunks_exact(n).flat_map(|row| {
+        let (gate, up) = row.split_at(n / 2);
+        let pairs = gate.iter().zip(up);
+        pairs.map(|(gate, up)| activate(activation, *gate) * up)
+    });
+    rows.collect()
+}
 
 #[derive(Clone)]
 struct Case {
@@ -222,48 +233,11 @@ impl Case {
                 continue;
             }
             let out = self.forward(gpu, linears, LinearOutput::Glu(activation));
-            let gated = reference.chunks_exact(n).flat_map(|row| {
-                let (gate, up) = row.split_at(n / 2);
-                let pairs = gate.iter().zip(up);
-                pairs.map(|(gate, up)| activate(activation, *gate) * up)
-            });
-            let gated: Vec<f64> = gated.collect();
             let what = format!("{what} {activation:?}");
+            let gated = gated(&reference, n, activation);
             common::assert_close(&what, &common::widen(&out), &gated, TOLERANCE);
         }
-        self.check_norm(gpu, linears, &what);
-    }
-
-    /// The norm ahead of the product, where it is a part of it.
-    fn check_norm(&self, gpu: &Gpu, linears: &Linears, what: &str) {
-        let &Self { m, n, k, .. } = self;
-        let layer = self.layer(gpu);
-        if !linears.fuses_norm(m, &layer, LinearOutput::Bf16) {
-            return;
-        }
-        assert!(self.order.is_none(), "{what}: inputs in order");
-        let delta: Vec<bf16> = self.x.iter().rev().copied().collect();
-        let weight: Vec<f32> = (0..k).map(|at| 0.5 + (at % 7) as f32 / 8.0).collect();
-        let [hidden, deltas] = [&self.x, &delta].map(|values| common::upload(gpu, values));
-        let weights = common::upload(gpu, &weight);
-        let sum = common::poisoned::<bf16>(gpu, m * k);
-        let residual = GpuResidual {
-            hidden: hidden.slice(),
-            delta: deltas.slice(),
-            norm: GpuNorm {
-                weight: weights.slice(),
-                eps: EPS,
-            },
-            sum: sum.slice(),
-        };
-        let out: Vec<bf16> = written(gpu, m * n, |out| {
-            linears.forward_norm(&residual, &layer, LinearOutput::Bf16, out.slice().range(0..m * n))
-        });
-        let sums = add(&wide(&self.x), &wide(&delta));
-        let rows = sums.chunks_exact(k);
-        let normed = rows.flat_map(|row| normalise(row, &weight));
-        let reference = self.reference(&normed.collect::<Vec<f64>>());
-        common::assert_close(&format!("{what} norm"), &common::widen(&out), &reference, 6e-3);
+        self.check_norm(gpu, linears, &what, 6e-3);
     }
 }
 

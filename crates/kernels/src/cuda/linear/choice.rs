@@ -140,12 +140,4 @@ impl Linears {
             Choice::Int4(_) | Choice::Lt(_) => false,
         })
     }
-
-    /// The cut for our kernels that stream weights, if they are what computes this.
-    pub(super) fn stream_cut(&self, key: &Key) -> Option<LinearCut> {
-        match self.own(key) {
-            Some(Choice::Stream(cut)) => Some(cut),
-            _ => None,
-        }
-    }
 }

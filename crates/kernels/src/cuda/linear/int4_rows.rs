@@ -7,6 +7,7 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, Launch};
 
 use super::cublas_lt::{Operands, Shape};
 use super::matrix::{GpuValues, INT4_ROWS, INT4_WINDOW, Int4Group};
+use super::stream::NormOperands;
 use super::{LinearOutput, exchange};
 use crate::cuda::{has_hopper_kernels, load};
 
@@ -38,6 +39,8 @@ struct Kernel {
     most_rows: usize,
     windows: usize,
     function: Function,
+    /// That which makes the norm of the inputs too.
+    norm: Option<Function>,
     shared_bytes: usize,
 }
 
@@ -53,15 +56,21 @@ impl Int4RowsKernels {
                     if group == Int4Group::Of32 && most_rows > 16 {
                         continue;
                     }
-                    let name = format!("linear_int4_rows_{}_{most_rows}", group.inputs());
-                    let function = module.function(&name)?;
                     let shared_bytes = shared_bytes(group, most_rows, windows);
-                    function.allow_shared(shared_bytes)?;
+                    let function = |name: String| {
+                        let function = module.function(&name)?;
+                        function.allow_shared(shared_bytes)?;
+                        Ok(function)
+                    };
+                    let inputs = group.inputs();
+                    // With more rows a norm of its own is faster.
+                    let norm = (most_rows == EIGHT).then(|| format!("linear_int4_rows_norm_{inputs}"));
                     kernels.push(Kernel {
                         group,
                         most_rows,
                         windows,
-                        function,
+                        function: function(format!("linear_int4_rows_{inputs}_{most_rows}"))?,
+                        norm: norm.map(function).transpose()?,
                         shared_bytes,
                     });
                 }
@@ -111,6 +120,17 @@ impl Int4RowsKernels {
             && i32::try_from(windows).is_ok()
     }
 
+    /// Whether they can compute a product and the norm ahead of it.
+    pub(super) fn can_norm(&self, shape: &Shape, output: LinearOutput, slabs: usize) -> bool {
+        // Each block has all inputs of a row, and for each window a block stores sums.
+        let blocks = self.blocks(shape, output, slabs);
+        slabs == 1
+            && self.can(shape, output, slabs)
+            && self.kernel(shape).is_some_and(|kernel| kernel.norm.is_some())
+            && shape.k.is_multiple_of(INT4_WINDOW)
+            && shape.k / INT4_WINDOW <= blocks
+    }
+
     /// The one for the fewest rows that are enough.
     fn kernel(&self, shape: &Shape) -> Option<&Kernel> {
         let fits =
@@ -126,16 +146,18 @@ impl Int4RowsKernels {
     /// Launches a product. `shape.n` counts outputs, of which [`LinearOutput::Glu`] has half as many as rows of weights.
     ///
     /// # Safety
-    /// As [`CublasLt::run`](super::cublas_lt::CublasLt::run); they must be able to compute it, as [`Self::can`] says.
+    /// As [`CublasLt::run`](super::cublas_lt::CublasLt::run); they must be able to compute it, as [`Self::can`] says, and
+    /// [`Self::can_norm`] if there is one.
     pub(super) unsafe fn run(
         &self,
         shape: &Shape,
         output: LinearOutput,
         slabs: usize,
         operands: &Operands,
+        norm: &NormOperands,
     ) -> Result<(), GpuError> {
         let kernel = self.kernel(shape).expect("as `can` says");
-        let args: [Arg; 13] = [
+        let args: [Arg; 17] = [
             operands.x.into(),
             operands.weight.into(),
             operands.weight_scales.into(),
@@ -149,13 +171,22 @@ impl Int4RowsKernels {
             output.mode().into(),
             output.activation().into(),
             (slabs as i32).into(),
+            norm.delta.into(),
+            norm.weight.into(),
+            norm.sum.into(),
+            norm.eps.into(),
         ];
+        let (function, args) = match norm.weight {
+            0 => (&kernel.function, &args[..13]),
+            _ => (kernel.norm.as_ref().expect("as `can_norm` says"), &args[..]),
+        };
         let blocks = self.blocks(shape, output, slabs) as u32;
         let launch = Launch::new([blocks, 1, 1], THREADS)
             .shared(kernel.shared_bytes)
             .pdl(true);
-        // SAFETY: the caller's promise; the arguments are those of `LINEAR_INT4_ROWS` in kernels/linear_int4_rows.cu.
-        unsafe { self.gpu.launch(&kernel.function, launch, &args) }
+        // SAFETY: the caller's promise; the arguments are those of `LINEAR_INT4_ROWS` and `LINEAR_INT4_ROWS_NORM` in
+        // kernels/linear_int4_rows.cu.
+        unsafe { self.gpu.launch(function, launch, args) }
     }
 }
 

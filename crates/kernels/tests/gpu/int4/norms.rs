@@ -1,0 +1,162 @@
+//! Norms ahead of products of weights in four bits, where they are a part of them.
+
+use half::bf16;
+use plimsoll_device::cuda::Gpu;
+use plimsoll_kernels::cuda::{
+    GpuLinear, GpuNorm, GpuResidual, LinearOutput, LinearPath, Linears, has_hopper_kernels,
+};
+
+use super::{Case, GROUPS, TOLERANCE, gated};
+use crate::chain::{EPS, add, normalise};
+use crate::common::{self, wide};
+use crate::fused::ACTIVATIONS;
+use crate::linear::{linears, written};
+
+/// What a product with a norm writes.
+#[derive(PartialEq)]
+struct Normed {
+    out: Vec<bf16>,
+    /// Of the inputs.
+    sums: Vec<bf16>,
+}
+
+impl Case {
+    /// Other inputs of the same row.
+    fn delta(&self) -> Vec<bf16> {
+        let rows = self.x.chunks_exact(self.k);
+        let turned = rows.flat_map(|row| {
+            let (first, rest) = row.split_at(self.k / 3);
+            rest.iter().chain(first)
+        });
+        turned.copied().collect()
+    }
+
+    /// As bf16, all of them would be 0.39 % less.
+    fn norm_weight(&self) -> Vec<f32> {
+        let steps = [0.5, 1.0, 2.0];
+        let weight = (0..self.k).map(|at| steps[at % steps.len()] * (1.0 + 0.99 / 256.0));
+        weight.collect()
+    }
+
+    fn forward_norm(&self, gpu: &Gpu, linears: &Linears, layer: &GpuLinear, output: LinearOutput) -> Normed {
+        let (inputs, outputs) = (self.m * self.k, self.m * self.n / output_parts(output));
+        let [hidden, delta] = [&self.x, &self.delta()].map(|values| common::upload(gpu, values));
+        let weight = common::upload(gpu, &self.norm_weight());
+        let mut sums = Vec::new();
+        let out = written(gpu, outputs, |out| {
+            sums = written(gpu, inputs, |sum| {
+                let residual = GpuResidual {
+                    hidden: hidden.slice(),
+                    delta: delta.slice(),
+                    norm: GpuNorm {
+                        weight: weight.slice(),
+                        eps: EPS,
+                    },
+                    sum: sum.slice().range(0..inputs),
+                };
+                linears.forward_norm(&residual, layer, output, out.slice().range(0..outputs))
+            });
+            Ok(())
+        });
+        Normed { out, sums }
+    }
+
+    /// The norm ahead of the product, with all kinds of outputs for which it is a part of it.
+    pub(super) fn check_norm(&self, gpu: &Gpu, linears: &Linears, what: &str, tolerance: f64) {
+        let layer = self.layer(gpu);
+        if !linears.fuses_norm(self.m, &layer, LinearOutput::Bf16) {
+            return;
+        }
+        assert!(self.order.is_none(), "{what}: inputs in order");
+        let (sums, weight) = (add(&wide(&self.x), &wide(&self.delta())), self.norm_weight());
+        let rows = sums.chunks_exact(self.k);
+        let normed: Vec<f64> = rows.flat_map(|row| normalise(row, &weight)).collect();
+        let reference = self.reference(&normed);
+        let found = self.forward_norm(gpu, linears, &layer, LinearOutput::Bf16);
+        assert_eq!(wide(&found.sums), sums, "{what}: sums");
+        let what = format!("{what} norm");
+        common::assert_close(&what, &common::widen(&found.out), &reference, tolerance);
+        for activation in ACTIVATIONS {
+            let output = LinearOutput::Glu(activation);
+            if !linears.fuses_norm(self.m, &layer, output) {
+                continue;
+            }
+            let what = format!("{what} {activation:?}");
+            let found = self.forward_norm(gpu, linears, &layer, output);
+            assert_eq!(wide(&found.sums), sums, "{what}: sums");
+            // Errors of the gate and of the other factor.
+            let gated = gated(&reference, self.n, activation);
+            common::assert_close(&what, &common::widen(&found.out), &gated, 6e-3);
+        }
+    }
+}
+
+/// Rows of weights of an output.
+fn output_parts(output: LinearOutput) -> usize {
+    match output {
+        LinearOutput::Glu(_) => 2,
+        LinearOutput::Bf16 | LinearOutput::F32 => 1,
+    }
+}
+
+/// Some tiles for each block, the last of them not whole; windows for few warps and as many as they hold; rows that depend on no other.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn norms_of_inputs_in_registers() {
+    let gpu = common::gpu();
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
+    let mut rng = common::rng("int4, norms");
+    let mut linears = linears(&gpu);
+    linears.fix(Some(LinearPath::Int4Rows));
+    // With so many rows of weights for each block, one slab is best.
+    let of_tile = 16 * gpu.info().sm_count;
+    for group in GROUPS {
+        for (m, tiles, fewer, k) in [
+            (1, 3, 8, 128),
+            (1, 2, 0, 4096),
+            (2, 2, 16, 2176),
+            (3, 1, 0, 4096),
+            (5, 2, 0, 1024),
+            (7, 1, 8, 3968),
+            (8, 2, 16, 4096),
+            (8, 3, 0, 640),
+        ] {
+            let n = tiles * of_tile - fewer;
+            let mut case = Case::random(&mut rng, group, [m, n, k], fewer == 8, false);
+            let (layer, output) = (case.layer(&gpu), LinearOutput::Bf16);
+            let what = case.what("inputs in registers");
+            assert!(linears.fuses_norm(m, &layer, output), "{what}");
+            if !n.is_multiple_of(16) {
+                case.check_norm(&gpu, &linears, &what, TOLERANCE);
+                continue;
+            }
+            let gated = LinearOutput::Glu(ACTIVATIONS[0]);
+            assert!(linears.fuses_norm(m, &layer, gated), "{what}, gated");
+            case.check_norm(&gpu, &linears, &what, TOLERANCE);
+            let first = case.forward_norm(&gpu, &linears, &layer, output);
+            assert!(
+                first == case.forward_norm(&gpu, &linears, &layer, output),
+                "{what}: two runs"
+            );
+            case.x[k..].fill(bf16::NAN);
+            let second = case.forward_norm(&gpu, &linears, &layer, output);
+            let bits = |out: &[bf16]| out[..n].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&first.out), bits(&second.out), "{what}: NaN in other rows");
+            let is_nan = second.out[n..].iter().all(|x| x.is_nan());
+            assert!(is_nan, "{what}: NaN in other rows");
+        }
+        // More rows, inputs that are not whole windows, several slabs, fewer blocks than windows.
+        for (m, n, k) in [
+            (9, of_tile, 1024),
+            (8, of_tile, 1000),
+            (8, of_tile, 4224),
+            (1, 16, 256),
+        ] {
+            let case = Case::random(&mut rng, group, [m, n, k], false, false);
+            let fuses = linears.fuses_norm(m, &case.layer(&gpu), LinearOutput::Bf16);
+            assert!(!fuses, "{}", case.what("inputs in registers"));
+        }
+    }
+}
