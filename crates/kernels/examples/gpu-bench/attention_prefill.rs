@@ -105,10 +105,13 @@ fn run(gpu: &Gpu, kernels: &PrefillKernels, shape: &Shape) {
     let out = alloc(gpu, tokens * width * size_of::<bf16>());
     let scratch = alloc(gpu, planner.scratch_floats() * size_of::<f32>());
     let (runs, blocks, items) = (upload(gpu, &runs), upload(gpu, &blocks), upload(gpu, &items));
+    let kv = wide(k.slice(), v.slice(), layout.elements(1));
+    let maps = kernels.maps(shape.head_dim, &kv).expect("maps of the cache");
     let args = PrefillArgs {
         q: q.slice(),
         q_stride: width,
-        kv: wide(k.slice(), v.slice(), layout.elements(1)),
+        kv,
+        maps: maps.as_ref(),
         runs: runs.slice(),
         blocks: blocks.slice(),
         items: items.slice(),

@@ -1,15 +1,18 @@
+mod maps;
+
 use std::cmp::Reverse;
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
-use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch, MatrixEights, TensorMap};
+use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
 
 use super::fused::int;
 use super::{
     AssumedGpu, GpuAttentionOptions, GpuKv, GpuKvElement, GpuRun, HEAD_DIMS, has_hopper_kernels, load,
 };
 use crate::KvLayout;
+pub use maps::PrefillMaps;
 
 /// Keys by which the planner measures work and cuts contexts; a multiple of what a kernel takes at once.
 const UNIT: usize = 128;
@@ -256,6 +259,8 @@ pub struct PrefillArgs<'a> {
     pub q_stride: usize,
     /// The layer's cache; keys and values of the runs themselves are in it.
     pub kv: GpuKv<'a>,
+    /// What [`PrefillKernels::maps`] returned for this cache.
+    pub maps: Option<&'a PrefillMaps>,
     /// The step's runs, as planned.
     pub runs: GpuSlice<'a, GpuRun>,
     /// Their block tables.
@@ -376,7 +381,7 @@ impl PrefillKernels {
     /// [`GpuError`] of the driver.
     ///
     /// # Panics
-    /// If a length in `args` does not fit `planner` and `plan`.
+    /// If a length in `args` does not fit `planner` and `plan`, or the maps are those of another cache.
     pub fn forward(
         &self,
         planner: &PrefillPlanner,
@@ -457,12 +462,12 @@ impl PrefillKernels {
             .pdl(true);
         let params_of_attention = &params[..ATTENTION_PARAMS];
         if kernel.shape.persistent {
-            let map = |cache| self.map(cache, dim);
-            let maps = [map(args.kv.k)?, map(args.kv.v)?];
+            let maps = args.maps.expect("maps of the cache");
+            let maps = maps.of(&args.kv);
             // SAFETY: the arguments are those of the kernel; the caller keeps the memory and promises what it holds.
             unsafe {
                 self.gpu
-                    .launch_with_maps(function, launch, &maps.each_ref(), params_of_attention)?;
+                    .launch_with_maps(function, launch, &maps, params_of_attention)?;
             }
         } else {
             // SAFETY: as above.
@@ -481,16 +486,6 @@ impl PrefillKernels {
         let launch = Launch::new(grid, MERGE_THREADS as u32).pdl(true);
         // SAFETY: as above.
         unsafe { self.gpu.launch(&self.merge, launch, &params) }
-    }
-
-    /// Of keys or values of 16 bits.
-    fn map(&self, cache: GpuSlice<'_, u8>, head_dim: usize) -> Result<TensorMap, GpuError> {
-        let row_bytes = head_dim * size_of::<bf16>();
-        self.gpu.eights_map(&MatrixEights {
-            first: cache.ptr(),
-            rows: cache.len() / row_bytes,
-            row_bytes,
-        })
     }
 
     fn kernel(&self, head_dim: usize, element: GpuKvElement) -> &Kernel {

@@ -4,7 +4,9 @@ use half::bf16;
 use plimsoll_core::{BlockSize, PageId, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuError};
 use plimsoll_device::{Arena, Budget};
-use plimsoll_kernels::cuda::{GpuRun, HEAD_DIMS, PrefillArgs, PrefillItem, PrefillKernels};
+use plimsoll_kernels::cuda::{
+    GpuKv, GpuRun, HEAD_DIMS, PrefillArgs, PrefillItem, PrefillKernels, PrefillMaps, has_hopper_kernels,
+};
 use plimsoll_kernels::{AttentionOptions, KvLayout, PagedKv, RunMeta, Sees, attention};
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -206,6 +208,19 @@ impl Case {
     }
 
     fn on_gpu(&self, gpu: &Gpu, kernels: &PrefillKernels, data: &Data) -> Vec<f32> {
+        self.on_gpu_by(gpu, kernels, data, |kv| {
+            kernels.maps(self.layout.head_dim, kv).expect("maps of the cache")
+        })
+    }
+
+    /// By the maps that there are for its cache.
+    fn on_gpu_by(
+        &self,
+        gpu: &Gpu,
+        kernels: &PrefillKernels,
+        data: &Data,
+        maps: impl FnOnce(&GpuKv<'_>) -> Option<PrefillMaps>,
+    ) -> Vec<f32> {
         let planner = kernels
             .planner(self.layout, self.heads, self.window, self.cache.element)
             .expect("an occupancy");
@@ -223,13 +238,16 @@ impl Case {
         let out = poisoned::<bf16>(gpu, self.rows * self.width());
         let sinks = self.scores.upload(gpu);
         let ends = self.ends.as_ref().map(|ends| upload(gpu, ends));
+        let kv = self.cache.on_gpu(&k, &v, {
+            let elements = (self.total - 1) * self.block_stride + self.layout.elements(1);
+            (elements, self.block_stride)
+        });
+        let maps = maps(&kv);
         let args = PrefillArgs {
             q: q.slice().range(0..data.q.len()),
             q_stride: self.q_stride,
-            kv: self.cache.on_gpu(&k, &v, {
-                let elements = (self.total - 1) * self.block_stride + self.layout.elements(1);
-                (elements, self.block_stride)
-            }),
+            kv,
+            maps: maps.as_ref(),
             runs: runs.slice().range(0..self.runs.len()),
             blocks: blocks.slice().range(0..self.blocks.len()),
             items: items.slice().range(0..plan.entries()),
@@ -412,7 +430,7 @@ fn long_prompts(load: Load) {
 fn hopper_gpus_run_the_kernels_made_for_them() {
     let gpu = gpu();
     let is_hopper = gpu.info().compute_capability == (9, 0);
-    assert_eq!(plimsoll_kernels::cuda::has_hopper_kernels(&gpu), is_hopper);
+    assert_eq!(has_hopper_kernels(&gpu), is_hopper);
 }
 
 #[test]
@@ -449,4 +467,32 @@ fn attention_prefill_of_long_prompts() {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn attention_prefill_of_long_prompts_portably() {
     long_prompts(PrefillKernels::load_portable);
+}
+
+/// Two engine states may be alive at once, with caches of one size.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn maps_of_another_cache_are_refused() {
+    let (gpu, mut rng) = (gpu(), rng("attention_prefill maps"));
+    let kernels = PrefillKernels::load(&gpu).expect("kernels for this GPU");
+    let layout = KvLayout {
+        kv_heads: 2,
+        head_dim: 128,
+        block_size: BlockSize::new(16).expect("a block size"),
+    };
+    let mut case = Case::new(&mut rng, 8, layout, None, &[(200, 300)]);
+    case.cache = Cache::BF16;
+    let data = case.data(&mut rng);
+    let other = upload(&gpu, &data.k);
+    let attend = || {
+        case.on_gpu_by(&gpu, &kernels, &data, |kv| {
+            let other = GpuKv {
+                k: other.slice().range(0..kv.k.len()),
+                ..*kv
+            };
+            kernels.maps(layout.head_dim, &other).expect("maps of a cache")
+        })
+    };
+    let refused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(attend)).is_err();
+    assert_eq!(refused, has_hopper_kernels(&gpu), "others need none");
 }

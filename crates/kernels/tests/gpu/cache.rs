@@ -53,14 +53,17 @@ pub(crate) struct Cache {
 }
 
 impl Cache {
+    /// In 16 bits.
+    pub(crate) const BF16: Self = Self {
+        element: GpuKvElement::Bf16,
+        k_scale: 1.0,
+        v_scale: 1.0,
+    };
+
     /// In 16 bits, or in 8 with any scales.
     pub(crate) fn random(rng: &mut StdRng) -> Self {
         match rng.random_bool(0.5) {
-            true => Self {
-                element: GpuKvElement::Bf16,
-                k_scale: 1.0,
-                v_scale: 1.0,
-            },
+            true => Self::BF16,
             false => Self {
                 element: GpuKvElement::Fp8,
                 k_scale: rng.random_range(0.3..2.0),

@@ -14,7 +14,7 @@ use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
     DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuTokens, GpuVocabulary, Linears,
-    PrefillKernels, SampleKernels, SentRoom,
+    PrefillKernels, PrefillMaps, SampleKernels, SentRoom,
 };
 
 use super::encoder::{EncoderState, Products};
@@ -51,6 +51,8 @@ pub(super) struct StepState {
     pub(super) states: States,
     /// Where each layer's keys and values are, or its states.
     pub(super) places: Vec<LayerPlace>,
+    /// Of each layer, what prefill attention copies keys and values by; as [`Decoder::kv_maps`] makes them.
+    pub(super) kv_maps: Vec<Option<PrefillMaps>>,
     /// Longest context that is served, in tokens.
     pub(super) max_model_len: usize,
     /// Of a model that takes images.
@@ -204,6 +206,20 @@ impl Decoder {
             layers.map(|delta_net| kernels.chunk(&delta_net.layout))
         });
         chunks.max().unwrap_or(1)
+    }
+
+    /// What prefill attention copies each layer's keys and values by: they stay where they are as long as the state.
+    pub(super) fn kv_maps(&self, state: &StepState) -> Result<Vec<Option<PrefillMaps>>, GpuError> {
+        let layers = self.weights.spec.layers.iter().zip(&state.places);
+        let maps = layers.map(|(layer, place)| match layer.attention() {
+            Some(spec) if state.kv_config.num_pages > 0 => {
+                // Whatever the scales are, the elements are the same.
+                let kv = state.layer_kv(place.page(), spec, [1.0; 2]);
+                self.prefill.maps(spec.head_dim, &kv)
+            }
+            _ => Ok(None),
+        });
+        maps.collect()
     }
 
     /// Where it meets the other ranks, if there are any.

@@ -91,13 +91,14 @@ impl GpuRunner {
             attention_counters(inputs.planners()) * size_of::<u32>(),
         )?;
         gpu.fill(counters.slice(), 0)?;
-        let state = StepState {
+        let mut state = StepState {
             kv: gpu.alloc(Component::Kv, kv_bytes)?,
             kv_config: kv,
             kv_element: model.kv_element,
             kv_column: spec.kv_column(),
             states: States::new(gpu, spec, kv.state_slots)?,
             places: LayerPlace::all(spec, &pages),
+            kv_maps: Vec::new(),
             max_model_len: limits.max_model_len,
             encoder,
             inputs,
@@ -112,6 +113,7 @@ impl GpuRunner {
             loads: Loads::new(gpu, spec, model.expert_loads())?,
             _sent: model.decoder().room_for_sums(limits.max_num_batched_tokens)?,
         };
+        state.kv_maps = model.decoder().kv_maps(&state)?;
         let clocks = Clocks::new(gpu)?;
         Ok(Self {
             bounds: Bounds {

@@ -122,6 +122,7 @@ impl<'b> Step<'_, 'b> {
                 q,
                 q_stride: spec.qkv_size(),
                 kv,
+                maps: state.kv_maps[self.layer].as_ref(),
                 runs: inputs.device(prefill.runs[page.table]),
                 blocks,
                 items: inputs.device(items),
