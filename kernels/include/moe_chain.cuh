@@ -16,7 +16,7 @@ constexpr int kChainThreads = kConsumerThreads + kWarp;
 // As crates/kernels/src/cuda/moe.rs (MOST_ROUTES, and the expert for all rows) and moe/chain.rs have them too.
 constexpr int kMostSlots = 33;  // experts of a row
 constexpr int kMostWidth = kConsumerThreads * kVec;
-constexpr int kMostInner = 2048;
+constexpr int kMostActivated = kMostSlots * 2048;
 constexpr int kRoutedExperts = kConsumerThreads;
 
 // What blocks give each other, in the workspace of the linear layers (crates/kernels/src/cuda/linear/chain.rs).
@@ -26,7 +26,7 @@ struct Exchange {
     __align__(128) unsigned written;               // blocks that have written, summed over all waits: 0 between launches
     __align__(128) uint32_t hidden[kMostWidth];    // the residual stream after the mixer's output
     uint32_t next_hidden[kMostWidth];              // and after the experts
-    uint32_t activated[kMostSlots * kMostInner];   // [slots, inner]
+    uint32_t activated[kMostActivated];            // [slots, inner], as the experts' products order them
     uint64_t logits[kRoutedExperts + 1];           // of the experts; behind them that of the gate of the expert for all rows
 };
 static_assert(sizeof(Exchange) <= 304 << 10, "CHAIN_BYTES in crates/kernels/src/cuda/linear/chain.rs");
@@ -108,11 +108,12 @@ struct Share {
     int row_bytes;  // of weights
     int at_once;    // outputs whose weights a stage has room for: of gate and up two rows each
 
-    __device__ __forceinline__ void set(int n, int bytes, int rows, int stage_bytes) {
-        first = first_output(n, blockIdx.x);
-        count = first_output(n, blockIdx.x + 1) - first;
+    // Of each output so many rows; all weights of so many outputs lie together.
+    __device__ __forceinline__ void set(int n, int bytes, int rows, int together, int stage_bytes) {
+        first = first_output(n / together, blockIdx.x) * together;
+        count = first_output(n / together, blockIdx.x + 1) * together - first;
         row_bytes = bytes;
-        at_once = stage_bytes / (rows * bytes);
+        at_once = stage_bytes / (rows * together * bytes) * together;
     }
 };
 
@@ -147,22 +148,23 @@ struct Shared {
     int first_slot;  // of the gated share
     Slot slots[kMostSlots];
     __align__(16) float sums[kConsumers];
-    bf16 residual[kMostResiduals];
+    __align__(8) bf16 residual[kMostResiduals];
     __align__(16) uint32_t keys[kRoutedExperts];  // logits, as to_key makes them
     // Scales of this block's rows (or of the blocks that these rows lie in: at most two rows of 16), times the expert's weight.
-    float down_scales[kMostSlots][kWarp];
+    float beside_down[kMostSlots][kWarp];
 };
 static_assert(sizeof(Shared) <= kStaticBytes);
 
 // Computes this block's share of each product, one lane for each: divisions are slow, so they are done side by side.
+template <typename Experts>
 __device__ __forceinline__ void divide(const MoeChain& c, Shared& shared) {
     const int at = threadIdx.x % kWarp;
     if (at >= kShares) return;
-    int n = c.width, row_bytes = c.down.first.row_bytes(c.inner);
+    int n = c.width, row_bytes = Experts::row_bytes(c.down.first, c.inner);
     if (at < kLinks) n = shared.links[at].n, row_bytes = shared.links[at].matrix.row_bytes(shared.links[at].k);
-    if (at == kGatedShare) n = c.slots() * c.inner, row_bytes = c.gate_up.first.row_bytes(c.width);
+    if (at == kGatedShare) n = c.slots() * c.inner, row_bytes = Experts::row_bytes(c.gate_up.first, c.width);
     Share& share = shared.shares[at];
-    share.set(n, row_bytes, at == kGatedShare ? 2 : 1, c.stage_bytes);
+    share.set(n, row_bytes, at == kGatedShare ? 2 : 1, at < kLinks ? 1 : Experts::kTogether, c.stage_bytes);
     if (at == kGatedShare) shared.first_slot = share.first / c.inner;
 }
 
@@ -184,7 +186,8 @@ struct GatedParts {
 };
 
 // A block's rows of the second projections, in parts that go through a stage: of the same rows of some experts, and of all experts before the
-// next rows.
+// next rows; of no more rows than `kRows`.
+template <int kRows>
 struct DownParts {
     const Share& share;
     int all_slots, row = 0, rows = 0, slot = 0, slots = 0;
@@ -199,7 +202,7 @@ struct DownParts {
         if (slot == all_slots || rows == 0) {
             slot = 0;
             row += rows;
-            rows = min(min(share.at_once, kConsumers), share.count - row);
+            rows = min(min(share.at_once, kRows), share.count - row);
         }
         if (rows > 0) slots = min(share.at_once / rows, all_slots - slot);
         return rows > 0;
