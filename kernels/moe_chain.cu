@@ -3,10 +3,11 @@
 // says how. An expert that every row goes to is one more, which the sigmoid of its gate multiplies.
 //
 // Each block has its share of the outputs of each product, of all chosen experts as if they were one. Weights are bf16, or e4m3 with scales;
-// inputs are not quantised (pieces.cuh). A warp multiplies whole rows of weights, its lanes 16 bytes each in turn, with inputs in shared memory.
-// Of the experts' second projections a warp computes the same outputs for all experts and adds them in the order of the experts' logits. Every
-// block chooses the row's experts, from the same logits; only then can its copying thread go on to their weights. What blocks need of each other
-// they exchange as tagged words (tagged.cuh).
+// those of experts may also be MXFP4 (moe_chain_mxfp4.cuh); inputs are not quantised (pieces.cuh). A warp multiplies whole rows of weights, its
+// lanes 16 bytes each in turn, with inputs in shared memory. Of the experts' second projections a block computes the same outputs for all experts
+// and adds them in the order of the experts' logits. Every block chooses the row's experts, from the same logits; only then can its copying thread
+// go on to their weights. What blocks need of each other they exchange as tagged words (tagged.cuh).
+#include "moe_chain_mxfp4.cuh"
 #include "moe_chain_rows.cuh"
 
 namespace {
@@ -113,6 +114,7 @@ __device__ __forceinline__ void run(const MoeChain& c) {
         shared.links[2] = {bf16_rows(c.shared_gate), nullptr, c.has_shared(), c.width, Take::kLogits, c.shared_logit, c.experts};
         shared.links[kNext] = {c.next, c.next_bias, c.next_outputs, c.width, Take::kStore, c.out, 0};
         if (c.has_shared()) shared.slots[c.top_k] = {c.shared_gate_up, c.shared_down, c.shared_activated, 0.0f, 0};
+        shared.zeros = {};
         barrier_init(&shared.routed, c.top_k);
         shared.barriers.init(c.stages, kConsumers);
     }
@@ -162,8 +164,8 @@ __device__ __forceinline__ void run(const MoeChain& c) {
         NAME(const bf16* x, const uint8_t* output, const float* output_scales, int output_stride, const bf16* output_bias, bf16* hidden,    \
              const float* norm, float eps, const bf16* router_weight, const bf16* router_bias, int of_all, float scale,                     \
              const float* expert_scales, float* logits, unsigned* loads, const uint8_t* gate_up, const float* gate_up_scales,               \
-             int gate_up_stride, uint64_t next_gate_up, const uint8_t* down, const float* down_scales,                                      \
-             int down_stride, uint64_t next_down, const uint8_t* shared_gate_up,                                                            \
+             int gate_up_stride, const bf16* gate_up_bias, uint64_t next_gate_up, const uint8_t* down, const float* down_scales,            \
+             int down_stride, const bf16* down_bias, uint64_t next_down, const uint8_t* shared_gate_up,                                     \
              const float* shared_gate_up_scales, const uint8_t* shared_down, const float* shared_down_scales, const bf16* shared_gate,      \
              float* shared_logit, bf16* activated, bf16* shared_activated, const float* next_norm, float next_eps, const uint8_t* next,     \
              const float* next_scales, int next_stride, const bf16* next_bias, bf16* out, Exchange* exchange, int attended, int width,      \
@@ -178,8 +180,8 @@ __device__ __forceinline__ void run(const MoeChain& c) {
                               {router_bias, of_all != 0, scale, expert_scales},                                                             \
                               logits,                                                                                                       \
                               loads,                                                                                                        \
-                              {{gate_up, gate_up_scales, gate_up_stride}, next_gate_up},                                                    \
-                              {{down, down_scales, down_stride}, next_down},                                                                \
+                              {{gate_up, gate_up_scales, gate_up_stride}, gate_up_bias, next_gate_up},                                      \
+                              {{down, down_scales, down_stride}, down_bias, next_down},                                                     \
                               {shared_gate_up, shared_gate_up_scales, gate_up_stride},                                                      \
                               {shared_down, shared_down_scales, down_stride},                                                               \
                               shared_gate,                                                                                                  \
@@ -205,3 +207,4 @@ __device__ __forceinline__ void run(const MoeChain& c) {
     }
 
 MOE_CHAIN(moe_chain, RowExperts)
+MOE_CHAIN(moe_chain_mxfp4, Mxfp4Experts)

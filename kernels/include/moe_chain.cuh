@@ -34,10 +34,14 @@ static_assert(sizeof(Exchange) <= 304 << 10, "CHAIN_BYTES in crates/kernels/src/
 // Matrices of all experts, anything of the next one `stride` bytes further.
 struct Matrices {
     Matrix first;
+    const bf16* bias;  // of MXFP4 weights; null for none
     size_t stride;
 
     __device__ __forceinline__ Matrix of(int expert) const {
         return {of_expert(first.weight, stride, expert), of_expert(first.scales, stride, expert), first.scale_stride};
+    }
+    __device__ __forceinline__ float bias_of(int expert, int row) const {
+        return bias == nullptr ? 0.0f : __bfloat162float(of_expert(bias, stride, expert)[row]);
     }
 };
 
@@ -147,10 +151,11 @@ struct Shared {
     Source sources[kPhases];
     int first_slot;  // of the gated share
     Slot slots[kMostSlots];
+    uint4 zeros;
     __align__(16) float sums[kConsumers];
     __align__(8) bf16 residual[kMostResiduals];
     __align__(16) uint32_t keys[kRoutedExperts];  // logits, as to_key makes them
-    // Scales of this block's rows (or of the blocks that these rows lie in: at most two rows of 16), times the expert's weight.
+    // Scales of this block's rows (or of the blocks that these rows lie in: at most two rows of 16), or biases of MXFP4, times the expert's weight.
     float beside_down[kMostSlots][kWarp];
 };
 static_assert(sizeof(Shared) <= kStaticBytes);

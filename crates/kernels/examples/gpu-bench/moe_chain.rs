@@ -1,4 +1,4 @@
-//! Layers with experts of one row, each in one launch, in the shape of Qwen3-30B-A3B.
+//! Layers with experts of one row, each in one launch, in the shapes of Qwen3-30B-A3B and gpt-oss-20b.
 
 use half::bf16;
 use plimsoll_core::Component;
@@ -43,12 +43,13 @@ impl Layer {
             stored,
             ..
         } = model;
+        let around = around(stored);
         Self {
-            output: one(stored, [hidden, ATTENDED]),
+            output: one(around, [hidden, ATTENDED]),
             router: one(Stored::Bf16, [count, hidden]),
             gate_up: experts(gpu, kernels, fused, model, 2 * inner, hidden),
             down: experts(gpu, kernels, fused, model, hidden, inner),
-            next: one(stored, [NEXT, hidden]),
+            next: one(around, [NEXT, hidden]),
         }
     }
 
@@ -64,12 +65,20 @@ impl Layer {
     }
 }
 
+/// How the products around experts are stored: experts alone are MXFP4.
+fn around(experts: Stored) -> Stored {
+    match experts {
+        Stored::Mxfp4 => Stored::Bf16,
+        others => others,
+    }
+}
+
 pub(crate) fn bench(gpu: &Gpu) {
     let fused = FusedKernels::load(gpu).expect("kernels");
     let kernels = MoeKernels::load(gpu).expect("kernels");
     let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES);
     let linears = Linears::load(gpu, workspace.expect("room")).expect("cuBLASLt and kernels");
-    let chained = |model: &Model| matches!(model.stored, Stored::Bf16 | Stored::Fp8Blocks);
+    let chained = |model: &Model| model.stored != Stored::Int4;
     for model in MODELS.into_iter().filter(chained) {
         let layers: Vec<Layer> = (0..LAYERS)
             .map(|_| Layer::new(gpu, &kernels, &fused, &model))
@@ -128,8 +137,13 @@ pub(crate) fn bench(gpu: &Gpu) {
                 },
             )
         });
-        let around =
-            hidden * model.row_bytes(ATTENDED) + NEXT * model.row_bytes(hidden) + 2 * experts * hidden;
+        let of_around = Model {
+            stored: around(model.stored),
+            ..model
+        };
+        let around = hidden * of_around.row_bytes(ATTENDED)
+            + NEXT * of_around.row_bytes(hidden)
+            + 2 * experts * hidden;
         let bytes = (top_k * model.bytes() + around) as f64;
         println!(
             "{}: {us:.2} us a layer, {:.1} GB/s, x{:.2} of the floor",

@@ -6,23 +6,32 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
 use super::{GpuExperts, GpuRouter, MOST_ROUTES, MoeKernels, address_of, int, kind};
 use crate::cuda::GpuNorm;
 use crate::cuda::chain::{self, BYTES_IN_FLIGHT, PIECE, Ring, VEC};
-use crate::cuda::linear::{FP8_BLOCK, Fp8Scaling, GpuChainEnd, GpuLinear, GpuMatrix, GpuValues, Linears};
+use crate::cuda::linear::{
+    EXPERT_WINDOW, FP8_BLOCK, Fp8Scaling, GpuChainEnd, GpuLinear, GpuMatrix, GpuValues, INT4_ROWS, Linears,
+    mxfp4_pitch,
+};
 use crate::{ExpertActivation, RouterSoftmax};
 
-/// Constants of the kernel: all threads, most experts, width of the residual stream, and outputs of a block that are added to that.
-const THREADS: usize = 17 * super::WARP;
-const MOST_ROUTED: usize = 16 * super::WARP;
-const MOST_WIDTH: usize = 16 * super::WARP * VEC;
+/// Constants of the kernels: warps that multiply and all threads, most experts, width of the residual stream, outputs of a block that are
+/// added to that, and outputs of the first projections of all experts of a row.
+const CONSUMERS: usize = 16;
+const THREADS: usize = (CONSUMERS + 1) * super::WARP;
+const MOST_ROUTED: usize = CONSUMERS * super::WARP;
+const MOST_WIDTH: usize = CONSUMERS * super::WARP * VEC;
 const MOST_RESIDUALS: usize = 32;
+const MOST_ACTIVATED: usize = (MOST_ROUTES + 1) * MOST_INNER;
 /// Shared memory beside the stages and inputs: at least `sizeof(Shared)`.
 const STATIC_BYTES: usize = 9 << 10;
 /// Inputs that share a factor: those of 16 bytes of e4m3 weights, `kFp8Piece` of `kernels/include/pieces.cuh`.
 const FP8_PIECE: usize = 16;
-/// Of an expert. Lanes of a warp have the scales of the second projections' blocks, of which the outputs of a block of the kernel touch two
-/// rows; with more inputs most warps would be idle, too.
+/// Of an expert whose weights are whole rows. Lanes of a warp have the scales of the second projections' blocks, of which the outputs of a block
+/// of the kernel touch two rows; with more inputs most warps would be idle, too.
 const MOST_INNER: usize = 2048;
+/// Of MXFP4 weights: inputs of a product, of which a warp has up to four windows, and groups of eight gated outputs of a block.
+const MOST_MXFP4_INPUTS: usize = 4 * CONSUMERS * EXPERT_WINDOW;
+const MOST_MXFP4_GROUPS: usize = 2 * CONSUMERS;
 
-/// The products of a [`GpuMoeChain`]; those of the experts have no biases.
+/// The products of a [`GpuMoeChain`]; those of experts in bf16 and e4m3 have no biases.
 #[derive(Clone, Copy, Debug)]
 pub struct MoeChainLayers<'a> {
     /// The mixer's last projection.
@@ -82,7 +91,68 @@ pub struct GpuMoeChain<'a> {
 #[derive(Debug)]
 pub(super) struct MoeChainKernel {
     gpu: Gpu,
-    function: Function,
+    /// By how experts' weights lie in memory.
+    functions: [Function; 2],
+}
+
+/// How experts' weights lie in memory, and so which kernel takes them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stored {
+    /// In bf16 or e4m3, one row behind the other.
+    Rows,
+    /// [`INT4_ROWS`] rows together.
+    Mxfp4,
+}
+
+impl Stored {
+    const KERNELS: [&str; 2] = ["moe_chain", "moe_chain_mxfp4"];
+
+    fn of(experts: &GpuExperts) -> Option<Self> {
+        match experts.matrix() {
+            GpuMatrix::Bf16(_) | GpuMatrix::Fp8 { .. } => Some(Self::Rows),
+            GpuMatrix::Mxfp4(_) => Some(Self::Mxfp4),
+            _ => None,
+        }
+    }
+
+    /// Rows of weights that lie together.
+    fn together(self) -> usize {
+        match self {
+            Self::Rows => 1,
+            Self::Mxfp4 => INT4_ROWS,
+        }
+    }
+
+    /// Bytes of the weights that lie together, if the kernel can multiply them.
+    fn bytes(self, experts: &GpuExperts) -> Option<usize> {
+        match self {
+            Self::Rows => chain::row_bytes(experts.first()),
+            Self::Mxfp4 => Some(INT4_ROWS * mxfp4_pitch(experts.inputs())),
+        }
+    }
+
+    /// Whether the kernel can compute the products of experts of these widths, of so many experts of a row on so many multiprocessors.
+    fn fits(self, [gate_up, down]: [&GpuExperts; 2], slots: usize, blocks: usize) -> bool {
+        let (width, inner) = (gate_up.inputs(), down.inputs());
+        match self {
+            Self::Rows => {
+                let firsts = [gate_up, down].map(GpuExperts::first);
+                let in_blocks = Some(GpuValues::Fp8(Fp8Scaling::Blocks));
+                let are_in_blocks = firsts.iter().any(|of| of.matrix().values() == in_blocks);
+                firsts.iter().all(|of| of.bias().is_none())
+                    && (!are_in_blocks || inner.is_multiple_of(FP8_BLOCK))
+                    && inner.is_multiple_of(VEC)
+                    && inner <= MOST_INNER
+            }
+            Self::Mxfp4 => {
+                [width, inner]
+                    .iter()
+                    .all(|inputs| inputs.is_multiple_of(EXPERT_WINDOW) && *inputs <= MOST_MXFP4_INPUTS)
+                    && (slots * inner / INT4_ROWS).div_ceil(blocks) <= MOST_MXFP4_GROUPS
+                    && slots * inner <= MOST_ACTIVATED
+            }
+        }
+    }
 }
 
 /// Bytes of shared memory for the inputs of one product at a time: as `bf16` for weights in bf16, and as `f16` with a factor for each
@@ -109,6 +179,24 @@ impl InputRoom {
         }
     }
 
+    /// Grown to hold, behind the inputs of experts' products, the sums that warps have of the outputs of a block.
+    fn with_sums(self, stored: Stored, [width, activated]: [usize; 2], blocks: usize) -> Self {
+        let behind = |inputs: usize, groups: usize, rows: usize| {
+            let sums = groups.div_ceil(blocks) * INT4_ROWS * rows * CONSUMERS;
+            size_of::<bf16>() * inputs + size_of::<f32>() * sums
+        };
+        match stored {
+            Stored::Rows => self,
+            // Of gates and up projections, and of the second projections.
+            Stored::Mxfp4 => Self {
+                plain: (self.plain)
+                    .max(behind(width, activated / INT4_ROWS, 2))
+                    .max(behind(activated, width / INT4_ROWS, 1)),
+                ..self
+            },
+        }
+    }
+
     fn bytes(self) -> usize {
         self.plain + self.halves
     }
@@ -117,15 +205,20 @@ impl InputRoom {
 impl MoeChainKernel {
     /// `None` where its blocks do not all run at once.
     pub(super) fn load(gpu: &Gpu) -> Result<Option<Self>, GpuError> {
-        let function = chain::load(gpu, "moe_chain", &["moe_chain"], THREADS, STATIC_BYTES)?.pop();
-        Ok(function.map(|function| Self {
+        let functions = chain::load(gpu, "moe_chain", &Stored::KERNELS, THREADS, STATIC_BYTES)?;
+        let functions = <[Function; 2]>::try_from(functions);
+        Ok(functions.ok().map(|functions| Self {
             gpu: gpu.clone(),
-            function,
+            functions,
         }))
     }
 
-    /// The stages of these layers and the inputs beside them, if the kernel can compute them.
-    fn ring(&self, layers: &MoeChainLayers<'_>, next: Option<&GpuLinear>) -> Option<(Ring, InputRoom)> {
+    /// The kernel for these layers, its stages and the inputs beside them, if it can compute them.
+    fn plan(
+        &self,
+        layers: &MoeChainLayers<'_>,
+        next: Option<&GpuLinear>,
+    ) -> Option<(&Function, Ring, InputRoom)> {
         let &MoeChainLayers {
             output,
             router,
@@ -134,8 +227,9 @@ impl MoeChainKernel {
             top_k,
             shared,
         } = layers;
-        let info = self.gpu.info();
-        let (width, inner) = (output.outputs(), down.inputs());
+        let (info, stored) = (self.gpu.info(), Stored::of(gate_up)?);
+        let (width, inner, blocks) = (output.outputs(), down.inputs(), info.sm_count);
+        let slots = top_k + usize::from(shared.is_some());
         let [first_gate_up, first_down] = [gate_up, down].map(GpuExperts::first);
         let to_logits = |linear: &GpuLinear, count: usize| {
             let is_bf16 = matches!(linear.matrix(), GpuMatrix::Bf16(_));
@@ -148,40 +242,35 @@ impl MoeChainKernel {
                 && to_logits(shared.gate, 1)
                 && all.iter().all(|linear| chain::row_bytes(linear).is_some())
         };
-        let blocks = Some(GpuValues::Fp8(Fp8Scaling::Blocks));
-        let are_in_blocks = [first_gate_up, first_down]
-            .iter()
-            .any(|of| of.matrix().values() == blocks);
+        let together = stored.together();
         let fit = width <= MOST_WIDTH
-            && width.div_ceil(info.sm_count) <= MOST_RESIDUALS
+            && (width / together).div_ceil(blocks) * together <= MOST_RESIDUALS
             && to_logits(router, gate_up.count())
             && gate_up.count() <= MOST_ROUTED
             && (1..=gate_up.count().min(MOST_ROUTES)).contains(&top_k)
             && (first_gate_up.outputs(), first_gate_up.inputs()) == (2 * inner, width)
             && (first_down.outputs(), down.count()) == (width, gate_up.count())
-            && [first_gate_up, first_down].iter().all(|of| of.bias().is_none())
-            && (!are_in_blocks || inner.is_multiple_of(FP8_BLOCK))
-            && inner.is_multiple_of(VEC)
-            && inner <= MOST_INNER
+            && Stored::of(down) == Some(stored)
+            && stored.fits([gate_up, down], slots, blocks)
             && shared.is_none_or(is_like_experts)
             && next.is_none_or(|next| next.inputs() == width);
         let stages = [
             chain::row_bytes(output),
             chain::row_bytes(router),
-            chain::row_bytes(first_gate_up).map(|bytes| 2 * bytes),
-            chain::row_bytes(first_down),
+            stored.bytes(gate_up).map(|bytes| 2 * bytes),
+            stored.bytes(down),
             next.map_or(Some(0), chain::row_bytes),
         ];
-        let slots = top_k + usize::from(shared.is_some());
         let inputs = InputRoom::default()
             .with(output, output.inputs())
             .with(router, width)
             .with(first_gate_up, width)
-            .with(first_down, slots * inner);
+            .with(first_down, slots * inner)
+            .with_sums(stored, [width, slots * inner], blocks);
         let inputs = next.map_or(inputs, |next| inputs.with(next, width));
         let room = info.max_shared_bytes.checked_sub(STATIC_BYTES + inputs.bytes())?;
         let ring = Ring::new(stages, room)?;
-        fit.then_some((ring, inputs))
+        fit.then_some((&self.functions[stored as usize], ring, inputs))
     }
 }
 
@@ -189,8 +278,8 @@ impl MoeKernels {
     /// Whether [`Self::forward_chain`] can compute these layers for one row, and these projections of what follows if they are to be a
     /// part of it. It was faster than the kernels one by one for all shapes that were measured (tests/bench/h200/kernels.md).
     pub fn can_chain(&self, layers: &MoeChainLayers<'_>, next: Option<&GpuLinear>) -> bool {
-        let ring = self.chain.as_ref().and_then(|chain| chain.ring(layers, next));
-        ring.is_some()
+        let plan = self.chain.as_ref().and_then(|chain| chain.plan(layers, next));
+        plan.is_some()
     }
 
     /// Computes a layer in one launch, for one row.
@@ -215,8 +304,8 @@ impl MoeKernels {
             next,
         } = chain;
         let kernel = self.chain.as_ref().expect("ask `can_chain`");
-        let ring = kernel.ring(&layers, next.map(|next| next.linear));
-        let (ring, inputs) = ring.expect("ask `can_chain`");
+        let plan = kernel.plan(&layers, next.map(|next| next.linear));
+        let (function, ring, inputs) = plan.expect("ask `can_chain`");
         let (output, gate_up, down) = (layers.output, layers.gate_up, layers.down);
         let (width, inner, experts) = (output.outputs(), down.inputs(), gate_up.count());
         assert_eq!((x.len(), hidden.len()), (output.inputs(), width), "one row");
@@ -266,6 +355,16 @@ impl MoeKernels {
             None => [null(), null()],
         };
         let bias = |linear: &GpuLinear| linear.bias().map_or(0, |bias| bias.ptr()).into();
+        let of_experts = |experts: &GpuExperts| -> [Arg; 5] {
+            let address = experts.addresses();
+            [
+                address.weight.into(),
+                address.scales.into(),
+                int(address.scale_stride),
+                address.bias.into(),
+                (experts.stride() as u64).into(),
+            ]
+        };
         let args: Vec<Arg> = [
             &[x.into()][..],
             &chain::matrix_args(output),
@@ -282,10 +381,8 @@ impl MoeKernels {
                 logits.into(),
                 loads.map_or_else(null, Into::into),
             ],
-            &chain::matrix_args(gate_up.first()),
-            &[(gate_up.stride() as u64).into()],
-            &chain::matrix_args(down.first()),
-            &[(down.stride() as u64).into()],
+            &of_experts(gate_up),
+            &of_experts(down),
             &of_shared(|layers| layers.gate_up),
             &of_shared(|layers| layers.down),
             &[
@@ -321,8 +418,46 @@ impl MoeKernels {
         let launch = Launch::new([kernel.gpu.info().sm_count as u32, 1, 1], THREADS as u32)
             .shared(ring.bytes() + inputs.bytes())
             .pdl(true);
-        // SAFETY: the lengths were checked; the arguments are those of `moe_chain` in kernels/moe_chain.cu. For its blocks that wait for
+        // SAFETY: the lengths were checked; the arguments are those of `MOE_CHAIN` in kernels/moe_chain.cu. For its blocks that wait for
         // each other holds what is said of `Linears::forward_chain`.
-        unsafe { kernel.gpu.launch(&kernel.function, launch, &args) }
+        unsafe { kernel.gpu.launch(function, launch, &args) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{INT4_ROWS, InputRoom, Ring, STATIC_BYTES, Stored, mxfp4_pitch};
+    use crate::cuda::AssumedGpu;
+
+    /// gpt-oss: attention gives 4,096 values, the residual stream and each of a row's four experts have 2,880.
+    #[test]
+    fn layers_of_gpt_oss_have_room_for_their_sums_and_a_deep_ring() {
+        let (width, activated, gpu) = (2880, 4 * 2880, AssumedGpu::H200);
+        let inputs = InputRoom::default().with_sums(Stored::Mxfp4, [width, activated], gpu.sm_count);
+        // A block has up to 11 groups of eight gates and up projections, and three of outputs; each of 16 warps has sums of all of them.
+        let (gated, down) = (11 * 2 * 8 * 16, 3 * 8 * 16);
+        assert_eq!(
+            inputs.plain,
+            (2 * width + 4 * gated).max(2 * activated + 4 * down)
+        );
+        assert_eq!(
+            InputRoom::default()
+                .with_sums(Stored::Rows, [width, activated], gpu.sm_count)
+                .bytes(),
+            0
+        );
+        let together = INT4_ROWS * mxfp4_pitch(width);
+        let room = gpu.most_shared() - STATIC_BYTES - inputs.bytes();
+        let ring = Ring::new(
+            [
+                Some(2 * 4096),
+                Some(2 * width),
+                Some(2 * together),
+                Some(together),
+            ],
+            room,
+        );
+        let ring = ring.expect("room for a ring");
+        assert_eq!((ring.stage_bytes, ring.stages), (32 << 10, 6));
     }
 }

@@ -83,13 +83,17 @@ fn sizes() -> Vec<Size> {
     let all = formats
         .iter()
         .flat_map(|&format| [(format, false), (format, true)]);
-    all.map(|(format, shared)| Size {
+    let all = all.map(|(format, shared)| Size {
         shared,
         format,
         dense: format,
         ..SMALL
-    })
-    .collect()
+    });
+    let mxfp4 = Size {
+        format: Format::Mxfp4,
+        ..SMALL
+    };
+    all.chain([mxfp4]).collect()
 }
 
 #[test]
