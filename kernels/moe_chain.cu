@@ -67,7 +67,7 @@ __device__ __forceinline__ void consume(Experts warps) {
     pdl_wait();
     const Share& own = shared.shares[0];
     if (int(threadIdx.x) < own.count) warps.residual = c.hidden[own.first + threadIdx.x];
-    const int phases = shared.links[kNext].n == 0 ? kLast : kLast + 1;
+    const int phases = kLast + (c.next_outputs > 0);
 #pragma unroll 1
     for (int phase = kOutput; phase < phases; ++phase) {
         const Source source = shared.sources[phase];

@@ -40,9 +40,6 @@ struct Matrices {
     __device__ __forceinline__ Matrix of(int expert) const {
         return {of_expert(first.weight, stride, expert), of_expert(first.scales, stride, expert), first.scale_stride};
     }
-    __device__ __forceinline__ float bias_of(int expert, int row) const {
-        return bias == nullptr ? 0.0f : __bfloat162float(of_expert(bias, stride, expert)[row]);
-    }
 };
 
 struct RowNorm {
@@ -83,6 +80,7 @@ struct MoeChain {
 
 // As crates/kernels/src/cuda/moe/chain.rs has them too.
 constexpr int kMostResiduals = 32;  // outputs of a block that are added to the residual stream
+constexpr int kMostGroups = 2 * kConsumers;  // of eight gated outputs of a block, of MXFP4 weights
 constexpr int kStaticBytes = 9 << 10;
 
 constexpr int kQuad = 4;
@@ -143,6 +141,12 @@ struct Slot {
     int expert;    // whose scale the router has
 };
 
+// Of the outputs that a block computes.
+struct ExpertBiases {
+    __align__(16) bf16 gated[kMostGroups][2 * kRowsTogether];  // gates, then up projections
+    bf16 down[kMostSlots][kMostResiduals];
+};
+
 struct Shared {
     StageBarriers barriers;
     uint64_t routed;
@@ -155,8 +159,11 @@ struct Shared {
     __align__(16) float sums[kConsumers];
     __align__(8) bf16 residual[kMostResiduals];
     __align__(16) uint32_t keys[kRoutedExperts];  // logits, as to_key makes them
-    // Scales of this block's rows (or of the blocks that these rows lie in: at most two rows of 16), or biases of MXFP4, times the expert's weight.
-    float beside_down[kMostSlots][kWarp];
+    // What comes with the experts' weights, by how these are stored.
+    union {
+        float down_scales[kMostSlots][kWarp];  // of the blocks that this block's rows lie in, or of its rows, times the expert's weight
+        ExpertBiases biases;
+    };
 };
 static_assert(sizeof(Shared) <= kStaticBytes);
 

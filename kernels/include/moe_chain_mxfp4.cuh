@@ -14,11 +14,6 @@ struct Mxfp4Experts : Consumer<kRowsTogether> {
     static constexpr int kTogether = kRowsTogether, kDownRows = kRowsTogether;
     static constexpr int kGatedSums = 2 * kRowsTogether;  // gates, then up projections
     static constexpr int kWindowBytes = kExpertWindow * sizeof(bf16), kPartBytes = kWindowBytes / 2;  // of inputs
-    // As crates/kernels/src/cuda/moe/chain.rs has it too.
-    static constexpr int kMostGroups = 2 * kConsumers;  // of eight gated outputs of a block
-
-    float gated_biases[kMostGroups / kConsumers];  // of the rows of weights whose sums this lane adds
-    float down_biases[kSlotsOfWarp];               // of this lane's row of the block
 
     using Consumer::Consumer;
 
@@ -38,34 +33,24 @@ struct Mxfp4Experts : Consumer<kRowsTogether> {
         return group;
     }
 
-    // Reads ahead what comes from memory, as soon as the row's experts are known.
-    __device__ __forceinline__ void read_ahead() {
-        const int row = lane % kGatedSums;
-#pragma unroll
-        for (int i = 0; i < kMostGroups / kConsumers; ++i) {
-            const int at = warp + i * kConsumers;
-            if (at >= groups()) break;
-            const Group own = group(at);
-            gated_biases[i] = c.gate_up.bias_of(shared.slots[own.slot].expert, own.first + row % kRowsTogether + row / kRowsTogether * c.inner);
-        }
-        const Share& share = shared.shares[kDownShare];
-#pragma unroll
-        for (int i = 0; i < kSlotsOfWarp; ++i) {
-            const int slot = warp + i * kConsumers;
-            if (slot < c.slots() && lane < share.count) down_biases[i] = c.down.bias_of(shared.slots[slot].expert, share.first + lane);
+    // Begins to copy the experts' biases to shared memory, as soon as these are known. Loads to registers would be waited for.
+    __device__ __forceinline__ void read_ahead() const {
+        const int at = threadIdx.x;
+        if (at < 2 * kMostGroups) {
+            if (c.gate_up.bias == nullptr || at / 2 >= groups()) return;
+            const Group own = group(at / 2);
+            copy_bias(shared.biases.gated[at / 2] + at % 2 * kRowsTogether, c.gate_up, own.slot, own.first + at % 2 * c.inner);
+        } else {
+            constexpr int kMostEights = kMostResiduals / kRowsTogether;
+            const Share& share = shared.shares[kDownShare];
+            const int slot = (at - 2 * kMostGroups) / kMostEights, row = at % kMostEights * kRowsTogether;
+            if (c.down.bias == nullptr || slot >= c.slots() || row >= share.count) return;
+            copy_bias(shared.biases.down[slot] + row, c.down, slot, share.first + row);
         }
     }
 
-    // Stores what was read, before the second projections need it.
-    __device__ __forceinline__ void put_ahead() const {
-#pragma unroll
-        for (int i = 0; i < kSlotsOfWarp; ++i) {
-            const int slot = warp + i * kConsumers;
-            if (slot < c.slots() && lane < shared.shares[kDownShare].count) {
-                shared.beside_down[slot][lane] = down_biases[i] * shared.slots[slot].weight;
-            }
-        }
-    }
+    // Biases need nothing done to them.
+    __device__ __forceinline__ void put_ahead() const {}
 
     __device__ __forceinline__ void gated() {
         switch (rounds(c.width)) {
@@ -86,6 +71,12 @@ struct Mxfp4Experts : Consumer<kRowsTogether> {
     }
 
 private:
+    // Begins to copy the biases of eight rows.
+    __device__ __forceinline__ void copy_bias(bf16* to, const Matrices& matrices, int slot, int row) const {
+        static_assert(kRowsTogether * sizeof(bf16) == kPieceBytes);
+        copy_async(to, of_expert(matrices.bias, matrices.stride, shared.slots[slot].expert) + row, true);
+    }
+
     // Windows of a warp, of which the last may be none. There are at most four.
     static_assert(kMostWidth <= 4 * kConsumers * kExpertWindow);
     __device__ __forceinline__ static int rounds(int k) { return (k / kExpertWindow + kConsumers - 1) / kConsumers; }
@@ -157,12 +148,15 @@ private:
             }
             release_stage();
         }
+        commit_async();
+        wait_async<0>();
         sync();
 #pragma unroll
         for (int i = 0; i < kMostGroups / kConsumers; ++i) {
             const int of = warp + i * kConsumers;
             if (of >= at) break;
-            float sum = sum_of_warps<kGatedSums>(sums + of * (kConsumers * kGatedSums)) + gated_biases[i];
+            float sum = sum_of_warps<kGatedSums>(sums + of * (kConsumers * kGatedSums));
+            if (c.gate_up.bias != nullptr) sum += __bfloat162float(shared.biases.gated[of][lane % kGatedSums]);
             const float up = __shfl_down_sync(kAllLanes, sum, kRowsTogether);
             if (lane < kRowsTogether) {
                 const Group own = group(of);
@@ -225,8 +219,12 @@ private:
         if (warp >= at) return;
         const int row = warp * kRowsTogether + lane % kRowsTogether;
         sum = sum_of_warps<kRowsTogether>(sums + warp * (kConsumers * kRowsTogether));
+        if (c.down.bias != nullptr) {
 #pragma unroll 1
-        for (int slot = 0; slot < c.slots(); ++slot) sum += shared.beside_down[slot][row];
+            for (int slot = 0; slot < c.slots(); ++slot) {
+                sum = fmaf(shared.slots[slot].weight, __bfloat162float(shared.biases.down[slot][row]), sum);
+            }
+        }
         if (lane < kRowsTogether) {
             const bf16 value = add(row, sum);
             if (c.next_outputs > 0) publish(c.exchange->next_hidden + share.first + row, value, tag);

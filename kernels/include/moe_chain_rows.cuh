@@ -80,7 +80,7 @@ private:
         }
     }
 
-    // Where in `beside_down` of a slot the first scale of one of this block's rows is.
+    // Where in `down_scales` of a slot the first scale of one of this block's rows is.
     __device__ __forceinline__ int down_scale(int row) const {
         if (c.down.first.scale_stride == 0) return row;
         const Share& share = shared.shares[kDownShare];
@@ -106,7 +106,7 @@ private:
 #pragma unroll
         for (int i = 0; i < kSlotsOfWarp; ++i) {
             const int slot = warp + i * kConsumers;
-            if (slot < c.slots()) shared.beside_down[slot][lane] = scales[i] * shared.slots[slot].weight;
+            if (slot < c.slots()) shared.down_scales[slot][lane] = scales[i] * shared.slots[slot].weight;
         }
     }
 
@@ -124,7 +124,7 @@ private:
             if (has_row) {
                 const uint8_t* weights = stage + warp * row_bytes;
                 if constexpr (kFp8) {
-                    const float* scales = shared.beside_down[parts.slot] + down_scale(row);
+                    const float* scales = shared.down_scales[parts.slot] + down_scale(row);
                     const uint4* const x = halves + parts.slot * of_row;
                     const float* const factors = reinterpret_cast<const float*>(halves + 2 * pieces) + parts.slot * of_row;
                     int piece = lane;  // of an expert's row

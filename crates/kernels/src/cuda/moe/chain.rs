@@ -145,9 +145,11 @@ impl Stored {
                     && inner <= MOST_INNER
             }
             Self::Mxfp4 => {
-                [width, inner]
-                    .iter()
-                    .all(|inputs| inputs.is_multiple_of(EXPERT_WINDOW) && *inputs <= MOST_MXFP4_INPUTS)
+                let biases = [gate_up, down].map(|of| of.addresses().bias);
+                biases.iter().all(|bias| bias.is_multiple_of(PIECE as u64))
+                    && [width, inner]
+                        .iter()
+                        .all(|inputs| inputs.is_multiple_of(EXPERT_WINDOW) && *inputs <= MOST_MXFP4_INPUTS)
                     && (slots * inner / INT4_ROWS).div_ceil(blocks) <= MOST_MXFP4_GROUPS
                     && slots * inner <= MOST_ACTIVATED
             }
