@@ -138,11 +138,14 @@ __device__ __forceinline__ void run(const MoeChain& c) {
         consume(Experts(c, shared, memory));
         return;
     }
-    // Scales, and weights of norms, wait in L2 for when they are needed.
+    // Scales, biases, and weights of norms, wait in L2 for when they are needed.
     const Share &outputs = shared.shares[0], &next_outputs = shared.shares[kNext];
     prefetch_scales(c.output, outputs.first, outputs.count);
     prefetch_scales(c.next, next_outputs.first, next_outputs.count);
+    prefetch_biases(c.output_bias, outputs.first, outputs.count);
+    prefetch_biases(c.next_bias, next_outputs.first, next_outputs.count);
     if (blockIdx.x == 0) {
+        prefetch_biases(c.router.bias, 0, c.experts);
         prefetch_norm(c.norm.weight, c.width);
         if (c.next_outputs > 0) prefetch_norm(c.next_norm.weight, c.width);
     }

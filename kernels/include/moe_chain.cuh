@@ -221,6 +221,15 @@ struct DownParts {
     }
 };
 
+// Brings biases into L2, by a warp.
+__device__ __forceinline__ void prefetch_biases(const bf16* biases, int first, int count) {
+    constexpr int kLine = 128 / sizeof(bf16);
+    if (biases == nullptr || count == 0) return;
+    for (int i = threadIdx.x % kWarp * kLine; i < count + kLine - 1; i += kWarp * kLine) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(biases + first + min(i, count - 1)));
+    }
+}
+
 // Adds 1 if the sum of two words does not fit in one.
 __device__ __forceinline__ void count_carry(uint32_t& count, uint32_t a, uint32_t b) {
     asm("{\n.reg .u32 sum;\nadd.cc.u32 sum, %1, %2;\naddc.u32 %0, %0, 0;\n}" : "+r"(count) : "r"(a), "r"(b));

@@ -202,12 +202,12 @@ struct Consumer {
 #pragma unroll 1
             for (int at = unsigned(warp - first) % kConsumers; at < end; at += kConsumers) {
                 const int row = share.first + first + at;
+                const bf16 bias = link.bias == nullptr ? bf16{} : link.bias[row];
                 float sums[1];
                 multiply<kFp8, 1>(sums, {reinterpret_cast<const uint4*>(stage + at * row_bytes)}, {kFp8 ? matrix.scales_of(row) : nullptr},
                                   block_shift(matrix), 0, of_row);
-                float value = warp_sum(sums[0]);
+                const float value = warp_sum(sums[0]) + __bfloat162float(bias);
                 if (lane == 0) {
-                    if (link.bias != nullptr) value += __bfloat162float(link.bias[row]);
                     if (link.take == Take::kAdd) {
                         publish(c.exchange->hidden + row, add(first + at, value), tag);
                     } else if (link.take == Take::kLogits) {
@@ -230,8 +230,8 @@ struct Consumer {
         const int expert = threadIdx.x >> log2, part = threadIdx.x & (threads - 1), own = expert / kQuad * kQuad;
         uint32_t key = 0;
         if (expert < c.experts) {
-            const float bias = router.bias == nullptr ? 0.0f : __bfloat162float(router.bias[expert]);
-            key = to_key(wait_value(c.exchange->logits + expert, tag) * router.scale + bias);
+            const bf16 bias = router.bias == nullptr ? bf16{} : router.bias[expert];
+            key = to_key(wait_value(c.exchange->logits + expert, tag) * router.scale + __bfloat162float(bias));
         }
         if (part == 0) shared.keys[expert] = key;
         sync();
