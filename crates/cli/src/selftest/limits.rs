@@ -117,13 +117,13 @@ impl Limits {
 
     /// Prompt and output lengths of the request in this `place` among `clients` that begin at the same time. Steps beside requests that
     /// generate may be much smaller than the largest; so that the first requests still run when the last prompts are computed, they
-    /// generate up to four times as long as those, in up to a quarter of their tokens.
+    /// generate up to seven times as long as those, and have up to a quarter less of a prompt.
     pub(super) fn filling_lengths(&self, place: usize, clients: usize) -> (usize, usize) {
         let least = self.filling();
         let each = least.prompt + least.output;
-        let longest = (4 * least.output).min(each / 4).max(least.output);
-        let output = longest - (longest - least.output) * place.min(clients) / clients.max(1);
-        self.fit(each - output, output)
+        let most = (4 * least.output).min(each / 4).max(least.output) - least.output;
+        let more = most * clients.saturating_sub(place) / clients.max(1);
+        self.fit(least.prompt - more, least.output + 2 * more)
     }
 }
 
