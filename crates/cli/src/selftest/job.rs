@@ -3,6 +3,7 @@
 use serde_json::Value;
 
 use super::answer::Expected;
+use super::pictures::Kind;
 use super::stage::Stage;
 
 /// How a client goes away before it has its answer.
@@ -26,11 +27,30 @@ pub(super) struct Job {
     pub(super) leave: Option<Leave>,
     /// Pictures that it has.
     pub(super) pictures: usize,
+    /// Tokens of its prompt, those of pictures among them. Of a chat's words, few, they are not known.
+    pub(super) tokens: usize,
+    /// Of these, tokens with which other requests begin too.
+    pub(super) shared: usize,
 }
 
 impl Job {
     pub(super) fn streams(&self) -> bool {
         self.body["stream"] == true
+    }
+
+    /// Whether so many like it are under way as there is time for, or all clients send theirs at once: where that is the point, or they
+    /// are short, or the test ends with them.
+    pub(super) fn is_measured(&self) -> bool {
+        match self.stage {
+            Stage::Longest | Stage::Mixed | Stage::Prefixes | Stage::Disconnects => true,
+            Stage::Pictures => self.label != Kind::Largest.label(),
+            Stage::Features | Stage::Full | Stage::Rows | Stage::Mix => false,
+        }
+    }
+
+    /// Tokens of its prompt that the server computes, if it keeps common beginnings or not.
+    pub(super) fn computed(&self, keeps_prefixes: bool) -> usize {
+        self.tokens - if keeps_prefixes { self.shared } else { 0 }
     }
 
     /// The request, for people who want to send it again.

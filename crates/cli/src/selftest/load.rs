@@ -115,6 +115,14 @@ const PREFIXES: u64 = 2;
 /// Tokens generated where only the feature counts.
 const SHORT: usize = 4;
 
+/// Requests of one turn of a stage, and more.
+const TURN: u64 = 1 << 32;
+
+/// The first request of a stage's turn, the first of which is 0: no prompt comes again, as the server would have it already.
+pub(super) const fn first_of_turn(turn: u64) -> u64 {
+    turn * TURN
+}
+
 /// Draws of their own, apart from those of a stage's requests.
 const APART: u64 = 1 << 48;
 
@@ -184,10 +192,16 @@ impl Load {
                 job
             }
             Stage::Full => {
-                let clients = stage.concurrency(&self.limits);
-                let place = index as usize % clients;
-                let (prompt, output) = self.limits.filling_lengths(place, clients);
-                draw.completion(stage, prompt, output)
+                let (clients, place) = (stage.concurrency(&self.limits), (index % TURN) as usize);
+                let (prompt, output) = self.limits.filling_lengths(place % clients, clients);
+                // Beyond the rows, one begins when another has ended. Where that is before the cache is full, what is computed in the time
+                // of a request is too little, and the next last longer.
+                let waves = if index < TURN {
+                    place / self.limits.rows()
+                } else {
+                    0
+                };
+                draw.completion(stage, prompt, output * (1 + waves))
             }
             Stage::Mix => {
                 let mut job = draw.mix();
@@ -272,12 +286,13 @@ impl Draw<'_> {
 
     fn continuing(&mut self, stage: Stage, prompt: Vec<u32>, output: usize) -> Job {
         let temperature = if self.rng.random_bool(0.5) { 0.0 } else { 1.0 };
+        let tokens = prompt.len();
         let mut job = Job {
             stage,
             label: "completion",
             path: Endpoint::Completions.path(),
             expected: Expected {
-                prompt_tokens: Some(prompt.len()),
+                prompt_tokens: Some(tokens),
                 choices: 1,
                 max_tokens: output,
                 may_stop: false,
@@ -289,6 +304,8 @@ impl Draw<'_> {
             }),
             leave: None,
             pictures: 0,
+            tokens,
+            shared: 0,
         };
         let streams = self.rng.random_bool(0.5);
         self.stream(&mut job, streams);
@@ -331,6 +348,7 @@ impl Draw<'_> {
         // All sizes are such that files can hold them.
         *content = message(&drawn, text).unwrap_or_default();
         (job.label, job.pictures) = (kind.label(), drawn.len());
+        job.tokens = pictures.text + drawn.len() * pictures.tokens;
         job
     }
 
@@ -339,13 +357,15 @@ impl Draw<'_> {
         let which = self.rng.random_range(0..PREFIXES);
         let limits = &self.load.limits;
         let mut beginning = self.load.draw(Stage::Prefixes, APART + which);
-        let mut prompt = beginning.tokens(limits.longest() / 2);
+        let shared = limits.longest() / 2;
+        let mut prompt = beginning.tokens(shared);
         let end = self.up_to((limits.longest() / 4).min(64));
         prompt.extend(self.tokens(end));
         let (length, output) = limits.fit(prompt.len(), 16);
         prompt.truncate(length);
         let mut job = self.continuing(stage, prompt, output);
         job.label = "cached prefix";
+        job.shared = shared.min(length - 1);
         job
     }
 

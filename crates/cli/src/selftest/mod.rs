@@ -11,8 +11,12 @@ mod limits;
 mod load;
 mod page;
 mod pictures;
+mod plan;
 mod server;
+#[cfg(test)]
+mod simulation;
 mod stage;
+mod tally;
 mod verdict;
 mod watch;
 
@@ -31,10 +35,11 @@ use tokio::time::{Instant, sleep, timeout_at};
 use self::job::Job;
 use self::learn::learn;
 use self::load::Load;
-use self::pictures::Kind;
+use self::plan::{Backlog, Permit, Plan, Turn, allowance};
 use self::server::{Outcome, Server};
 use self::stage::Stage;
-use self::verdict::{Goal, Measurements, PICTURES, Requests, Subject, Verdict};
+use self::tally::Tally;
+use self::verdict::{Goal, Measurements, Subject, Verdict};
 use self::watch::{Reading, Watch};
 use crate::args::{duration, whole};
 use crate::client::ClientArgs;
@@ -156,23 +161,17 @@ struct Test {
     request_timeout: Duration,
 }
 
-/// What became of the requests.
-#[derive(Debug, Default)]
-struct Tally {
-    started: u64,
-    requests: Requests,
-    /// Answered requests whose prompt and output together were as long as can be.
-    longest: u64,
-    /// Answered requests about one of the largest pictures, of the stage that is for pictures.
-    largest_pictures: u64,
-}
-
-/// Where the workers of a stage get their requests.
+/// Where the workers of a turn get their requests.
 #[derive(Debug)]
 struct Feed {
     stage: Stage,
+    /// When the time of the turn is over.
+    end: Instant,
     next: AtomicU64,
     over: AtomicBool,
+    backlog: Mutex<Backlog>,
+    /// Of those that found none for which there is time, one looks on.
+    gate: tokio::sync::Mutex<()>,
 }
 
 impl Test {
@@ -187,8 +186,9 @@ impl Test {
         let mut workers = JoinSet::new();
         let all = async {
             self.repeat().await;
-            for &stage in &self.stages {
-                self.stage(stage, deadline, &mut workers, &bar).await;
+            let mut plan = Plan::new(&self.stages);
+            while let Some(turn) = plan.next(|stage| self.is_reached(stage)) {
+                self.turn(&turn, deadline, &mut workers, &bar).await;
             }
         };
         // What is not done by then is cut off.
@@ -196,6 +196,7 @@ impl Test {
         workers.shutdown().await;
         bar.finish_and_clear();
         let seconds = begin.elapsed();
+        let stage_seconds = self.tally(|tally| tally.stage_seconds(Instant::now()));
         watcher.abort();
 
         let settle = args.duration.clamp(SETTLE[0], SETTLE[1]);
@@ -215,9 +216,11 @@ impl Test {
         }
         let measured = Measurements {
             seconds,
+            stage_seconds,
             before,
             after,
             peaks: self.watch.peaks(),
+            pace: self.watch.pace(),
         };
         let subject = Subject {
             url: args.url.clone(),
@@ -226,7 +229,7 @@ impl Test {
             limits: self.load.limits.clone(),
             pictures: self.load.pictures,
         };
-        let (requests, goals) = (self.requests(), self.goals());
+        let (requests, goals) = (self.tally(|tally| tally.ended()), self.goals());
         Verdict::new(subject, &measured, requests, goals, self.watch.findings())
     }
 
@@ -247,26 +250,28 @@ impl Test {
         }
     }
 
-    /// Loads the server with one stage until its time is over and its requests are answered.
-    async fn stage(
+    /// Loads the server with one stage until its turn is over and its requests are answered.
+    async fn turn(
         self: &Arc<Self>,
-        stage: Stage,
+        turn: &Turn,
         deadline: Instant,
         workers: &mut JoinSet<()>,
         bar: &ProgressBar,
     ) {
-        let later = self.stages.iter().filter(|&&other| other >= stage);
-        let shares: u32 = later.map(|other| other.share()).sum();
-        let end =
-            Instant::now() + deadline.saturating_duration_since(Instant::now()) * stage.share() / shares;
+        let (stage, begin) = (turn.stage, Instant::now());
+        let end = begin + turn.time(deadline.saturating_duration_since(begin));
+        let mut clients = stage.concurrency(&self.load.limits);
+        let first = self.tally(|tally| tally.begin(stage, begin));
         let feed = Arc::new(Feed {
             stage,
-            next: AtomicU64::new(0),
+            end,
+            next: AtomicU64::new(first),
             over: AtomicBool::new(false),
+            backlog: Mutex::default(),
+            gate: tokio::sync::Mutex::default(),
         });
-        let mut clients = stage.concurrency(&self.load.limits);
         self.employ(clients, &feed, workers);
-        let mut grown = Instant::now();
+        let mut grown = begin;
         while !workers.is_empty() {
             sleep(TICK).await;
             while workers.try_join_next().is_some() {}
@@ -277,7 +282,7 @@ impl Test {
                 clients += more;
                 grown = Instant::now();
             }
-            let over = Instant::now() >= end && self.may_end(stage);
+            let over = turn.is_over(Instant::now() >= end, self.is_reached(stage));
             feed.over.store(over, Ordering::Relaxed);
         }
     }
@@ -287,8 +292,11 @@ impl Test {
         for _ in 0..clients {
             let (test, feed) = (Arc::clone(self), Arc::clone(feed));
             workers.spawn(async move {
-                while let Some(job) = test.next(&feed) {
+                while let Some((job, permit)) = test.next(&feed).await {
                     test.complete(&job, || feed.over.load(Ordering::Relaxed)).await;
+                    if let Some(permit) = permit {
+                        feed.backlog.lock().remove(&permit);
+                    }
                 }
             });
         }
@@ -304,28 +312,28 @@ impl Test {
         self.watch.peaks().running >= self.load.limits.rows() as u64
     }
 
-    /// Every feature is asked for, and what is not yet full is filled on, on the time of what comes after.
-    fn may_end(&self, stage: Stage) -> bool {
-        match stage {
-            Stage::Features => false,
-            Stage::Rows => self.rows_are_full(),
-            Stage::Full => self.watch.peaks().kv_usage >= self.load.limits.filling().usage,
-            Stage::Pictures => self.tally(|tally| tally.largest_pictures) >= self.pictured(),
-            _ => true,
+    /// The next request of `feed`. What there is no time for is passed over: others may be shorter.
+    async fn next(&self, feed: &Feed) -> Option<(Job, Option<Permit>)> {
+        let mut gate = None;
+        while !feed.over.load(Ordering::Relaxed) {
+            let index = feed.next.fetch_add(1, Ordering::Relaxed);
+            let job = self.load.job(feed.stage, index)?;
+            if !job.is_measured() {
+                return Some((job, None));
+            }
+            let left = feed.end.saturating_duration_since(Instant::now());
+            let allowance = allowance(self.watch.pace(), left, self.load.limits.max_num_batched_tokens);
+            let tokens = job.computed(self.watch.last().prefix_hits > 0);
+            let permit = feed.backlog.lock().add(tokens, allowance);
+            if permit.is_some() {
+                return Some((job, permit));
+            }
+            match gate {
+                None => gate = Some(feed.gate.lock().await),
+                Some(_) => sleep(TICK).await,
+            }
         }
-    }
-
-    /// Requests about one of the largest pictures: each client begins with one.
-    fn pictured(&self) -> u64 {
-        Stage::Pictures.concurrency(&self.load.limits) as u64
-    }
-
-    fn next(&self, feed: &Feed) -> Option<Job> {
-        if feed.over.load(Ordering::Relaxed) {
-            return None;
-        }
-        self.load
-            .job(feed.stage, feed.next.fetch_add(1, Ordering::Relaxed))
+        None
     }
 
     /// Sends a request until it is not refused for want of room, or is not wanted any more; the text of its choices.
@@ -354,10 +362,7 @@ impl Test {
                     return Some(answer.choices.into_iter().map(|choice| choice.text).collect());
                 }
                 Outcome::Left => {
-                    self.tally(|tally| {
-                        tally.requests.left += 1;
-                        *tally.requests.by_stage.entry(job.stage.name()).or_default() += 1;
-                    });
+                    self.tally(|tally| tally.left(job));
                     return None;
                 }
                 Outcome::Wrong(what) => {
@@ -370,60 +375,18 @@ impl Test {
         }
     }
 
-    fn requests(&self) -> Requests {
-        self.tally(|tally| {
-            let mut requests = tally.requests.clone();
-            let ended = requests.done + requests.left + requests.wrong;
-            requests.cut_off = tally.started.saturating_sub(ended);
-            requests
-        })
-    }
-
     /// The limits of the server, and whether the load really went there.
     fn goals(&self) -> Vec<Goal> {
-        let (limits, peaks) = (&self.load.limits, self.watch.peaks());
-        let (by_stage, left, longest, largest_pictures) = self.tally(|tally| {
-            let requests = &tally.requests;
-            let by_stage = requests.by_stage.clone();
-            (by_stage, requests.left, tally.longest, tally.largest_pictures)
-        });
-        let count = |stage: Stage| by_stage.get(stage.name()).copied().unwrap_or(0) as f64;
-        let features = self.load.feature_count() as f64;
-        let goals = [
-            (
-                Stage::Rows,
-                "rows at once",
-                limits.rows() as f64,
-                peaks.running as f64,
-            ),
-            (
-                Stage::Full,
-                "KV cache in use",
-                limits.filling().usage,
-                peaks.kv_usage,
-            ),
-            (Stage::Longest, "full length", 1.0, longest as f64),
-            (Stage::Features, "features", features, count(Stage::Features)),
-            (Stage::Mixed, "mixed", 1.0, count(Stage::Mixed)),
-            (Stage::Prefixes, "shared prefixes", 1.0, count(Stage::Prefixes)),
-            (Stage::Disconnects, "disconnects", 1.0, left as f64),
-            (
-                Stage::Pictures,
-                PICTURES,
-                self.pictured() as f64,
-                largest_pictures as f64,
-            ),
-        ];
-        let goals = goals
-            .into_iter()
-            .filter(|(stage, ..)| self.stages.contains(stage));
-        goals
-            .map(|(_, limit, wanted, reached)| Goal {
-                limit,
-                wanted,
-                reached,
-            })
-            .collect()
+        self.stages.iter().filter_map(|&stage| self.goal(stage)).collect()
+    }
+
+    fn is_reached(&self, stage: Stage) -> bool {
+        self.goal(stage).is_none_or(|goal| goal.is_reached())
+    }
+
+    fn goal(&self, stage: Stage) -> Option<Goal> {
+        let peaks = self.watch.peaks();
+        self.tally(|tally| tally.goal(stage, &self.load, &peaks))
     }
 
     fn show(&self, stage: Stage, deadline: Instant, bar: &ProgressBar) {
@@ -441,17 +404,5 @@ impl Test {
 
     fn tally<T>(&self, act: impl FnOnce(&mut Tally) -> T) -> T {
         act(&mut self.tally.lock())
-    }
-}
-
-impl Tally {
-    fn answered(&mut self, job: &Job, longest: usize) {
-        self.requests.done += 1;
-        self.requests.pictures += job.pictures as u64;
-        *self.requests.by_stage.entry(job.stage.name()).or_default() += 1;
-        let is_largest = job.stage == Stage::Pictures && job.label == Kind::Largest.label();
-        self.largest_pictures += u64::from(is_largest);
-        let length = job.expected.prompt_tokens.unwrap_or(0) + job.expected.max_tokens;
-        self.longest += u64::from(length == longest && !job.expected.may_stop);
     }
 }

@@ -13,8 +13,6 @@ pub(super) enum Stage {
     Features,
     /// Prompt plus output of the full length.
     Longest,
-    /// More short requests than there are rows.
-    Rows,
     /// Long prompts that arrive while all rows generate.
     Mixed,
     /// Many requests that begin alike.
@@ -25,6 +23,8 @@ pub(super) enum Stage {
     Pictures,
     /// Rows and KV cache full at the same time.
     Full,
+    /// More short requests than there are rows.
+    Rows,
     /// All of it by chance.
     Mix,
 }
@@ -42,6 +42,11 @@ impl Stage {
             Self::Pictures | Self::Full => 20,
             Self::Mix => 30,
         }
+    }
+
+    /// Whether its goal is many requests at once, or many different ones: those it has sent count only together with the next.
+    pub(super) fn adds_up(self) -> bool {
+        matches!(self, Self::Features | Self::Pictures | Self::Full | Self::Rows)
     }
 
     /// Requests under way at once.

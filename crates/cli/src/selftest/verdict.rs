@@ -81,9 +81,13 @@ pub(super) struct Subject {
 }
 
 /// What was measured.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Measurements {
     pub(super) seconds: Duration,
+    /// Of these, those of each stage.
+    pub(super) stage_seconds: BTreeMap<&'static str, f64>,
+    /// Tokens computed in a second when that was fastest.
+    pub(super) pace: f64,
     pub(super) before: Reading,
     pub(super) after: Reading,
     pub(super) peaks: Peaks,
@@ -96,6 +100,7 @@ pub(super) struct Verdict {
     #[serde(flatten)]
     subject: Subject,
     seconds: f64,
+    stage_seconds: BTreeMap<&'static str, f64>,
     findings: Vec<String>,
     goals: Vec<Goal>,
     requests: Requests,
@@ -134,7 +139,7 @@ impl Verdict {
             (true, true) => Judgement::Passed,
             (true, false) => Judgement::Inconclusive,
         };
-        let filling = subject.limits.kv_tokens as f64 / per_second(computed).max(1.0);
+        let filling = subject.limits.kv_tokens as f64 / measured.pace.max(per_second(computed)).max(1.0);
         let missed = goals.iter().filter(|goal| !goal.is_reached());
         let longest = missed
             .map(|goal| goal.needs(seconds, filling))
@@ -144,6 +149,7 @@ impl Verdict {
             selftest,
             subject,
             seconds,
+            stage_seconds: measured.stage_seconds.clone(),
             requests_per_second: per_second(requests.done),
             generated_tokens_per_second: per_second(grown(|reading| reading.generated_tokens)),
             computed_tokens_per_second: per_second(computed),
@@ -308,6 +314,8 @@ mod tests {
         };
         let measured = Measurements {
             seconds: Duration::from_secs(10),
+            stage_seconds: BTreeMap::new(),
+            pace: 0.0,
             before: Reading::default(),
             after: Reading {
                 computed_tokens: 200,

@@ -113,6 +113,34 @@ pub(super) struct Peaks {
     pub(super) kv_usage: f64,
 }
 
+/// Steps after which the tokens of a time are compared with it: a step more or less at its ends hardly counts.
+const STEPS: u64 = 8;
+/// Shortest time for which that is done: a look takes a part of it.
+const SHORTEST: Duration = Duration::from_millis(400);
+
+/// How fast the server computes tokens.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    /// Where the present time begins.
+    since: Option<(Instant, Reading)>,
+    /// Tokens a second in the best of all times.
+    pub(super) best: f64,
+}
+
+impl Pace {
+    /// Takes a reading of this moment.
+    pub(super) fn read(&mut self, now: Instant, reading: &Reading) {
+        let (begin, before) = *self.since.get_or_insert((now, *reading));
+        let seconds = (now - begin).as_secs_f64();
+        if reading.steps < before.steps + STEPS || seconds < SHORTEST.as_secs_f64() {
+            return;
+        }
+        let tokens = reading.computed_tokens.saturating_sub(before.computed_tokens);
+        self.best = self.best.max(tokens as f64 / seconds);
+        self.since = Some((now, *reading));
+    }
+}
+
 /// Findings that are listed.
 const SHOWN: usize = 20;
 
@@ -144,6 +172,7 @@ pub(super) struct Watch(Mutex<Seen>);
 struct Seen {
     peaks: Peaks,
     last: Reading,
+    pace: Pace,
     findings: Findings,
 }
 
@@ -170,6 +199,7 @@ impl Watch {
         let reading = Reading::of(&server.page().await?)?;
         self.with(|seen| {
             seen.last = reading;
+            seen.pace.read(Instant::now(), &reading);
             let peaks = &mut seen.peaks;
             peaks.running = peaks.running.max(reading.running);
             peaks.waiting = peaks.waiting.max(reading.waiting);
@@ -197,6 +227,11 @@ impl Watch {
 
     pub(super) fn peaks(&self) -> Peaks {
         self.with(|seen| seen.peaks)
+    }
+
+    /// Tokens that the server computes in a second when it is fastest; 0 where that is not yet known.
+    pub(super) fn pace(&self) -> f64 {
+        self.with(|seen| seen.pace.best)
     }
 
     pub(super) fn last(&self) -> Reading {
@@ -240,6 +275,29 @@ mod tests {
         );
         let restarted = Reading { steps: 1, ..before };
         assert_eq!(restarted.complaints(&before).len(), 1);
+    }
+
+    #[test]
+    fn the_pace_is_that_of_the_best_of_times_with_enough_steps() {
+        let begin = Instant::now();
+        let mut pace = Pace::default();
+        let mut read = |millis, steps, computed_tokens| {
+            let reading = Reading {
+                steps,
+                computed_tokens,
+                ..Reading::default()
+            };
+            pace.read(begin + Duration::from_millis(millis), &reading);
+            pace.best
+        };
+        assert_eq!(read(0, 5, 100), 0.0);
+        // A step of many tokens has just ended.
+        assert_eq!(read(100, 6, 8100), 0.0);
+        assert_eq!(read(300, 20, 8400), 0.0);
+        assert_eq!(read(1000, 21, 10_100), 10_000.0);
+        assert_eq!(read(11_000, 22, 10_101), 10_000.0, "too few steps");
+        assert_eq!(read(12_000, 40, 21_101), 10_000.0);
+        assert_eq!(read(12_500, 50, 31_101), 20_000.0);
     }
 
     #[test]
