@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use plimsoll_core::{EncodeCost, StepCosts};
 
+use crate::Ended;
+
 /// A choice of prompt tokens that costs at most this part more per token than the best one is as good.
 const TOLERANCE: f64 = 0.01;
 
@@ -20,6 +22,12 @@ const STRETCH_BY_BACKLOG: f64 = 7.0;
 /// However cheap prompt tokens get in larger steps, a step takes at most this many times as long as the two above say, unless there is a
 /// target. With many experts they get cheaper up to the largest step, which wins nothing while few requests wait.
 const MOST_STRETCH: f64 = 2.0;
+
+/// Among steady requests, a size of steps with which they take at most this part longer than with the best one is as good.
+const STEADY_TOLERANCE: f64 = 0.02;
+
+/// Steps of the bisection for the part of steps with prompts: to a thousandth.
+const STEADY_HALVINGS: usize = 10;
 
 /// With one image to encode, a step in which requests generate may take this part longer.
 const ENCODE_STRETCH: f64 = 0.2;
@@ -43,6 +51,11 @@ const MOST_CHUNKS: usize = 256;
 /// `2 + 7 sqrt(w / D)` times as long as without prompts. If none is so short, it is the shortest of them, but at most what fits into twice
 /// that time, and at least the smallest known size. If nothing generates, the smallest of them is taken, or the whole next prompt: the
 /// first tokens come early, and requests that came together do not all end together.
+///
+/// The larger `P`, the more requests begin together, and so end together; where each is followed by another, as in a closed loop, the
+/// next prompts come in a bunch again, and between the bunches steps have no prompts. So where all that wait take the places of others
+/// ([`crate::Population`]), a step has at most the rows with which the present requests would go on steadily in nearly the least time. That
+/// spreads a bunch, until prompts come one by one.
 ///
 /// `D + P` is a size that was measured, or a power of two beyond, up to the largest step: products are computed in tiles of rows, so that
 /// one row more can cost a whole tile. On an H200 512 rows of an 8B model take 12 ms, and 544 to 640 rows 14. Under a target it can lie
@@ -100,6 +113,8 @@ pub struct Load {
     pub next_prompt: usize,
     /// The step is likely to encode a part of an image that was begun.
     pub encoding: bool,
+    /// The requests that ended last, if all that wait take the places of others.
+    pub steady: Option<Ended>,
 }
 
 impl PromptBudget {
@@ -141,6 +156,7 @@ impl PromptBudget {
             prompts,
             next_prompt,
             encoding,
+            steady,
         } = *load;
         let room = self.most.saturating_sub(decoding);
         if prompts == 0 {
@@ -167,6 +183,8 @@ impl PromptBudget {
         let tokens = match self.target {
             None => {
                 let tokens = tokens.min(within(MOST_STRETCH * stretch * alone));
+                let steady = steady.map(|ended| self.steady_rows(load, &ended));
+                let tokens = steady.map_or(tokens, |rows| tokens.min(rows.saturating_sub(decoding)));
                 let enough = choices.iter().find(|choice| choice.tokens >= tokens.max(least));
                 enough.map_or(least, |choice| choice.tokens)
             }
@@ -177,6 +195,49 @@ impl PromptBudget {
             }
         };
         tokens.min(room)
+    }
+
+    /// Rows of the largest known step of which a steady population is served at most 2 % slower than of the best, if each request that ends
+    /// is followed by another like those that `ended`.
+    ///
+    /// Such a step has `P` tokens of `n` prompts beside `C - n` of the `C` requests, in the part `f` of all steps; others have `C` outputs.
+    /// Meanwhile `n (f + f^2 / (2 - 2 f))` requests do not generate: one in service, and those that a queue with constant service times
+    /// has (Pollaczek and Khinchine). As many prompts are computed as requests end: `f P` tokens for `k` times as many outputs, where `k`
+    /// prompt tokens came with each. If a step is too small for that, all have prompts, beside as many outputs as they suffice for.
+    fn steady_rows(&self, load: &Load, ended: &Ended) -> usize {
+        let present = load.decoding + load.prompts;
+        let ratio = ended.prompts.max(1) as f64 / ended.outputs as f64;
+        let prompt = ended.prompts.max(1) as f64 / ended.requests as f64;
+        let read = self.costs.context_seconds() * load.context as f64 / load.decoding.max(1) as f64;
+        let alone = self.costs.decode_seconds(present) + read * present as f64;
+        let mixed = |outputs: f64, tokens: f64| {
+            self.costs.mixed_seconds(outputs as usize, tokens as usize) + read * outputs
+        };
+        // Seconds for each token of a prompt, with the outputs that follow.
+        let cost = |rows: usize| {
+            let (all, rows) = (present as f64, rows as f64);
+            let tokens = rows - all;
+            if tokens < ratio * all {
+                let outputs = rows / (1.0 + ratio);
+                return mixed(outputs, rows - outputs) / (rows - outputs);
+            }
+            let together = (tokens / prompt).clamp(1.0, all);
+            let generating = |part: f64| all - together * (part + part * part / (2.0 * (1.0 - part)));
+            let (mut part, mut most) = (0.0, 1.0);
+            for _ in 0..STEADY_HALVINGS {
+                let middle = (part + most) / 2.0;
+                match middle * tokens < ratio * generating(middle) {
+                    true => part = middle,
+                    false => most = middle,
+                }
+            }
+            let seconds = part * mixed(all - together, tokens) + (1.0 - part) * alone;
+            seconds / (most * tokens)
+        };
+        let costs: Vec<f64> = self.sizes.iter().map(|&rows| cost(rows)).collect();
+        let most = (1.0 + STEADY_TOLERANCE) * costs.iter().copied().fold(f64::INFINITY, f64::min);
+        let last = costs.iter().rposition(|&cost| cost <= most);
+        last.map_or(self.most, |at| self.sizes[at])
     }
 
     /// Most prompt tokens of a step that takes at most `seconds`, between the known sizes too: in whole tiles, or less than one.
@@ -275,6 +336,7 @@ mod tests {
             context: 100 * decoding,
             next_prompt: 512,
             encoding: false,
+            steady: None,
         }
     }
 
@@ -294,6 +356,28 @@ mod tests {
         assert!(tokens.is_sorted() && tokens[4] > 4 * tokens[0], "{tokens:?}");
         assert_eq!(budget.prompt_tokens(&load(0, 100)), 2048, "nobody reads");
         assert_eq!(budget.prompt_tokens(&load(100, 0)), MOST - 100, "nobody waits");
+    }
+
+    #[test]
+    fn bunches_of_requests_that_follow_others_are_spread() {
+        let budget = budget(None);
+        let tokens = |prompts, outputs| {
+            let steady = Some(Ended {
+                requests: 1,
+                prompts,
+                outputs,
+            });
+            budget.prompt_tokens(&Load {
+                steady,
+                ..load(64, 64)
+            })
+        };
+        let on_top = budget.prompt_tokens(&load(64, 64));
+        assert_eq!(on_top, 2048 - 64);
+        // 128 requests, each with 4 prompt tokens for one of output: 512 rows.
+        assert_eq!(tokens(512, 128), 512 - 64);
+        // Nearly all of the work is prompts, and their tokens are the cheapest in large steps.
+        assert_eq!(tokens(512, 2), on_top);
     }
 
     #[test]

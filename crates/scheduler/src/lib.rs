@@ -28,11 +28,13 @@
 mod budget;
 mod defect;
 mod growth;
+mod population;
 mod queue;
 mod scheduler;
 mod sequence;
 mod stats;
 
 pub use budget::{EncodeTime, Load, PromptBudget};
+pub use population::{Ended, Population};
 pub use scheduler::{Follow, MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
 pub use stats::SchedulerStats;

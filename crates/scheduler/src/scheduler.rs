@@ -12,7 +12,7 @@ use plimsoll_core::{
 use plimsoll_kv::{BlockTable, KvManager};
 
 use crate::{
-    PromptBudget, SchedulerStats,
+    Population, PromptBudget, SchedulerStats,
     defect::defect,
     growth::Outputs,
     queue::{Queue, Rank},
@@ -87,6 +87,7 @@ pub struct Scheduler {
     short_of_blocks: bool,
     prompt_budget: Option<PromptBudget>,
     outputs: Outputs,
+    population: Population,
     images: KnownImages,
     counters: SchedulerStats,
 }
@@ -126,6 +127,7 @@ impl Scheduler {
             short_of_blocks: false,
             prompt_budget: None,
             outputs: Outputs::default(),
+            population: Population::default(),
             images: KnownImages::default(),
             counters: SchedulerStats::default(),
         }
@@ -169,6 +171,7 @@ impl Scheduler {
         assert!(used.is_none(), "{} is already known", request.id());
         let turns = self.counters.admissions;
         self.waiting.push(Sequence::new(request, arrival, turns));
+        self.population.came(self.places.len());
     }
 
     /// Cancels a request without further events. False if there is none: it may just have ended.
@@ -178,7 +181,9 @@ impl Scheduler {
             && running.sequence.outputs() > 0
         {
             let outputs = running.sequence.outputs();
+            let prompt = running.sequence.request.prompt().len();
             self.outputs.ended(outputs);
+            self.population.ended(prompt, outputs);
         }
         let known = self.remove(id);
         self.counters.cancelled += u64::from(known);
@@ -193,6 +198,7 @@ impl Scheduler {
             Some(Place::Waiting(arrival)) => {
                 self.waiting.remove(arrival);
                 self.places.remove(&id);
+                self.population.left(self.places.len());
             }
         }
         true
@@ -474,7 +480,12 @@ impl Scheduler {
             Some(FinishReason::Stop | FinishReason::Complete) => self.counters.finished_stop += 1,
             Some(FinishReason::Length) => self.counters.finished_length += 1,
         }
-        self.outputs.ended(running.sequence.outputs());
+        let (prompt, outputs) = (
+            running.sequence.request.prompt().len(),
+            running.sequence.outputs(),
+        );
+        self.outputs.ended(outputs);
+        self.population.ended(prompt, outputs);
         self.retire(rank);
     }
 
@@ -491,6 +502,7 @@ impl Scheduler {
         };
         let id = sequence.request.id();
         self.places.remove(&id);
+        self.population.left(self.places.len());
         if in_flight == 0 {
             self.give_back(table);
         } else {

@@ -131,6 +131,7 @@ impl Scheduler {
                 load.next_prompt = load.next_prompt.max(running.sequence.tokens.len());
             }
         }
+        load.steady = self.population.steady(load.prompts + self.waiting.len());
         if self.short_of_blocks {
             return load;
         }

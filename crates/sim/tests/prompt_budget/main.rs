@@ -115,7 +115,7 @@ fn compare_known(traffic: &Traffic, device: &StepModel) -> (Outcome, [Outcome; 5
 fn known_loads_are_as_fast_as_the_best_fixed_budget_and_stall_nobody() {
     let run = |traffic| compare_known(&traffic, &StepModel::H200_8B);
     let (few, fixed) = run(Traffic::equal(Kind::Closed(64), 1280, 512, 128));
-    assert!(few.itl_p99 < 25.5 && few.ttft < 150.0 && few.rate() > 1.08 * fixed[4].rate());
+    assert!(few.itl_p99 < 15.0 && few.ttft < 150.0 && few.rate() > 1.08 * fixed[4].rate());
     let (some, _) = run(Traffic::equal(Kind::Closed(16), 320, 512, 128));
     // They do not all begin, and end, in the same step.
     assert!(some.ttft < 60.0);
@@ -127,7 +127,7 @@ fn known_loads_are_as_fast_as_the_best_fixed_budget_and_stall_nobody() {
     flood.max_num_seqs = 1024;
     let (flood, fixed) = run(flood);
     // Full steps are somewhat earlier done with the prompts, and meanwhile stall readers for 190 ms each.
-    assert!(flood.ttft_p99 < 1.1 * fixed[4].ttft_p99);
+    assert!(flood.ttft_p99 < 1.09 * fixed[4].ttft_p99);
 }
 
 /// Requests that generate take longer there than as many rows of prompts, and no prompt waits for them to end.
@@ -225,7 +225,7 @@ fn assert_nearly_the_best(loads: u64, wrong: f64, [on_average, part, in_each]: [
 
 #[test]
 fn random_loads_are_nearly_as_fast_as_with_the_best_fixed_budget() {
-    assert_nearly_the_best(2000, 0.0, [0.002, 0.015, 0.1]);
+    assert_nearly_the_best(2000, 0.0, [0.002, 0.015, 0.09]);
 }
 
 #[test]

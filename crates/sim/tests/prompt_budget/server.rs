@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use plimsoll_scheduler::{Load, PromptBudget};
+use plimsoll_scheduler::{Load, Population, PromptBudget};
 use plimsoll_sim::{StepModel, StepSize};
 
 use crate::chunk;
@@ -55,6 +55,7 @@ pub(crate) fn serve(traffic: &Traffic, device: &StepModel, policy: &Policy<'_>, 
     // Prompts, with how much of each is computed.
     let mut waiting: VecDeque<(usize, usize)> = VecDeque::new();
     let mut readers: Vec<Reader> = Vec::new();
+    let mut population = Population::default();
     let (mut first, mut between) = (Vec::new(), Vec::new());
     while ended < visits.len() {
         let present = waiting.len() + readers.len();
@@ -71,6 +72,7 @@ pub(crate) fn serve(traffic: &Traffic, device: &StepModel, policy: &Policy<'_>, 
             };
             waiting.push_back((visit, 0));
             came += 1;
+            population.came(present + came);
         }
         if present + came == 0 {
             now = arrivals.peek().map_or(now, |&visit| visits[visit].at);
@@ -91,6 +93,7 @@ pub(crate) fn serve(traffic: &Traffic, device: &StepModel, policy: &Policy<'_>, 
             prompts: waiting.len().min(places),
             next_prompt: waiting.front().map_or(0, |&(visit, _)| visits[visit].prompt),
             encoding: false,
+            steady: population.steady(waiting.len()),
         };
         let mut room = match policy {
             Policy::Fixed(rows) => rows.saturating_sub(step.decoding),
@@ -126,9 +129,17 @@ pub(crate) fn serve(traffic: &Traffic, device: &StepModel, policy: &Policy<'_>, 
         now += seconds;
         between.extend((step.decoding > 0).then_some((seconds, step.decoding)));
         readers.iter_mut().for_each(|reader| reader.generated += 1);
-        let reading = readers.len();
-        readers.retain(|reader| reader.generated < visits[reader.visit].output);
-        ended += reading - readers.len();
+        let mut present = readers.len() + waiting.len() + whole.len();
+        readers.retain(|reader| {
+            let visit = &visits[reader.visit];
+            let stays = reader.generated < visit.output;
+            if !stays {
+                (ended, present) = (ended + 1, present - 1);
+                population.ended(visit.prompt, visit.output);
+                population.left(present);
+            }
+            stays
+        });
         first.extend(whole.iter().map(|&visit| now - arrived[visit]));
         readers.extend(whole.into_iter().map(|visit| Reader { visit, generated: 1 }));
         if enough.is_none() && ended * 20 >= visits.len() * 19 {
