@@ -330,34 +330,39 @@ PREFILL(256)
 PREFILL(512)
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-template <int D, bool Capped>
-__device__ __forceinline__ void hopper_prefill(const PrefillArgs& args, const TensorMap& key_map, const TensorMap& value_map) {
-    using Prefill = HopperPrefill<D, Capped>;
+template <int D, bool Capped, bool Fp8>
+__device__ __forceinline__ void hopper_prefill(const PrefillArgs& args, const TensorMap* key_map, const TensorMap* value_map) {
+    using Prefill = HopperPrefill<D, Capped, Fp8>;
     pdl_wait();
     pdl_launch();
     using Shared = typename Prefill::Shared;
     Prefill{args, key_map, value_map, *reinterpret_cast<Shared*>(shared + (-shared_address(shared) & 1023))}();
 }
-#define HOPPER_BODY(D, CAPPED) hopper_prefill<D, CAPPED>(PACKED_ARGS, key_map, value_map);
+#define HOPPER_BODY(D, CAPPED, FP8, KEY_MAP, VALUE_MAP) hopper_prefill<D, CAPPED, FP8>(PACKED_ARGS, KEY_MAP, VALUE_MAP);
 #else
-#define HOPPER_BODY(D, CAPPED)
+#define HOPPER_BODY(D, CAPPED, FP8, KEY_MAP, VALUE_MAP)
 #endif
 
 // Grid: as many blocks as run at once; on compute capability 9.0 alone.
 #define HOPPER_PREFILL(NAME, D, CAPPED)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(kHopperThreads, 1)                                                          \
+    extern "C" __global__ void __launch_bounds__(hopper_threads(false), 1)                                                   \
         NAME(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map, ARGS) {                 \
-        HOPPER_BODY(D, CAPPED)                                                                                               \
+        HOPPER_BODY(D, CAPPED, false, &key_map, &value_map)                                                                  \
     }
+#define HOPPER_PREFILL_FP8(NAME, D, CAPPED)                                            \
+    extern "C" __global__ void __launch_bounds__(hopper_threads(true), 1) NAME(ARGS) { \
+        HOPPER_BODY(D, CAPPED, true, nullptr, nullptr)                                 \
+    }
+#define HOPPER_PREFILLS(D)                                         \
+    HOPPER_PREFILL(attention_prefill_hopper_##D, D, false)         \
+    HOPPER_PREFILL(attention_prefill_hopper_capped_##D, D, true)   \
+    HOPPER_PREFILL_FP8(attention_prefill_hopper_fp8_##D, D, false) \
+    HOPPER_PREFILL_FP8(attention_prefill_hopper_capped_fp8_##D, D, true)
 
-HOPPER_PREFILL(attention_prefill_hopper_64, 64, false)
-HOPPER_PREFILL(attention_prefill_hopper_96, 96, false)
-HOPPER_PREFILL(attention_prefill_hopper_128, 128, false)
-HOPPER_PREFILL(attention_prefill_hopper_256, 256, false)
-HOPPER_PREFILL(attention_prefill_hopper_capped_64, 64, true)
-HOPPER_PREFILL(attention_prefill_hopper_capped_96, 96, true)
-HOPPER_PREFILL(attention_prefill_hopper_capped_128, 128, true)
-HOPPER_PREFILL(attention_prefill_hopper_capped_256, 256, true)
+HOPPER_PREFILLS(64)
+HOPPER_PREFILLS(96)
+HOPPER_PREFILLS(128)
+HOPPER_PREFILLS(256)
 
 // Grid: KV heads x merges x (rows of a tile / warps of a block).
 extern "C" __global__ void __launch_bounds__(256) attention_prefill_merge(ARGS, int head_dim, int tile_rows) {

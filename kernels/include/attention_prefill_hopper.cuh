@@ -1,30 +1,40 @@
 // Attention of many query rows by products of warp groups (sm_90a). A block of threads stays and takes one piece of work after
 // the other. One warp group copies, ahead of the two that work on 64 rows each. While one of these takes exponentials, the tensor
 // cores run the products of the other, for they issue products in turns (FlashAttention-3, https://arxiv.org/abs/2407.08608), and
-// within each the scores of the next keys are computed beside the sums of these.
+// within each the scores of the next keys are computed beside the sums of these. Keys and values of 8 bits are copied as they are, and a fourth
+// warp group puts what they stand for where products read it.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_prefill.cuh"
+#include "fp8.cuh"
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
 
-constexpr int kHopperThreads = 3 * 128;
+constexpr __host__ __device__ int hopper_threads(bool fp8) { return (fp8 ? 4 : 3) * 128; }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Scores have a soft cap if `Capped`.
-template <int D, bool Capped>
+// Scores have a soft cap if `Capped`, and keys and values 8 bits if `Fp8`.
+template <int D, bool Capped, bool Fp8>
 struct HopperPrefill {
+    using Element = typename KvElement<Fp8>::Type;
     using Tile = QueryTile<D, 128, int>;
     static constexpr int kKeys = D <= 128 ? 128 : 64;
     // Tiles of keys, and of values, which are needed for longer.
     static constexpr int kKeyTiles = D <= 64 ? 4 : D <= 96 ? 3 : 2;
-    static constexpr int kValueTiles = D <= 64 ? 4 : 3;
+    static constexpr int kValueTiles = D <= 64 ? 4 : D <= 96 || !Fp8 ? 3 : 2;
+    // Keys and values that are copied at once: of 8 bits half a tile, so that the next half is on its way while one is widened.
+    static constexpr int kCopied = Fp8 ? kKeys / 2 : kKeys;
+    static constexpr int kParts = kKeys / kCopied;
+    static constexpr int kNarrowParts = D <= 64 ? 4 : 2;
     using Panel = SwizzledPanel<D % 64 == 0 ? 64 : 32>;
     // Tiles of keys and values are copied eight rows at once, and so laid out: panels of eight rows, then those of the next eight.
     static constexpr int kEight = 8 * D;
     static constexpr int kPanel = 8 * Panel::kColumns;
     static constexpr int kTile = kKeys * D;
+    static constexpr int kPart = kCopied * D;
     static constexpr int kConsumers = 2;
     static constexpr int kGroupRows = 64;
     static constexpr int kStride = D % 64 == 0 ? D : D + 8;  // of results on their way out, which take the place of the queries
@@ -34,10 +44,15 @@ struct HopperPrefill {
     static constexpr int kQueryThreads = kWarpGroup - 2 * kWarp;
     static constexpr int kNowhere = 0x7fffff00;  // a row behind any cache, in place of which the copy engine writes zeros
     static constexpr int kBuffers = D <= 128 ? 2 : 1;  // of queries
-    // Together what a launch of 384 threads with 168 registers each has.
-    static constexpr int kProducerRegisters = 40;
-    static constexpr int kConsumerRegisters = 232;
-    static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == 3 * 168, "registers of the warp groups");
+    // Of the group that widens, so many warps have the keys and as many the values.
+    static constexpr int kWideners = kWarpGroup / kWarp / 2;
+    // Together what a launch of 384 threads with 168 registers each has, or of 512 with 128.
+    static constexpr int kHelpers = Fp8 ? 2 : 1;  // groups that copy or widen
+    static constexpr int kHelperRegisters = Fp8 && D > 128 ? 32 : 40;
+    static constexpr int kConsumerRegisters = Fp8 ? 256 - kHelperRegisters : 232;
+    static_assert(kHelpers * kHelperRegisters + kConsumers * kConsumerRegisters == (Fp8 ? 4 * 128 : 3 * 168), "registers of the warp groups");
+    // Columns of a product: an instruction has no more registers than a thread has at launch.
+    static constexpr int kWidest = Fp8 && D > 128 ? 128 : D;
     using Warp = WarpRows<Tile, 1, kKeys / 8>;
     using Weights = float[1][kKeys / 8][4];
     using Packed = uint32_t[kKeys / 16][4];
@@ -59,10 +74,10 @@ struct HopperPrefill {
         uint64_t full[N];
         uint64_t empty[N];
 
-        __device__ __forceinline__ void init(int producers) {
+        __device__ __forceinline__ void init(int producers, int consuming_warps = kConsumers * kWarpGroup / kWarp) {
             for (int i = 0; i < N; ++i) {
                 barrier_init(full + i, producers);
-                barrier_init(empty + i, kConsumers * kWarpGroup / kWarp);
+                barrier_init(empty + i, consuming_warps);
             }
         }
         // For the `n`th time any place is used.
@@ -71,16 +86,32 @@ struct HopperPrefill {
             __syncwarp();
         }
         __device__ __forceinline__ void arrive(int n) { barrier_arrive_after_copies(full + n % N); }
+        // Once for the whole warp, with what its lanes have written.
+        __device__ __forceinline__ void publish(int n) {
+            fence_for_products();
+            __syncwarp();
+            if (threadIdx.x % kWarp == 0) barrier_arrive(full + n % N);
+        }
         __device__ __forceinline__ void wait_full(int n) { barrier_wait(full + n % N, n / N & 1); }
         __device__ __forceinline__ void release(int n) {
             if (threadIdx.x % kWarp == 0) barrier_arrive(empty + n % N);
         }
     };
 
+    // Keys and values of 8 bits, rows right after each other.
+    struct Narrow {
+        uint8_t keys[kNarrowParts][kPart];
+        uint8_t values[kNarrowParts][kPart];
+        Places<kNarrowParts> key_places;
+        Places<kNarrowParts> value_places;
+    };
+    struct Nothing {};
+
     struct __align__(1024) Shared {
         bf16 keys[kKeyTiles][kTile];
         bf16 values[kValueTiles][kTile];
         bf16 queries[kBuffers][kConsumers][kQueries];  // in panels of 64 rows
+        __align__(128) std::conditional_t<Fp8, Narrow, Nothing> narrow;
         Work work[kBuffers];
         Places<kKeyTiles> key_places;
         Places<kValueTiles> value_places;
@@ -88,16 +119,21 @@ struct HopperPrefill {
     };
 
     const PrefillArgs args;
-    const TensorMap& key_map;
-    const TensorMap& value_map;
+    // Of 16 bits.
+    const TensorMap* const key_map;
+    const TensorMap* const value_map;
     Shared& shared;
 
     __device__ __forceinline__ void operator()() const {
         if (threadIdx.x == 0) {
             // Every thread that copies arrives when its copies are done, and one of them once more: with the bytes that the copy engine copies, or
             // when it has written `work`.
-            shared.key_places.init(kWarp + 1);
-            shared.value_places.init(kWarp + 1);
+            if constexpr (Fp8) {
+                shared.narrow.key_places.init(kWarp + 1, kWideners);
+                shared.narrow.value_places.init(kWarp + 1, kWideners);
+            }
+            shared.key_places.init(Fp8 ? kWideners : kWarp + 1);
+            shared.value_places.init(Fp8 ? kWideners : kWarp + 1);
             shared.buffers.init(kQueryThreads + 1);
             fence_barrier_init();
         }
@@ -105,18 +141,28 @@ struct HopperPrefill {
         // The compiler must see that it is the same for all lanes.
         const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0);
         if (group == 0) {
-            give_registers<kProducerRegisters>();
+            give_registers<kHelperRegisters>();
             const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
-            if (warp == 0) {
-                copy_tiles(key_map, args.k, shared.keys, shared.key_places);
-            } else if (warp == 1) {
-                copy_tiles(value_map, args.v, shared.values, shared.value_places);
-            } else {
+            if (warp >= 2) {
                 copy_queries(threadIdx.x - 2 * kWarp);
+            } else if constexpr (Fp8) {
+                if (warp == 0) copy_tiles(nullptr, args.k, shared.narrow.keys, shared.narrow.key_places);
+                if (warp == 1) copy_tiles(nullptr, args.v, shared.narrow.values, shared.narrow.value_places);
+            } else {
+                if (warp == 0) copy_tiles(key_map, args.k, shared.keys, shared.key_places);
+                if (warp == 1) copy_tiles(value_map, args.v, shared.values, shared.value_places);
             }
-        } else {
+        } else if (group <= kConsumers) {
             take_registers<kConsumerRegisters>();
             consume(group - 1);
+        } else if constexpr (Fp8) {
+            give_registers<kHelperRegisters>();
+            const int warp = __shfl_sync(kAllLanes, threadIdx.x % kWarpGroup / kWarp, 0);
+            if (warp < kWideners) {
+                widen_tiles(shared.narrow.keys, shared.narrow.key_places, shared.keys, shared.key_places, warp);
+            } else {
+                widen_tiles(shared.narrow.values, shared.narrow.value_places, shared.values, shared.value_places, warp - kWideners);
+            }
         }
     }
 
@@ -147,20 +193,20 @@ struct HopperPrefill {
         }
     }
 
-    // Keys or values; tiles of all pieces of work are counted together.
+    // Keys or values, `kCopied` at once; those of all pieces of work are counted together.
     template <int N>
-    __device__ __forceinline__ void copy_tiles(const TensorMap& map, const void* cache, bf16 (&tiles)[N][kTile], Places<N>& places) const {
+    __device__ __forceinline__ void copy_tiles(const TensorMap* map, const void* cache, Element (&tiles)[N][kPart], Places<N>& places) const {
         Work work = fetch(0);
-        int n = 0, rows = lookup(work, first_tile(work));
+        int n = 0, rows = lookup(work, tiles_of(work.item).x * kParts);
         for (int round = 0; index(round) < args.work; ++round) {
             // Reading what the next piece of work is, and where the next tile lies, takes as long as copying a tile: it is asked for ahead.
             const Work after = fetch(round + 1);
             const Tile tile(args, work.item, work.run, work.kv_head);
-            const int last = (tile.item.end + kKeys - 1) / kKeys;
-            for (int at = first_tile(work); at < last; ++at, ++n) {
-                const int next = at + 1 < last ? lookup(work, at + 1) : lookup(after, first_tile(after));
+            const int first = tiles_of(work.item).x * kParts, last = tiles_of(work.item).y * kParts;
+            for (int at = first; at < last; ++at, ++n) {
+                const int next = at + 1 < last ? lookup(work, at + 1) : lookup(after, tiles_of(after.item).x * kParts);
                 places.wait_empty(n);
-                copy(tile, map, static_cast<const bf16*>(cache), at, rows, tiles[n % N], places.full + n % N);
+                copy(tile, map, static_cast<const Element*>(cache), at, rows, tiles[n % N], places.full + n % N);
                 places.arrive(n);
                 rows = next;
             }
@@ -168,37 +214,100 @@ struct HopperPrefill {
         }
     }
 
-    __device__ __forceinline__ static int first_tile(const Work& work) { return work.item.begin / kKeys; }
+    // The tiles that an item's keys lie in, up to the second.
+    __device__ __forceinline__ static int2 tiles_of(const Item& item) { return make_int2(item.begin / kKeys, (item.end + kKeys - 1) / kKeys); }
 
-    // The keys of a tile that are the item's.
+    // Which of the keys that are copied at once are the item's.
     __device__ __forceinline__ static int2 wanted(const Tile& tile, int at) {
-        return make_int2(max(tile.item.begin - at * kKeys, 0), min(tile.item.end - at * kKeys, kKeys));
+        const int key = at * kCopied;
+        return make_int2(min(max(tile.item.begin - key, 0), kCopied), max(min(tile.item.end - key, kCopied), 0));
     }
 
-    // Begins to copy a tile. The copy engine takes each eight rows that are all wanted, and writes zeros in place of those of which none is;
-    // threads copy the eights of which some are.
-    __device__ __forceinline__ static void copy(const Tile& tile, const TensorMap& map, const bf16* cache, int at, int rows, bf16* to,
+    // Begins to copy `kCopied` keys or values. The copy engine takes each eight rows that are all wanted, and of 16 bits writes zeros in place
+    // of those of which none is; threads copy the other eights.
+    __device__ __forceinline__ static void copy(const Tile& tile, const TensorMap* map, const Element* cache, int at, int rows, Element* to,
                                                 uint64_t* full) {
+        constexpr int kBytes = kEight * int(sizeof(Element));
+        constexpr unsigned kEights = kCopied / 8;
         const int lane = threadIdx.x % kWarp, key = lane * 8;
         const int2 keys = wanted(tile, at);
         const bool all = keys.x <= key && key + 8 <= keys.y, none = key + 8 <= keys.x || key >= keys.y;
-        const bool whole = lane < kKeys / 8 && (all || none);
-        const int count = __popc(__ballot_sync(kAllLanes, whole));
-        if (lane == 0) barrier_expect_bytes(full, count * kEight * int(sizeof(bf16)));
+        const bool whole = lane < int(kEights) && (all || (none && !Fp8));
+        const unsigned wholes = __ballot_sync(kAllLanes, whole);
+        if (lane == 0) barrier_expect_bytes(full, __popc(wholes) * kBytes);
         __syncwarp();
-        if (whole) copy_tensor(to + lane * kEight, map, make_int3(0, all ? rows : kNowhere, 0), full);
-        if (keys.x % 8 != 0) copy_eight(tile, cache, at, rows, keys.x / 8, to);
-        if (keys.y % 8 != 0) copy_eight(tile, cache, at, rows, keys.y / 8, to);
+        if (whole) {
+            if constexpr (Fp8) {
+                copy_bulk(shared_address(to + lane * kEight), cache + size_t(rows) * D, kBytes, full);
+            } else {
+                copy_tensor(to + lane * kEight, *map, make_int3(0, all ? rows : kNowhere, 0), full);
+            }
+        }
+#pragma unroll 1
+        for (unsigned rest = ~wholes & ((1u << kEights) - 1); rest != 0; rest &= rest - 1) {
+            copy_eight(tile, cache, at, rows, __ffs(rest) - 1, to);
+        }
     }
 
-    __device__ __forceinline__ static void copy_eight(const Tile& tile, const bf16* cache, int at, int rows, int eight, bf16* to) {
+    __device__ __forceinline__ static void copy_eight(const Tile& tile, const Element* cache, int at, int rows, int eight, Element* to) {
+        constexpr int kVec = 16 / int(sizeof(Element)), kVecs = D / kVec;
         cache += size_t(__shfl_sync(kAllLanes, rows, eight)) * D;
         to += eight * kEight;
 #pragma unroll 1
-        for (int i = threadIdx.x % kWarp; i < 8 * kChunks; i += kWarp) {
-            const int row = i / kChunks, chunk = i % kChunks;
-            copy_async(Panel::at(to + chunk / Panel::kChunks * kPanel, row, chunk % Panel::kChunks), cache + row * D + chunk * 8,
-                       tile.wanted(at * kKeys + eight * 8 + row));
+        for (int i = threadIdx.x % kWarp; i < 8 * kVecs; i += kWarp) {
+            const int row = i / kVecs, chunk = i % kVecs;
+            Element* place = to + i * kVec;
+            if constexpr (!Fp8) place = Panel::at(to + chunk / Panel::kChunks * kPanel, row, chunk % Panel::kChunks);
+            copy_async(place, cache + i * kVec, tile.wanted(at * kCopied + eight * 8 + row));
+        }
+    }
+
+    // Puts what copied elements of 8 bits stand for into tiles; this is warp `warp` of `kWideners`.
+    template <int M, int N>
+    __device__ __forceinline__ void widen_tiles(const uint8_t (&parts)[M][kPart], Places<M>& copied, bf16 (&tiles)[N][kTile], Places<N>& places,
+                                                int warp) const {
+        Item item = fetch(0).item;
+        int n = 0;
+        for (int round = 0; index(round) < args.work; ++round) {
+            const Item after = fetch(round + 1).item;
+            for (const int end = n + tiles_of(item).y - tiles_of(item).x; n < end; ++n) {
+                places.wait_empty(n);
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+                    const int m = n * kParts + part;
+                    copied.wait_full(m);
+                    widen(parts[m % M], tiles[n % N] + part * kPart, warp);
+                    __syncwarp();
+                    copied.release(m);
+                }
+                places.publish(n);
+            }
+            item = after;
+        }
+    }
+
+    // This warp's share of `kCopied` keys or values.
+    __device__ __forceinline__ static void widen(const uint8_t* from, bf16* to, int warp) {
+        // Eight elements of each lane at once, so that both what a warp reads and what it writes touches all banks; some of them under way.
+        constexpr int kSteps = D / kWarp, kBatch = kSteps < 4 ? kSteps : 4;
+        const int lane = threadIdx.x % kWarp;
+#pragma unroll (D <= 128 ? 2 : 1)
+        for (int eight = warp; eight < kCopied / 8; eight += kWideners) {
+#pragma unroll 1
+            for (int first = 0; first < kSteps; first += kBatch) {
+                uint2 x[kBatch];
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    x[i] = *reinterpret_cast<const uint2*>(from + eight * kEight + ((first + i) * kWarp + lane) * 8);
+                }
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    const int row = ((first + i) * kWarp + lane) / kChunks, chunk = ((first + i) * kWarp + lane) % kChunks;
+                    bf16* const panel = to + eight * kEight + chunk / Panel::kChunks * kPanel;
+                    *reinterpret_cast<uint4*>(Panel::at(panel, row, chunk % Panel::kChunks)) =
+                        make_uint4(widen_fp8(x[i].x & 0xffff), widen_fp8(x[i].x >> 16), widen_fp8(x[i].y & 0xffff), widen_fp8(x[i].y >> 16));
+                }
+            }
         }
     }
 
@@ -209,9 +318,9 @@ struct HopperPrefill {
         return {item, args.runs[item.run], at % args.kv_heads};
     }
 
-    // The cache row of eight keys of a tile for every lane.
+    // The cache row of eight of the keys that are copied at once for every lane.
     __device__ __forceinline__ int lookup(const Work& work, int at) const {
-        return Tile(args, work.item, work.run, work.kv_head).cache_row(at * kKeys + threadIdx.x % (kKeys / 8) * 8);
+        return Tile(args, work.item, work.run, work.kv_head).cache_row(at * kCopied + threadIdx.x % (kCopied / 8) * 8);
     }
 
     // The consumers issue products in turns, one for every tile of every piece of work, seen or not: so neither has one more than the
@@ -231,10 +340,7 @@ struct HopperPrefill {
         for (int round = 0; index(round) < args.work; ++round) {
             shared.buffers.wait_full(round);
             fence_for_products();
-            const Work& work = shared.work[round % kBuffers];
-            const Tile tile(args, work.item, work.run, work.kv_head);
-            bf16* const q = shared.queries[round % kBuffers][group];
-            tiles = consume(tile, group, q, tiles);
+            tiles = consume(shared.work[round % kBuffers], group, shared.queries[round % kBuffers][group], tiles);
             __syncwarp();
             shared.buffers.release(round);
         }
@@ -242,9 +348,10 @@ struct HopperPrefill {
     }
 
     // `n` tiles have been before; returns how many have with these.
-    __device__ __forceinline__ int consume(const Tile& tile, int group, bf16* q, int n) const {
+    __device__ __forceinline__ int consume(const Work& work, int group, bf16* q, int n) const {
+        const Tile tile(args, work.item, work.run, work.kv_head);
         const int group_row = group * kGroupRows, count = tile.rows();
-        const int first = tile.item.begin / kKeys, last = (tile.item.end + kKeys - 1) / kKeys;
+        const int first = tiles_of(tile.item).x, last = tiles_of(tile.item).y;
         // The tiles that any row of the group sees; the others are for the other group.
         int begin = last, end = last;
         if (group_row < count) {
@@ -258,15 +365,17 @@ struct HopperPrefill {
         n = skip(group, n, last - end);
         if (group_row >= count) return n;
         warp.finish_total();
-        if (tile.item.partial < 0) {
-            warp.add_sinks(tile);
+        // Read anew rather than kept in registers all the time.
+        const Tile result(args, work.item, work.run, work.kv_head);
+        if (result.item.partial < 0) {
+            warp.add_sinks(result);
             group_sync(kGroupBarrier + group);
             // Rows without padding are permuted within 128 bytes, so that the same columns of eight rows lie in different banks.
             static_assert(kStride != D || D % 64 == 0, "whole 128 bytes");
             const auto swap = [](int row) { return kStride == D ? row % 8 * 8 : 0; };
-            warp.template write<kStride>(tile, sums, q + (warp.row - group_row) * kStride, swap);
+            warp.template write<kStride>(result, sums, q + (warp.row - group_row) * kStride, swap);
         } else {
-            warp.write_partial(tile, sums);
+            warp.write_partial(result, sums);
         }
         return n;
     }
@@ -335,10 +444,10 @@ struct HopperPrefill {
         return n + 1;
     }
 
-    // What threads have copied of a tile becomes visible to products.
+    // What threads have copied of a tile becomes visible to products; who widens has seen to that.
     __device__ __forceinline__ static void fence_copies(const Tile& tile, int at) {
         const int2 keys = wanted(tile, at);
-        if ((keys.x | keys.y) % 8 != 0) fence_for_products();
+        if (!Fp8 && (keys.x | keys.y) % 8 != 0) fence_for_products();
     }
 
     __device__ __forceinline__ void soften(const Tile& tile, Warp& warp, int at, Weights& weights,
@@ -375,7 +484,12 @@ struct HopperPrefill {
     __device__ __forceinline__ static void accumulate(const Packed& packed, const bf16* values, float (&sums)[D / 8][4]) {
 #pragma unroll
         for (int k = 0; k < kKeys / 16; ++k) {
-            Wgmma<D>::columns(sums, packed[k], Panel::columns_operand(shared_address(values + k * 2 * kEight), kPanel, kEight));
+#pragma unroll
+            for (int d = 0; d < D; d += kWidest) {
+                const bf16* const right = values + k * 2 * kEight + d / Panel::kColumns * kPanel;
+                Wgmma<kWidest>::columns(reinterpret_cast<float(&)[kWidest / 8][4]>(sums[d / 8]), packed[k],
+                                        Panel::columns_operand(shared_address(right), kPanel, kEight));
+            }
         }
     }
 

@@ -70,4 +70,11 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int byt
                  : "memory");
 }
 
+// The same of what is read again.
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                 "r"(shared_address(barrier))
+                 : "memory");
+}
+
 #endif

@@ -16,7 +16,6 @@ use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKi
 
 use super::predicted::{arena_use, holding, step_size};
 use super::{Backend, Defaults, Device, EngineState, LoadedModel, ModelFacts, ModelOn, Weights};
-use crate::args::KvDtype;
 use crate::bytes::Bytes;
 use crate::error::Error;
 use crate::plan_cache::DeviceKey;
@@ -179,15 +178,12 @@ impl Backend for GpuBackend {
             .collect();
         head_dims.sort_unstable();
         head_dims.dedup();
-        let fp8 = Fp8Use {
-            weights: model.spec().quantization.kept_scales().next().is_some(),
-            kv: self.settings.kv_cache_dtype == KvDtype::Fp8,
-        };
+        let fp8_weights = model.spec().quantization.kept_scales().next().is_some();
         let kernels = Kernels {
             capability: gpu.info().compute_capability,
             hopper: plimsoll_kernels::cuda::has_hopper_kernels(gpu),
         };
-        let mut disabled = disabled(kernels, &head_dims, fp8, self.settings.enforce_eager);
+        let mut disabled = disabled(kernels, &head_dims, fp8_weights, self.settings.enforce_eager);
         if let Some(stored) = converted_from(&self.model, &self.settings, model.config()) {
             disabled.push(Disabled {
                 path: "weights as they are stored",
@@ -312,13 +308,6 @@ fn converted_from(path: &Path, settings: &EngineSettings, config: &ModelConfig) 
     Some(format.to_owned())
 }
 
-/// What is kept in FP8.
-#[derive(Clone, Copy, Debug, Default)]
-struct Fp8Use {
-    weights: bool,
-    kv: bool,
-}
-
 /// What decides which kernels a GPU takes.
 #[derive(Clone, Copy, Debug)]
 struct Kernels {
@@ -328,8 +317,8 @@ struct Kernels {
     hopper: bool,
 }
 
-/// `head_dims` are those of layers.
-fn disabled(kernels: Kernels, head_dims: &[usize], fp8: Fp8Use, enforce_eager: bool) -> Vec<Disabled> {
+/// `head_dims` are those of layers; `fp8_weights`: weights are kept in FP8.
+fn disabled(kernels: Kernels, head_dims: &[usize], fp8_weights: bool, enforce_eager: bool) -> Vec<Disabled> {
     let Kernels { capability, hopper } = kernels;
     let (major, minor) = capability;
     let mut disabled = Vec::new();
@@ -345,14 +334,11 @@ fn disabled(kernels: Kernels, head_dims: &[usize], fp8: Fp8Use, enforce_eager: b
     } else if !hopper {
         let reason = "built without code for Hopper: the portable kernels are used, which are slower; build with 90a in CUDA_ARCHS";
         add("Hopper kernels", reason.to_owned());
-    } else if fp8.kv {
-        let reason = "not made for an fp8 KV cache: the portable kernel is used";
-        add("Hopper prefill attention", reason.to_owned());
     } else if let Some(other) = head_dims.iter().find(|dim| !HOPPER_HEAD_DIMS.contains(dim)) {
         let reason = format!("not made for heads of {other}: layers that have them take the portable kernel");
         add("Hopper prefill attention", reason);
     }
-    if fp8.weights && capability < FP8_CAPABILITY {
+    if fp8_weights && capability < FP8_CAPABILITY {
         let (least_major, least_minor) = FP8_CAPABILITY;
         let reason = format!(
             "they need compute capability {least_major}.{least_minor}, this GPU has {major}.{minor}: weights stay FP8, prompts take longer"
@@ -560,7 +546,7 @@ mod tests {
             hopper: capability == (9, 0),
         };
         let paths = |capability, head_dims: &[usize], eager| {
-            let disabled = disabled(of(capability), head_dims, Fp8Use::default(), eager);
+            let disabled = disabled(of(capability), head_dims, false, eager);
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()
         };
         assert!(paths((9, 0), &HOPPER_HEAD_DIMS, false).is_empty());
@@ -572,21 +558,19 @@ mod tests {
             hopper: false,
             ..of((9, 0))
         };
-        let without = disabled(without, &[128], Fp8Use::default(), false);
+        let without = disabled(without, &[128], false, false);
         assert!(without.len() == 1 && without[0].reason.contains("90a in CUDA_ARCHS"));
-        let heads = disabled(of((9, 0)), &[256, 512], Fp8Use::default(), false);
+        let heads = disabled(of((9, 0)), &[256, 512], false, false);
         assert!(heads.len() == 1 && heads[0].reason.contains("heads of 512"));
         assert_eq!(
             paths((8, 6), &[128], false),
             ["Hopper prefill attention", "thread block clusters in sampling"]
         );
         assert_eq!(paths((12, 0), &[128], false), ["Hopper prefill attention"]);
-        let fp8 = |capability, weights, kv| disabled(of(capability), &[128], Fp8Use { weights, kv }, false);
-        let kv = fp8((9, 0), false, true);
-        assert!(kv.len() == 1 && kv[0].reason.contains("fp8 KV cache"));
-        assert!(fp8((9, 0), true, false).is_empty());
+        let fp8 = |capability| disabled(of(capability), &[128], true, false);
+        assert!(fp8((9, 0)).is_empty());
         let products = |capability| {
-            let disabled = fp8(capability, true, false);
+            let disabled = fp8(capability);
             disabled.iter().any(|disabled| disabled.path == "FP8 products")
         };
         assert_eq!([(8, 6), (8, 9), (12, 0)].map(products), [true, false, false]);

@@ -461,7 +461,7 @@ impl PrefillKernels {
             .shared(kernel.shape.shared)
             .pdl(true);
         let params_of_attention = &params[..ATTENTION_PARAMS];
-        if kernel.shape.persistent {
+        if self.copies_by_maps(dim, args.kv.element) {
             let maps = args.maps.expect("maps of the cache");
             let maps = maps.of(&args.kv);
             // SAFETY: the arguments are those of the kernel; the caller keeps the memory and promises what it holds.
@@ -488,6 +488,11 @@ impl PrefillKernels {
         unsafe { self.gpu.launch(&self.merge, launch, &params) }
     }
 
+    /// Whether its kernel copies keys and values as they are, by tensor maps.
+    fn copies_by_maps(&self, head_dim: usize, element: GpuKvElement) -> bool {
+        element == GpuKvElement::Bf16 && self.kernel(head_dim, element).shape.persistent
+    }
+
     fn kernel(&self, head_dim: usize, element: GpuKvElement) -> &Kernel {
         let at = HEAD_DIMS.iter().position(|&dim| dim == head_dim);
         let at = at.unwrap_or_else(|| panic!("no attention kernel for head size {head_dim}"));
@@ -496,11 +501,10 @@ impl PrefillKernels {
 }
 
 impl Shape {
-    /// The fastest kernel for a head size, on a GPU of the generation of the H200 or on any. The products of warp groups read
-    /// bf16 from shared memory, where nobody has put what 8 bits stand for.
+    /// The fastest kernel for a head size, on a GPU of the generation of the H200 or on any.
     fn fastest(head_dim: usize, element: GpuKvElement, hopper: bool) -> Self {
-        match hopper && HOPPER_HEAD_DIMS.contains(&head_dim) && element == GpuKvElement::Bf16 {
-            true => Self::hopper(head_dim),
+        match hopper && HOPPER_HEAD_DIMS.contains(&head_dim) {
+            true => Self::hopper(head_dim, element),
             false => Self::portable(head_dim, element),
         }
     }
@@ -525,21 +529,27 @@ impl Shape {
         }
     }
 
-    /// `HopperPrefill`: tiles of keys and of values; queries (the next ones too where there is room), whose rows later hold the results and
-    /// are padded for these unless they are a multiple of 128 bytes; less than a kilobyte of barriers and notes; alignment to as much.
-    fn hopper(head_dim: usize) -> Self {
+    /// `HopperPrefill`: tiles of keys and of values; half tiles of 8 bits, from which these are filled; queries (the next ones too where there
+    /// is room), whose rows later hold the results and are padded for these unless they are a multiple of 128 bytes; less than a kilobyte of
+    /// barriers and notes; alignment to as much.
+    fn hopper(head_dim: usize, element: GpuKvElement) -> Self {
         let rows = 128;
-        let (keys, tiles, buffers) = match head_dim {
-            ..=64 => (128, 8, 2),
-            65..=96 => (128, 6, 2),
-            97..=128 => (128, 5, 2),
-            _ => (64, 5, 1),
+        // Tiles without and with halves of 8 bits beside them; those halves.
+        let (keys, [alone, beside], halves, buffers) = match head_dim {
+            ..=64 => (128, [8, 8], 8, 2),
+            65..=96 => (128, [6, 6], 4, 2),
+            97..=128 => (128, [5, 4], 4, 2),
+            _ => (64, [5, 4], 4, 1),
+        };
+        let (threads, tiles, narrow) = match element {
+            GpuKvElement::Bf16 => (384, alone, 0),
+            GpuKvElement::Fp8 => (512, beside, halves * keys / 2 * head_dim),
         };
         let padding = if head_dim.is_multiple_of(64) { 0 } else { 8 };
         let elements = tiles * keys * head_dim + buffers * rows * (head_dim + padding);
         Self {
-            threads: 384,
-            shared: elements * size_of::<bf16>() + 2 * 1024,
+            threads,
+            shared: elements * size_of::<bf16>() + narrow + 2 * 1024,
             rows,
             persistent: true,
         }

@@ -40,7 +40,7 @@ impl PrefillKernels {
     /// # Panics
     /// If the head size is none of [`HEAD_DIMS`](crate::cuda::HEAD_DIMS).
     pub fn maps(&self, head_dim: usize, kv: &GpuKv<'_>) -> Result<Option<PrefillMaps>, GpuError> {
-        if !self.kernel(head_dim, kv.element).shape.persistent {
+        if !self.copies_by_maps(head_dim, kv.element) {
             return Ok(None);
         }
         Ok(Some(PrefillMaps {
