@@ -119,8 +119,8 @@ struct QueryTile {
 
 // A warp's share of a tile: `M` times 16 rows from `row` on, scores of `N` times 8 keys, as the matrix instructions lay
 // them out: a lane holds columns `lane % 4 * 2` and the next of rows `lane / 4` and `lane / 4 + 8`. Its sums are those of `Columns`
-// of the values' columns, from `first` on.
-template <typename Tile, int M, int N, int Columns = Tile::kDim>
+// of the values' columns, from `first` on. Weights are powers of two of scores less `maximum`, which is `Below` less than that of the row.
+template <typename Tile, int M, int N, int Columns = Tile::kDim, int Below = 0>
 struct WarpRows {
     static constexpr int D = Tile::kDim, Rows = Tile::kRows;
     using Weights = float[M][N][4];
@@ -184,9 +184,9 @@ struct WarpRows {
                 largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
                 largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2)) * scale;
                 factor[m][h] = 1.0f;
-                if (largest > maximum[m][h] + kSlack) {
-                    factor[m][h] = exp2_fast(maximum[m][h] - largest);
-                    maximum[m][h] = largest;
+                if (largest > maximum[m][h] + (kSlack + Below)) {
+                    factor[m][h] = exp2_fast(maximum[m][h] - (largest - Below));
+                    maximum[m][h] = largest - Below;
                 }
                 // A row that has seen nothing yet keeps weights of zero.
                 const float base = maximum[m][h] == -INFINITY ? 0.0f : maximum[m][h];

@@ -25,10 +25,10 @@ struct HopperPrefill {
     // Tiles of keys, and of values, which are needed for longer.
     static constexpr int kKeyTiles = D <= 64 ? 4 : D <= 96 ? 3 : 2;
     static constexpr int kValueTiles = D <= 64 ? 4 : D <= 96 || !Fp8 ? 3 : 2;
-    // Keys and values that are copied at once: of 8 bits half a tile, so that the next half is on its way while one is widened.
-    static constexpr int kCopied = Fp8 ? kKeys / 2 : kKeys;
-    static constexpr int kParts = kKeys / kCopied;
-    static constexpr int kNarrowParts = D <= 64 ? 4 : 2;
+    // Keys and values that are copied at once: of 8 bits a part of a tile, so that the next one is on its way while it is widened.
+    static constexpr int kParts = !Fp8 ? 1 : D <= 128 ? 2 : 4;
+    static constexpr int kCopied = kKeys / kParts;
+    static constexpr int kNarrowParts = D == 96 || D == 128 ? 2 : 4;
     using Panel = SwizzledPanel<D % 64 == 0 ? 64 : 32>;
     // Tiles of keys and values are copied eight rows at once, and so laid out: panels of eight rows, then those of the next eight.
     static constexpr int kEight = 8 * D;
@@ -44,16 +44,17 @@ struct HopperPrefill {
     static constexpr int kQueryThreads = kWarpGroup - 2 * kWarp;
     static constexpr int kNowhere = 0x7fffff00;  // a row behind any cache, in place of which the copy engine writes zeros
     static constexpr int kBuffers = D <= 128 ? 2 : 1;  // of queries
-    // Of the group that widens, so many warps have the keys and as many the values.
-    static constexpr int kWideners = kWarpGroup / kWarp / 2;
+    static constexpr int kWideningWarps = kWarpGroup / kWarp;
     // Together what a launch of 384 threads with 168 registers each has, or of 512 with 128.
-    static constexpr int kHelpers = Fp8 ? 2 : 1;  // groups that copy or widen
-    static constexpr int kHelperRegisters = Fp8 && D > 128 ? 32 : 40;
-    static constexpr int kConsumerRegisters = Fp8 ? 256 - kHelperRegisters : 232;
-    static_assert(kHelpers * kHelperRegisters + kConsumers * kConsumerRegisters == (Fp8 ? 4 * 128 : 3 * 168), "registers of the warp groups");
+    static constexpr int kProducerRegisters = Fp8 && D > 128 ? 32 : 40;
+    static constexpr int kWidenerRegisters = !Fp8 ? 0 : D > 128 ? 32 : 56;
+    static constexpr int kConsumerRegisters = !Fp8 ? 232 : D > 128 ? 224 : 208;
+    static_assert(kProducerRegisters + kWidenerRegisters + kConsumers * kConsumerRegisters == (Fp8 ? 4 * 128 : 3 * 168),
+                  "registers of the warp groups");
     // Columns of a product: an instruction has no more registers than a thread has at launch.
     static constexpr int kWidest = Fp8 && D > 128 ? 128 : D;
-    using Warp = WarpRows<Tile, 1, kKeys / 8>;
+    // Values of 8 bits become f16, which takes an instruction where bf16 takes four, and so do their weights. f16 ends at 2^-24: they are made large.
+    using Warp = WarpRows<Tile, 1, kKeys / 8, D, Fp8 ? 7 : 0>;
     using Weights = float[1][kKeys / 8][4];
     using Packed = uint32_t[kKeys / 16][4];
 
@@ -129,11 +130,11 @@ struct HopperPrefill {
             // Every thread that copies arrives when its copies are done, and one of them once more: with the bytes that the copy engine copies, or
             // when it has written `work`.
             if constexpr (Fp8) {
-                shared.narrow.key_places.init(kWarp + 1, kWideners);
-                shared.narrow.value_places.init(kWarp + 1, kWideners);
+                shared.narrow.key_places.init(kWarp + 1, kWideningWarps);
+                shared.narrow.value_places.init(kWarp + 1, kWideningWarps);
             }
-            shared.key_places.init(Fp8 ? kWideners : kWarp + 1);
-            shared.value_places.init(Fp8 ? kWideners : kWarp + 1);
+            shared.key_places.init(Fp8 ? kWideningWarps : kWarp + 1);
+            shared.value_places.init(Fp8 ? kWideningWarps : kWarp + 1);
             shared.buffers.init(kQueryThreads + 1);
             fence_barrier_init();
         }
@@ -141,7 +142,7 @@ struct HopperPrefill {
         // The compiler must see that it is the same for all lanes.
         const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0);
         if (group == 0) {
-            give_registers<kHelperRegisters>();
+            give_registers<kProducerRegisters>();
             const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
             if (warp >= 2) {
                 copy_queries(threadIdx.x - 2 * kWarp);
@@ -156,13 +157,8 @@ struct HopperPrefill {
             take_registers<kConsumerRegisters>();
             consume(group - 1);
         } else if constexpr (Fp8) {
-            give_registers<kHelperRegisters>();
-            const int warp = __shfl_sync(kAllLanes, threadIdx.x % kWarpGroup / kWarp, 0);
-            if (warp < kWideners) {
-                widen_tiles(shared.narrow.keys, shared.narrow.key_places, shared.keys, shared.key_places, warp);
-            } else {
-                widen_tiles(shared.narrow.values, shared.narrow.value_places, shared.values, shared.value_places, warp - kWideners);
-            }
+            give_registers<kWidenerRegisters>();
+            widen_tiles();
         }
     }
 
@@ -182,7 +178,7 @@ struct HopperPrefill {
                 barrier_arrive(shared.buffers.full + round % kBuffers);
             }
             bf16* const to = shared.queries[round % kBuffers][0];
-#pragma unroll 4
+#pragma unroll (Fp8 && D > 128 ? 2 : 4)
             for (int i = thread; i < kConsumers * kGroupRows * kChunks; i += kQueryThreads) {
                 const int row = i / kChunks, chunk = i % kChunks;
                 const bf16* from = args.q + (row < count ? tile.offset(row, args.q_stride) + chunk * 8 : 0);
@@ -262,53 +258,49 @@ struct HopperPrefill {
         }
     }
 
-    // Puts what copied elements of 8 bits stand for into tiles; this is warp `warp` of `kWideners`.
-    template <int M, int N>
-    __device__ __forceinline__ void widen_tiles(const uint8_t (&parts)[M][kPart], Places<M>& copied, bf16 (&tiles)[N][kTile], Places<N>& places,
-                                                int warp) const {
+    // Puts what copied elements of 8 bits stand for into tiles: in the order in which places become empty, keys a tile ahead of values.
+    __device__ __forceinline__ void widen_tiles() const {
+        auto& narrow = shared.narrow;
         Item item = fetch(0).item;
         int n = 0;
         for (int round = 0; index(round) < args.work; ++round) {
             const Item after = fetch(round + 1).item;
             for (const int end = n + tiles_of(item).y - tiles_of(item).x; n < end; ++n) {
-                places.wait_empty(n);
-#pragma unroll
-                for (int part = 0; part < kParts; ++part) {
-                    const int m = n * kParts + part;
-                    copied.wait_full(m);
-                    widen(parts[m % M], tiles[n % N] + part * kPart, warp);
-                    __syncwarp();
-                    copied.release(m);
-                }
-                places.publish(n);
+                widen_tile<false>(n, narrow.keys, narrow.key_places, shared.keys, shared.key_places);
+                if (n > 0) widen_tile<true>(n - 1, narrow.values, narrow.value_places, shared.values, shared.value_places);
             }
             item = after;
         }
+        widen_tile<true>(n - 1, narrow.values, narrow.value_places, shared.values, shared.value_places);
     }
 
-    // This warp's share of `kCopied` keys or values.
-    __device__ __forceinline__ static void widen(const uint8_t* from, bf16* to, int warp) {
-        // Eight elements of each lane at once, so that both what a warp reads and what it writes touches all banks; some of them under way.
-        constexpr int kSteps = D / kWarp, kBatch = kSteps < 4 ? kSteps : 4;
-        const int lane = threadIdx.x % kWarp;
-#pragma unroll (D <= 128 ? 2 : 1)
-        for (int eight = warp; eight < kCopied / 8; eight += kWideners) {
+    // To f16 if `Half`.
+    template <bool Half, int M, int N>
+    __device__ __forceinline__ static void widen_tile(int n, const uint8_t (&parts)[M][kPart], Places<M>& copied, bf16 (&tiles)[N][kTile],
+                                                      Places<N>& places) {
+        // Eight elements of a thread at once: so both what a warp reads and what it writes touches all banks.
+        constexpr int kSteps = kPart / 8 / kWarpGroup;
+        const int thread = threadIdx.x % kWarpGroup;
+        places.wait_empty(n);
 #pragma unroll 1
-            for (int first = 0; first < kSteps; first += kBatch) {
-                uint2 x[kBatch];
+        for (int part = 0; part < kParts; ++part) {
+            const int m = n * kParts + part;
+            copied.wait_full(m);
+            uint2 x[kSteps];
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    x[i] = *reinterpret_cast<const uint2*>(from + eight * kEight + ((first + i) * kWarp + lane) * 8);
-                }
+            for (int i = 0; i < kSteps; ++i) x[i] = *reinterpret_cast<const uint2*>(parts[m % M] + (i * kWarpGroup + thread) * 8);
+            __syncwarp();
+            copied.release(m);
+            bf16* const to = tiles[n % N] + part * kPart;
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    const int row = ((first + i) * kWarp + lane) / kChunks, chunk = ((first + i) * kWarp + lane) % kChunks;
-                    bf16* const panel = to + eight * kEight + chunk / Panel::kChunks * kPanel;
-                    *reinterpret_cast<uint4*>(Panel::at(panel, row, chunk % Panel::kChunks)) =
-                        make_uint4(widen_fp8(x[i].x & 0xffff), widen_fp8(x[i].x >> 16), widen_fp8(x[i].y & 0xffff), widen_fp8(x[i].y >> 16));
-                }
+            for (int i = 0; i < kSteps; ++i) {
+                const int row = (i * kWarpGroup + thread) / kChunks, chunk = (i * kWarpGroup + thread) % kChunks;
+                bf16* const panel = to + row / 8 * kEight + chunk / Panel::kChunks * kPanel;
+                const uint2 low = widen_fp8x4<Half>(x[i].x), high = widen_fp8x4<Half>(x[i].y);
+                *reinterpret_cast<uint4*>(Panel::at(panel, row % 8, chunk % Panel::kChunks)) = make_uint4(low.x, low.y, high.x, high.y);
             }
         }
+        places.publish(n);
     }
 
     // A piece of work, or the last one if there is none.
@@ -464,8 +456,11 @@ struct HopperPrefill {
     __device__ __forceinline__ static void pack_all(const Weights& weights, Packed& packed) {
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
-            packed[n / 2][n % 2 * 2] = pack(weights[0][n][0], weights[0][n][1]);
-            packed[n / 2][n % 2 * 2 + 1] = pack(weights[0][n][2], weights[0][n][3]);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float low = weights[0][n][h * 2], high = weights[0][n][h * 2 + 1];
+                packed[n / 2][n % 2 * 2 + h] = Fp8 ? pack_half(low, high) : pack(low, high);
+            }
         }
     }
 
@@ -487,7 +482,7 @@ struct HopperPrefill {
 #pragma unroll
             for (int d = 0; d < D; d += kWidest) {
                 const bf16* const right = values + k * 2 * kEight + d / Panel::kColumns * kPanel;
-                Wgmma<kWidest>::columns(reinterpret_cast<float(&)[kWidest / 8][4]>(sums[d / 8]), packed[k],
+                Wgmma<kWidest>::template columns<Fp8>(reinterpret_cast<float(&)[kWidest / 8][4]>(sums[d / 8]), packed[k],
                                         Panel::columns_operand(shared_address(right), kPanel, kEight));
             }
         }

@@ -24,6 +24,20 @@ __device__ __forceinline__ uint32_t widen_fp8(uint32_t pair) {
     return pack(wide.x, wide.y);
 }
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// The four elements of a word as bf16 or, if `Half`, as f16, two in a word each: exact, and NaN stays.
+template <bool Half>
+__device__ __forceinline__ uint2 widen_fp8x4(uint32_t four) {
+    uint2 half;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(half.x), "=r"(half.y)
+        : "r"(four));
+    if (Half) return half;
+    const float2 low = __half22float2(reinterpret_cast<const __half2&>(half.x)), high = __half22float2(reinterpret_cast<const __half2&>(half.y));
+    return make_uint2(pack(low.x, low.y), pack(high.x, high.y));
+}
+#endif
+
 // Two values rounded to nearest in the lower half of a word; beyond 448 they are 448.
 __device__ __forceinline__ uint32_t narrow_fp8(float low, float high) {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);

@@ -1,6 +1,8 @@
 // Warp-wide matrix products of bf16 with f32 sums, and the copies that feed them (compute capability 8.0 on).
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include "common.cuh"
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
@@ -147,6 +149,12 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 
 __device__ __forceinline__ uint32_t pack(float low, float high) {
     const bf162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// The same as f16.
+__device__ __forceinline__ uint32_t pack_half(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
 

@@ -130,8 +130,17 @@ struct Wgmma;
                          : C                                                                                            \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                               \
         }                                                                                                               \
-        /* c += a x b: a in registers, b 16xN with rows of columns. */                                                  \
+        /* c += a x b: a in registers, b 16xN with rows of columns; of bf16 or, if `Half`, of f16. */                   \
+        template <bool Half = false>                                                                                    \
         __device__ __forceinline__ static void columns(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) {      \
+            if constexpr (Half) {                                                                                       \
+                asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P5 ", 0;\n"                                       \
+                             "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES "}, {" P0 ", " P1 ", " P2 \
+                             ", " P3 "}, " P4 ", add, 1, 1, 1;\n}"                                                      \
+                             : C                                                                                        \
+                             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                             \
+                return;                                                                                                 \
+            }                                                                                                           \
             asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P5 ", 0;\n"                                           \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES "}, {" P0 ", " P1 ", " P2   \
                          ", " P3 "}, " P4 ", add, 1, 1, 1;\n}"                                                          \

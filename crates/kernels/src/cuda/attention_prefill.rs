@@ -529,21 +529,21 @@ impl Shape {
         }
     }
 
-    /// `HopperPrefill`: tiles of keys and of values; half tiles of 8 bits, from which these are filled; queries (the next ones too where there
+    /// `HopperPrefill`: tiles of keys and of values; parts of tiles of 8 bits, from which these are filled; queries (the next ones too where there
     /// is room), whose rows later hold the results and are padded for these unless they are a multiple of 128 bytes; less than a kilobyte of
     /// barriers and notes; alignment to as much.
     fn hopper(head_dim: usize, element: GpuKvElement) -> Self {
         let rows = 128;
-        // Tiles without and with halves of 8 bits beside them; those halves.
-        let (keys, [alone, beside], halves, buffers) = match head_dim {
-            ..=64 => (128, [8, 8], 8, 2),
-            65..=96 => (128, [6, 6], 4, 2),
-            97..=128 => (128, [5, 4], 4, 2),
-            _ => (64, [5, 4], 4, 1),
+        // Tiles without and with those of 8 bits beside them; those, all parts together.
+        let (keys, [alone, beside], narrow, buffers) = match head_dim {
+            ..=64 => (128, [8, 8], 4, 2),
+            65..=96 => (128, [6, 6], 2, 2),
+            97..=128 => (128, [5, 4], 2, 2),
+            _ => (64, [5, 4], 2, 1),
         };
         let (threads, tiles, narrow) = match element {
             GpuKvElement::Bf16 => (384, alone, 0),
-            GpuKvElement::Fp8 => (512, beside, halves * keys / 2 * head_dim),
+            GpuKvElement::Fp8 => (512, beside, narrow * keys * head_dim),
         };
         let padding = if head_dim.is_multiple_of(64) { 0 } else { 8 };
         let elements = tiles * keys * head_dim + buffers * rows * (head_dim + padding);
