@@ -17,10 +17,14 @@ pub enum ScenarioKind {
     Prefill,
     /// A chunk that fills the step and ends at the longest context, sampling with everything a client can ask for.
     LongPrefix,
-    /// As many rows as may run, one token each, all at the longest context.
+    /// As many rows as may run, one token each: as many of them at the longest context as the cache holds, the others short. All are
+    /// at the longest context where there is no [`Self::Mixed`].
     Decode,
     /// As many rows and as many tokens as a step may have: decodes at the longest context and new prompts, every row sampling
     /// with everything a client can ask for, and every token of the prompts with its log-probabilities.
+    ///
+    /// In a probe as many contexts are the longest as its cache holds: what a step allocates follows from the number of its rows and tokens
+    /// and from the longest context. That all are is the proof's concern, which is also how long a step takes that shares one prefix.
     Mixed,
     /// The log-probabilities of as many prompt tokens as a step may have, where there is no [`Self::Mixed`].
     PromptLogprobs,
@@ -92,22 +96,26 @@ pub fn scenarios(
     kv: KvConfig,
     pooling: Option<Pooling>,
 ) -> (Vec<Scenario>, Vec<LeftOut>) {
-    let shapes = Shapes {
-        limits: *limits,
-        kv,
+    Shapes {
         vocab_size,
-        pooling,
-        apart: false,
-    };
-    let (reached, left_out) = shapes.reached();
-    let scenarios = reached
-        .into_iter()
-        .enumerate()
-        .map(|(step, (kind, rows))| Scenario {
-            kind,
-            plan: shapes.plan(step as u64, &rows, kind),
-        });
-    (scenarios.collect(), left_out)
+        ..Shapes::new(limits, kv, pooling)
+    }
+    .scenarios()
+}
+
+/// The same steps as a probe runs them, which measures what they take: see [`ScenarioKind::Mixed`].
+pub fn probe_scenarios(
+    limits: &StepLimits,
+    vocab_size: usize,
+    kv: KvConfig,
+    pooling: Option<Pooling>,
+) -> (Vec<Scenario>, Vec<LeftOut>) {
+    Shapes {
+        vocab_size,
+        contexts: Contexts::Held,
+        ..Shapes::new(limits, kv, pooling)
+    }
+    .scenarios()
 }
 
 /// A step of this shape, to see how long it takes: greedy sampling, contexts that share no pages while these last.
@@ -118,11 +126,9 @@ pub(crate) fn timed_step(
     shape: TimedShape,
 ) -> StepPlan {
     let shapes = Shapes {
-        limits: *limits,
-        kv,
         vocab_size,
-        pooling: None,
         apart: true,
+        ..Shapes::new(limits, kv, None)
     };
     shapes.plan(0, &shape.lines(limits.max_model_len), ScenarioKind::Decode)
 }
@@ -191,14 +197,7 @@ pub fn scenario_shapes(
     kv: KvConfig,
     pooling: Option<Pooling>,
 ) -> (Vec<ScenarioShape>, Vec<LeftOut>) {
-    let shapes = Shapes {
-        limits: *limits,
-        kv,
-        vocab_size: 0,
-        pooling,
-        apart: false,
-    };
-    let (reached, left_out) = shapes.reached();
+    let (reached, left_out) = Shapes::new(limits, kv, pooling).reached();
     let sizes = reached.into_iter().map(|(kind, rows)| ScenarioShape {
         kind,
         rows: rows.len(),
@@ -215,6 +214,17 @@ struct Shapes {
     pooling: Option<Pooling>,
     /// Contexts share no pages, as far as there are enough.
     apart: bool,
+    /// Of the decodes of [`ScenarioKind::Mixed`].
+    contexts: Contexts,
+}
+
+/// How many rows of one token are at the longest context. The others are short.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Contexts {
+    /// All, as of requests that share all they read.
+    All,
+    /// As many as the cache holds of requests that share nothing, but at least one.
+    Held,
 }
 
 /// Tokens `start..end` of one request.
@@ -231,6 +241,28 @@ impl Row {
 }
 
 impl Shapes {
+    /// Without a vocabulary: for sizes alone.
+    fn new(limits: &StepLimits, kv: KvConfig, pooling: Option<Pooling>) -> Self {
+        Self {
+            limits: *limits,
+            kv,
+            vocab_size: 0,
+            pooling,
+            apart: false,
+            contexts: Contexts::All,
+        }
+    }
+
+    fn scenarios(&self) -> (Vec<Scenario>, Vec<LeftOut>) {
+        let (reached, left_out) = self.reached();
+        let reached = reached.into_iter().enumerate();
+        let scenarios = reached.map(|(step, (kind, rows))| Scenario {
+            kind,
+            plan: self.plan(step as u64, &rows, kind),
+        });
+        (scenarios.collect(), left_out)
+    }
+
     /// Blocks that every group can have at once.
     fn blocks(&self) -> usize {
         self.kv.num_pages / self.kv.groups.pages_per_block()
@@ -276,10 +308,6 @@ impl Shapes {
             max_num_seqs: seqs,
             max_model_len: context,
         } = self.limits;
-        let last = || Row {
-            start: context - 1,
-            end: context,
-        };
         match kind {
             ScenarioKind::PromptLogprobs | ScenarioKind::SampleSort | ScenarioKind::SampleTopK
                 if self.pooling.is_some() =>
@@ -313,11 +341,35 @@ impl Shapes {
                 Err("the step `mixed` includes it".into())
             }
             ScenarioKind::Mixed | ScenarioKind::PromptLogprobs => Ok(self.mixed_rows()),
+            ScenarioKind::Decode if self.rows(ScenarioKind::Mixed).is_ok() => {
+                Ok(self.one_token_rows(Contexts::Held).collect())
+            }
             ScenarioKind::Decode | ScenarioKind::SampleSort => {
-                Ok((0..self.max_rows()).map(|_| last()).collect())
+                Ok(self.one_token_rows(Contexts::All).collect())
             }
             ScenarioKind::SampleTopK => Ok((0..self.max_rows()).map(|_| Row { start: 0, end: 1 }).collect()),
         }
+    }
+
+    /// As many rows as there may be, which generate; those at the longest context come first.
+    fn one_token_rows(&self, contexts: Contexts) -> impl Iterator<Item = Row> {
+        let (rows, context) = (self.max_rows(), self.limits.max_model_len);
+        let held = self.blocks() / self.kv.block_size.blocks_for(context);
+        let longest = match contexts {
+            Contexts::All => rows,
+            Contexts::Held => held.max(1),
+        };
+        (0..rows).map(move |index| {
+            let start = if index < longest {
+                context - 1
+            } else {
+                1.min(context - 1)
+            };
+            Row {
+                start,
+                end: start + 1,
+            }
+        })
     }
 
     /// As many rows as there may be; all but the last ones decode, the last ones are prompts that share the rest of the tokens.
@@ -334,20 +386,17 @@ impl Shapes {
         // Beyond the one token and the one block that each row has.
         let mut tokens_left = max_num_batched_tokens - rows;
         let mut blocks_left = self.blocks() - rows;
-        let mut plan = Vec::with_capacity(rows);
-        for _ in 0..rows {
+        let mut plan: Vec<Row> = self.one_token_rows(self.contexts).collect();
+        for row in plan.iter_mut().rev() {
             let len = (1 + tokens_left)
                 .min(max_model_len)
                 .min((1 + blocks_left) * block);
             tokens_left -= len - 1;
             blocks_left -= (len - 1) / block;
-            let start = if len > 1 { 0 } else { max_model_len - 1 };
-            plan.push(Row {
-                start,
-                end: start + len,
-            });
+            if len > 1 {
+                *row = Row { start: 0, end: len };
+            }
         }
-        plan.reverse();
         plan
     }
 

@@ -8,7 +8,7 @@ use plimsoll_core::{
 };
 
 use crate::profiler::Profiler;
-use crate::scenario::{LeftOut, Scenario, ScenarioKind, scenarios};
+use crate::scenario::{LeftOut, Scenario, ScenarioKind, probe_scenarios, scenarios};
 use crate::{
     Attempt, DiscardReason, DiscardedPlan, Outcome, Phase, ProfileError, ProfileSpec, RankLost,
     ScenarioProgress, ScenarioResult, Target, Verdict,
@@ -221,7 +221,11 @@ impl<T: Target> Profiler<'_, T> {
         state: &mut T::State,
         passed: &mut Vec<ScenarioResult>,
     ) -> Result<Stress, Stop> {
-        let (scenarios, left_out) = scenarios(&spec.limits, spec.vocab_size, kv, spec.pooling);
+        let worst_steps = match phase {
+            Phase::Validate => scenarios,
+            _ => probe_scenarios,
+        };
+        let (scenarios, left_out) = worst_steps(&spec.limits, spec.vocab_size, kv, spec.pooling);
         let of = scenarios.len();
         let mut scratch_bytes = 0;
         for (done, Scenario { kind, plan }) in scenarios.into_iter().enumerate() {

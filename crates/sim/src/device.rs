@@ -79,6 +79,8 @@ pub struct StepMemory {
     pub prompt: u64,
     /// Per row of one token that samples greedily: a fast path with buffers of its own.
     pub greedy: u64,
+    /// Per position of the longest context of a row of one token: partial results of attention to it.
+    pub context: u64,
 }
 
 impl StepMemory {
@@ -101,6 +103,8 @@ impl StepMemory {
         };
         let greedy =
             |run: &Run| run.input.len() == 1 && run.sample.as_ref().is_some_and(|s| s.params.is_greedy());
+        let context = plan.runs.iter().filter(|run| run.input.len() == 1);
+        let context = context.map(Run::end).max().unwrap_or(0);
         let looks_back = |run: &Run| {
             if run.input.len() > 1 && run.start > 0 {
                 (run.input.len() * run.end() / 64) as u64
@@ -114,6 +118,7 @@ impl StepMemory {
             + self.sort * sum(&|run| u64::from(sorts(run)))
             + self.top_k * sum(&|run| u64::from(keeps(run)))
             + self.greedy * sum(&|run| u64::from(greedy(run)))
+            + self.context * context as u64
             + self.longest * longest(&|_| true)
             + self.prefix * sum(&looks_back)
             + self.prompt * longest(&|run| run.start == 0)

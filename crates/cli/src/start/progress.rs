@@ -129,9 +129,10 @@ impl StartProgress {
         }
     }
 
-    /// What the validation is expected to take: its steps, as they were measured.
+    /// What the validation is expected to take at least: the steps of a probe, as they were measured.
     pub(crate) fn expect_validation(&self, seconds: f64) {
-        self.lock().seconds[StartPhase::Validate as usize] = Some(seconds);
+        let expected = &mut self.lock().seconds[StartPhase::Validate as usize];
+        *expected = Some(expected.map_or(seconds, |earlier| earlier.max(seconds)));
     }
 
     /// What phases took, for the next start of the same model.

@@ -109,6 +109,34 @@ fn every_worst_case_is_in() {
     }
 }
 
+/// A probe has no room for more, and `decode` need not repeat what `mixed` does.
+#[test]
+fn as_many_contexts_are_the_longest_as_the_cache_holds() {
+    let (long, short) = ((2047, 2048), (1, 2));
+    for (blocks, held) in [(900, 7), (300, 2), (128, 1), (100, 1)] {
+        let (limits, kv) = (limits(512, 8, 2048), kv(blocks));
+        let of = |rows: usize| (0..rows).map(move |row| if row < held { long } else { short });
+        let (proof, _) = scenarios(&limits, 1000, kv, None);
+        let (probe, _) = probe_scenarios(&limits, 1000, kv, None);
+        for all in [&proof, &probe] {
+            let decode = shapes(all, ScenarioKind::Decode);
+            assert!(decode.into_iter().eq(of(8)), "{blocks}");
+            assert_eq!(shapes(all, ScenarioKind::LongPrefix), [(1536, 2048)]);
+        }
+        let [proved, probed] = [&proof, &probe].map(|all| {
+            let mut rows = shapes(all, ScenarioKind::Mixed);
+            assert_eq!(rows.pop(), Some((0, 505)));
+            rows
+        });
+        assert_eq!(proved, [long; 7]);
+        assert!(probed.into_iter().eq(of(7)), "{blocks}");
+    }
+    // Without `mixed` there is nothing else that has all of them.
+    let (alone, _) = probe_scenarios(&limits(8, 8, 2048), 1000, kv(300), None);
+    assert_eq!(shapes(&alone, ScenarioKind::Decode), [long; 8]);
+    assert_eq!(shapes(&alone, ScenarioKind::SampleSort), [long; 8]);
+}
+
 #[test]
 fn the_worst_step_scores_every_prompt_token_it_has() {
     let scored = |kind, batched, seqs| {
@@ -208,8 +236,12 @@ fn plans_are_legal_under_any_limits() {
         spec.groups = CacheLayout::new(&layers, 1000).unwrap().groups;
         let probe = spec.probe_kv();
         let final_size = spec.kv(spec.request_pages() + up_to(200) - 1);
-        for kv in [probe, final_size] {
-            let (all, left_out) = scenarios(&limits, vocab, kv, None);
+        for (kv, worst_steps) in [
+            (probe, probe_scenarios as fn(&_, _, _, _) -> _),
+            (probe, scenarios),
+            (final_size, scenarios),
+        ] {
+            let (all, left_out): (Vec<Scenario>, Vec<LeftOut>) = worst_steps(&limits, vocab, kv, None);
             let (sizes, left_out_sizes) = scenario_shapes(&limits, kv, None);
             assert_eq!(
                 (sizes.len(), left_out_sizes),

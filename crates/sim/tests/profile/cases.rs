@@ -187,6 +187,7 @@ fn random_step(rng: &mut StdRng) -> StepMemory {
         prefix: term(200),
         prompt: term(20 << 10),
         greedy: term(200 << 10),
+        context: term(20 << 10),
     }
 }
 

@@ -37,6 +37,30 @@ fn the_size_is_the_formulas() {
     assert_eq!(device.meters().reserved, 320 * MIB);
 }
 
+/// What attention to one long context takes is found by the probe, although not all of its contexts are long.
+#[test]
+fn the_longest_context_is_measured_before_it_is_proved() {
+    let context = 100 << 10;
+    let device = DeviceModel {
+        step: StepMemory {
+            context,
+            ..step_memory()
+        },
+        ..model()
+    };
+    for limits in [
+        limits(512, 16, 2048),
+        limits(512, 200, 2048),
+        limits(16, 16, 2048),
+    ] {
+        let spec = ProfileSpec { limits, ..spec() };
+        let proved = run(device.clone(), &spec).unwrap();
+        let report = proved.report();
+        assert_eq!(report.attempts.len(), 1, "{limits:?}");
+        assert!(report.scratch_bytes >= 2048 * context, "{limits:?}");
+    }
+}
+
 #[test]
 fn there_is_one_line_a_phase() {
     let mut lines = Lines::default();
