@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::time::Instant;
 
 use indicatif::{HumanCount, ProgressBar, ProgressStyle};
-use plimsoll_profiler::{BuildProgress, Observer, Phase, PhaseRecord, ScenarioProgress};
+use plimsoll_profiler::{BuildProgress, Observer, Phase, PhaseRecord, ScenarioProgress, StepRecord};
 use plimsoll_server::StartPhase;
 
 use crate::bytes::Bytes;
@@ -227,6 +227,10 @@ impl Observer for ProfileProgress {
             _ => start.enter(StartPhase::Probe),
         }
         start.steps(done, of, &scenario.to_string());
+    }
+
+    fn passed(&mut self, step: &StepRecord) {
+        tracing::debug!("{step}");
     }
 }
 

@@ -52,7 +52,7 @@ pub use diagnostic::{Cause, Diagnostic, Knob};
 pub use error::ProfileError;
 pub use groups::{GroupReport, StatesReport};
 pub use loading::Loading;
-pub use observer::{Observer, Phase, PhaseRecord, ScenarioProgress};
+pub use observer::{Observer, Phase, PhaseRecord, ScenarioProgress, StepRecord};
 pub use phases::{profile, profile_rank};
 pub use plan::{DRIFT_WARNING, DiscardReason, DiscardedPlan, Plan, Probed};
 pub use prediction::{ArenaUse, Compared, Footprint, PredictedScenario, Prediction, predict, state_slots};

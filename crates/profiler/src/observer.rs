@@ -89,6 +89,40 @@ pub struct ScenarioProgress {
     pub of: usize,
 }
 
+/// A worst step that ran; its `Display` is the log line `auto-profile phase=... step=... key=value ...`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepRecord {
+    /// Probe or validate.
+    pub phase: Phase,
+    /// Which worst case.
+    pub scenario: ScenarioKind,
+    /// Rows in the step.
+    pub rows: usize,
+    /// Tokens in the step.
+    pub tokens: usize,
+    /// Seconds until it was launched, and its masks were there if it has some: the host's part.
+    pub launched: f64,
+    /// Its time in all.
+    pub seconds: f64,
+}
+
+impl fmt::Display for StepRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            phase,
+            scenario,
+            rows,
+            tokens,
+            launched,
+            seconds,
+        } = self;
+        write!(
+            f,
+            "auto-profile phase={phase} step={scenario} rows={rows} tokens={tokens} launched={launched:.3} seconds={seconds:.3}"
+        )
+    }
+}
+
 /// Is notified of what the profile does.
 pub trait Observer {
     /// A phase ended.
@@ -102,6 +136,9 @@ pub trait Observer {
 
     /// A worst step starts.
     fn progress(&mut self, _progress: ScenarioProgress) {}
+
+    /// A worst step ran.
+    fn passed(&mut self, _step: &StepRecord) {}
 }
 
 /// Ignores everything.

@@ -11,7 +11,7 @@ use crate::profiler::Profiler;
 use crate::scenario::{LeftOut, Scenario, ScenarioKind, probe_scenarios, scenarios};
 use crate::{
     Attempt, DiscardReason, DiscardedPlan, Outcome, Phase, ProfileError, ProfileSpec, RankLost,
-    ScenarioProgress, ScenarioResult, Target, Verdict,
+    ScenarioProgress, ScenarioResult, StepRecord, Target, Verdict,
 };
 
 /// Why a phase has no result.
@@ -242,6 +242,7 @@ impl<T: Target> Profiler<'_, T> {
                 true => state.sample(&mut allow_all),
                 false => Ok(()),
             });
+            let until_launched = started.elapsed().as_secs_f64();
             self.agree(phase, Some(kind), launched.map_err(stop))?;
             let finished = state.finish().and_then(|output| check_pooled(&plan, &output));
             let finished = finished.map_err(stop);
@@ -249,10 +250,19 @@ impl<T: Target> Profiler<'_, T> {
             let seconds = started.elapsed().as_secs_f64();
             let scratch = self.target.take_scratch_high_water(state);
             scratch_bytes = scratch.max(scratch_bytes);
+            let (rows, tokens) = (plan.runs.len(), plan.num_tokens());
+            self.observer.passed(&StepRecord {
+                phase,
+                scenario: kind,
+                rows,
+                tokens,
+                launched: until_launched,
+                seconds,
+            });
             passed.push(ScenarioResult {
                 kind,
-                rows: plan.runs.len(),
-                tokens: plan.num_tokens(),
+                rows,
+                tokens,
                 seconds,
                 scratch_bytes: scratch,
                 peak_reserved: self.target.meters().reserved_high,
