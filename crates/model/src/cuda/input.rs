@@ -208,10 +208,12 @@ impl StepInputs {
     /// Sends what a later part of the sampling refers to, in place of the part before, and waits for that first.
     pub(super) fn send_part(&mut self, gpu: &Gpu, input: &StepInput, part: usize) -> Result<(), GpuError> {
         gpu.synchronize()?;
-        self.write_lists(input.slot, &input.sample_parts[part].1, input);
-        // SAFETY: the copy is waited for.
-        unsafe { self.staging.send(input.slot, input.bytes)? };
-        gpu.synchronize()
+        let lists = &input.sample_parts[part].1;
+        self.write_lists(input.slot, lists, input);
+        // One after the other: see `layout`.
+        let sent = input.history.start()..input.biases.front(lists.biases.len()).end();
+        // SAFETY: the next part waits for the copy, and so does whoever packs the slot again.
+        unsafe { self.staging.send_range(input.slot, sent) }
     }
 
     fn write_lists(&mut self, slot: usize, lists: &SampleLists, input: &StepInput) {

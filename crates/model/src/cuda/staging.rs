@@ -42,6 +42,11 @@ impl<T: Pod> Section<T> {
         }
     }
 
+    /// Its first byte.
+    pub(crate) fn start(&self) -> usize {
+        self.range().start
+    }
+
     /// Behind its last byte.
     pub(crate) fn end(&self) -> usize {
         self.range().end
@@ -155,8 +160,17 @@ impl Staging {
     /// # Safety
     /// The host's side of `slot` must not be written until the copy is done.
     pub(crate) unsafe fn send(&self, slot: usize, bytes: usize) -> Result<(), GpuError> {
-        let to = self.device.slice::<u8>().range(0..bytes);
+        // SAFETY: the caller's promise.
+        unsafe { self.send_range(slot, 0..bytes) }
+    }
+
+    /// Starts to send these bytes of step `slot`.
+    ///
+    /// # Safety
+    /// As [`Self::send`].
+    pub(crate) unsafe fn send_range(&self, slot: usize, bytes: Range<usize>) -> Result<(), GpuError> {
+        let to = self.device.slice::<u8>().range(bytes.clone());
         // SAFETY: the caller's promise; the memory lives as long as `self`, whose drop waits for the stream.
-        unsafe { self.gpu.upload_async(&self.host[slot], 0, to) }
+        unsafe { self.gpu.upload_async(&self.host[slot], bytes.start, to) }
     }
 }
