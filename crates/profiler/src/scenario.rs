@@ -528,9 +528,14 @@ impl Shapes {
     /// Tokens of row `index` that differ as long as the vocabulary lasts: the most work for whatever counts them. Different rows have
     /// different tokens at the same position, as equal ones would choose the same few experts.
     fn tokens(&self, index: usize, positions: std::ops::Range<usize>) -> Vec<TokenId> {
-        positions
-            .map(|position| ((position + index * TOKENS_APART) % self.vocab_size) as TokenId)
-            .collect()
+        let mut next = (positions.start + index * TOKENS_APART) % self.vocab_size;
+        let mut tokens = Vec::with_capacity(positions.len());
+        while tokens.len() < positions.len() {
+            let end = self.vocab_size.min(next + positions.len() - tokens.len());
+            tokens.extend((next..end).map(|token| token as TokenId));
+            next = 0;
+        }
+        tokens
     }
 }
 
