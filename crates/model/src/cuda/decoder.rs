@@ -20,6 +20,7 @@ use plimsoll_kernels::cuda::{
 use super::encoder::{EncoderState, Products};
 use super::experts::Experts;
 use super::input::{StepInput, StepInputs};
+use super::laps::Laps;
 use super::link::RankLink;
 use super::loads::Loads;
 use super::masks::Masks;
@@ -143,6 +144,7 @@ impl Decoder {
         fused: FusedKernels,
         link: Option<RankLink>,
     ) -> Result<Self, ModelError> {
+        let mut laps = Laps::begin();
         let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
         let layers = &weights.decoder.layers;
         let mut kinds: Vec<usize> = Vec::new();
@@ -184,7 +186,9 @@ impl Decoder {
                 .transpose()?,
             weights,
         };
+        laps.end("other kernels and cuBLASLt");
         decoder.measure_linears()?;
+        laps.end("measurement of linear layers");
         Ok(decoder)
     }
 

@@ -17,6 +17,7 @@ mod footprint;
 mod formats;
 mod graphs;
 mod input;
+mod laps;
 mod link;
 mod loads;
 mod masks;
@@ -51,6 +52,7 @@ use decoder::Decoder;
 use encoder::Encoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
 use graphs::WarmedUp;
+use laps::Laps;
 use link::Abandon;
 pub use link::RankLink;
 use planners::{Planners, planners, planners_on};
@@ -145,7 +147,9 @@ impl GpuModel {
         let images = description.about.config().encoder.as_ref();
         images.map_or(Ok(()), encoder::check)?;
         description.about.log_what_is_left_out();
+        let mut laps = Laps::begin();
         let fused = FusedKernels::load(gpu)?;
+        laps.end("first kernels");
         let weights = GpuWeights::load(&description, spec, &options, kv_element, gpu, &fused, progress)?;
         link.as_ref().map_or(Ok(()), RankLink::agree_to_load)?;
         let decoder = Decoder::new(gpu, weights, fused, link)?;
@@ -192,6 +196,7 @@ impl GpuModel {
         guard: &mut Abandon<'_>,
     ) -> Result<GpuRunner, BuildError> {
         let failed = |error| BuildError::from(self.failed(error));
+        let mut laps = Laps::begin();
         if let Some(link) = self.link() {
             link.renew(|| self.gpu().synchronize().map_err(|error| failed(error.into())))?;
         }
@@ -200,6 +205,7 @@ impl GpuModel {
             return Ok(runner);
         }
         runner.reserve_for_graphs().map_err(failed)?;
+        laps.end("memory of a state");
         self.link().map_or(Ok(()), RankLink::agree_to_build)?;
         let shape = (config.kv.block_size, limits.max_num_seqs);
         if !self.warmed_up.is_for(shape) {
@@ -214,8 +220,10 @@ impl GpuModel {
             }
             // Behind the agreement, so that all ranks skip it for the same states.
             self.warmed_up.set(shape);
+            laps.end("first decode steps");
         }
         runner.capture_graphs(graphs).map_err(failed)?;
+        laps.end("CUDA graphs");
         Ok(runner)
     }
 

@@ -17,6 +17,7 @@ use plimsoll_kernels::cuda::{
     Int4Kernels, MoeKernels, PairAxes, rope_frequencies,
 };
 
+use super::laps::Laps;
 use crate::blocks::{self, Matrix, Stack, Vector, Visitor};
 use crate::model::Description;
 use crate::quantization::Fp8Scales;
@@ -124,7 +125,9 @@ impl GpuWeights {
         tensors.finish()?;
         log_narrowed(&jobs);
 
+        let mut laps = Laps::begin();
         let slab = Arc::new(gpu.alloc(Component::Weights, layout.bytes)?);
+        laps.end("memory of weights");
         let mut views = Views {
             places: Places::default(),
             slab: &slab,
@@ -164,6 +167,7 @@ impl GpuWeights {
         if let LoadFormat::Dummy { seed } = format {
             fill_matrices(&layout.parts, spec.shard.rank, &slab, gpu, kernels, seed)?;
             gpu.synchronize()?;
+            laps.end("random matrices");
         }
         upload_orders(&layout.parts, &jobs, &slab, gpu)?;
         let stored = jobs.iter().map(|job| job.stored_bytes(job.part().rows()) as u64);
@@ -176,6 +180,7 @@ impl GpuWeights {
             done.done += bytes as u64;
             progress(done);
         })?;
+        laps.end("stored weights");
         Ok(Self {
             spec,
             decoder,
