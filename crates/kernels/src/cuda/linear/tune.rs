@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 
 use half::bf16;
-use plimsoll_device::cuda::{Event, Gpu, GpuError, GpuSlice};
+use plimsoll_device::cuda::{Event, Gpu, GpuError, GpuSlice, Graph};
 
 use super::cublas_lt::{Operands, Shape};
 use super::{Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products};
@@ -26,10 +26,10 @@ const ACTIVATED_BYTES: f32 = 2e6;
 const MANY_ROWS: usize = 512;
 /// Up to so many rows, weights in few bits may be streamed again for each part of them: in bf16 they would be written and read.
 const MOST_STREAMED_ROWS: usize = 64;
-/// Of a measurement; the least counts.
-const REPEATS: usize = 3;
-/// A way whose better time of two exceeds the fastest so far by this factor is not timed a third time.
-const HOPELESS: f32 = 1.1;
+/// Of a measurement, beyond the first; the least counts.
+const MORE_REPEATS: usize = 2;
+/// A way whose first time exceeds the fastest so far by this factor is not timed again.
+const HOPELESS: f32 = 1.2;
 /// Candidates.
 const MOST_CUTS: usize = 12;
 const MOST_ALGORITHMS: usize = 3;
@@ -244,38 +244,67 @@ impl Linears {
 #[derive(Debug)]
 pub(super) struct Timer {
     gpu: Gpu,
-    start: Event,
-    end: Event,
+    /// Before and behind each run of a graph.
+    marks: [Event; 1 + MORE_REPEATS],
+}
+
+/// Calls to be timed, in a graph.
+#[derive(Debug)]
+pub(super) struct Recorded {
+    graph: Graph,
+    calls: usize,
 }
 
 impl Timer {
     pub(super) fn new(gpu: &Gpu) -> Result<Self, GpuError> {
         Ok(Self {
             gpu: gpu.clone(),
-            start: gpu.event()?,
-            end: gpu.event()?,
+            marks: [gpu.event()?, gpu.event()?, gpu.event()?],
         })
     }
 
-    /// Microseconds of each of so many calls, in a graph; `fastest` is the time of the fastest way so far.
-    pub(super) fn time(
+    /// So many calls, in a graph. It may be made while another runs.
+    pub(super) fn record(
         &self,
         calls: usize,
-        fastest: f32,
-        mut launch: impl FnMut(usize) -> Result<(), GpuError>,
-    ) -> Result<f32, GpuError> {
-        let graph = self.gpu.capture(|| (0..calls).try_for_each(&mut launch))?;
-        graph.launch()?;
+        launch: impl FnMut(usize) -> Result<(), GpuError>,
+    ) -> Result<Recorded, GpuError> {
+        let graph = self.gpu.capture(|| (0..calls).try_for_each(launch))?;
+        Ok(Recorded { graph, calls })
+    }
+
+    /// Starts a run that loads what is needed, and one that counts.
+    pub(super) fn start(&self, recorded: &Recorded) -> Result<(), GpuError> {
+        recorded.graph.launch()?;
+        self.run(recorded, 1)
+    }
+
+    /// Waits for what was started last, and runs it again unless it is hopeless: `fastest` is the time of the fastest way so far. Returns the
+    /// microseconds of each call.
+    pub(super) fn finish(&self, recorded: &Recorded, fastest: f32) -> Result<f32, GpuError> {
+        let first = self.least(recorded, 1)?;
+        if first > HOPELESS * fastest {
+            return Ok(first);
+        }
+        self.run(recorded, MORE_REPEATS)?;
+        Ok(first.min(self.least(recorded, MORE_REPEATS)?))
+    }
+
+    fn run(&self, recorded: &Recorded, times: usize) -> Result<(), GpuError> {
+        self.marks[0].record()?;
+        self.marks[1..=times].iter().try_for_each(|end| {
+            recorded.graph.launch()?;
+            end.record()
+        })
+    }
+
+    /// The shortest of so many runs, in microseconds for each call.
+    fn least(&self, recorded: &Recorded, times: usize) -> Result<f32, GpuError> {
+        let marks = &self.marks[..=times];
+        marks[times].synchronize()?;
         let mut least = f32::INFINITY;
-        for repeat in 0..REPEATS {
-            self.start.record()?;
-            graph.launch()?;
-            self.end.record()?;
-            self.end.synchronize()?;
-            least = least.min(self.start.elapsed_ms(&self.end)? * 1e3 / calls as f32);
-            if repeat > 0 && least > HOPELESS * fastest {
-                break;
-            }
+        for (start, end) in marks.iter().zip(&marks[1..]) {
+            least = least.min(start.elapsed_ms(end)? * 1e3 / recorded.calls as f32);
         }
         Ok(least)
     }
@@ -325,7 +354,10 @@ impl Clock<'_> {
         };
         let apart = match rows > PAUSED_ROWS && rows <= MANY_ROWS && plain.shape.scaling().is_none() {
             true => {
-                let paused = self.time(one, &plain, choice, f32::INFINITY, true);
+                let paused = self.record(one, &plain, choice, true).and_then(|paused| {
+                    self.timer.start(&paused)?;
+                    self.timer.finish(&paused, f32::INFINITY)
+                });
                 let mut ways = [TimedWay {
                     way: choice.number(),
                     us: paused.unwrap_or(f32::INFINITY),
@@ -402,11 +434,23 @@ impl Clock<'_> {
         }
         let mut failure = GpuError::NoCommonWay;
         let mut fastest = f32::INFINITY;
-        let times = candidates.iter().map(|&choice| {
-            // In a step small kernels lie between products, and products that start early load weights meanwhile. A product that
-            // applies the activation is followed directly by the next product.
-            let is_paused = shape.m <= PAUSED_ROWS && key.output.stacked() == 1;
-            let time = self.time(one, key, choice, fastest, is_paused);
+        // In a step small kernels lie between products, and products that start early load weights meanwhile. A product that
+        // applies the activation is followed directly by the next product.
+        let is_paused = shape.m <= PAUSED_ROWS && key.output.stacked() == 1;
+        let record = |choice: &Choice| self.record(one, key, *choice, is_paused);
+        let mut next = candidates.first().map(record);
+        let mut last = None;
+        let times = candidates.iter().enumerate().map(|(index, choice)| {
+            let recorded = next.take().expect("recorded ahead");
+            let started = recorded.and_then(|recorded| self.timer.start(&recorded).map(|()| recorded));
+            // While the GPU computes, the host cleans up and prepares.
+            last = None;
+            next = candidates.get(index + 1).map(record);
+            let time = started.and_then(|started| {
+                let time = self.timer.finish(&started, fastest);
+                last = Some(started);
+                time
+            });
             let us = time.unwrap_or_else(|error| {
                 failure = error;
                 f32::INFINITY
@@ -427,22 +471,20 @@ impl Clock<'_> {
         Ok(best.map(|(choice, time)| (choice, time.us)).ok_or(failure))
     }
 
-    /// Microseconds of one product, among others like it in a graph, and perhaps of a pause after each; `fastest` is the time of the
-    /// fastest way so far.
-    fn time(
+    /// Products like this one, perhaps with a pause after each.
+    fn record(
         &self,
         one: &LinearUse<'_>,
         key: &Key,
         choice: Choice,
-        fastest: f32,
         is_paused: bool,
-    ) -> Result<f32, GpuError> {
+    ) -> Result<Recorded, GpuError> {
         let m = key.shape.m;
         let calls = match m < MANY_ROWS {
             true => (BYTES / (key.output.stacked() * key.shape.weight_bytes())).clamp(2, MOST_CALLS),
             false => 1,
         };
-        self.timer.time(calls, fastest, |call| {
+        self.timer.record(calls, |call| {
             let layer = one.layers[call % one.layers.len()];
             let operands = Operands {
                 x: self.scratch.x.ptr(),
