@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use plimsoll_device::cuda::{self, Gpu, GpuError, GpuLimit, GpuOptions, Holder};
 use plimsoll_device::{Budget, Machine, capacity};
 use plimsoll_kernels::Exchange;
+use plimsoll_kernels::cuda::open_libraries;
 
 use super::gpu::holders;
 use super::{
@@ -139,6 +140,9 @@ pub fn open(
         return Ok((Arc::new(simulated(settings)?), DeviceLock::none()));
     };
     let numbers = numbers(settings)?;
+    if settings.device != DeviceChoice::Cpu {
+        open_libraries();
+    }
     // What keeps a GPU from having a name keeps it from being opened too, which says so.
     let uuids = numbers.iter().map(|&ordinal| cuda::uuid(ordinal));
     let gpu_lock = match uuids.collect::<Result<Vec<_>, _>>() {

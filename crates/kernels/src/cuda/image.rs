@@ -1,3 +1,5 @@
+use std::thread::Builder;
+
 use plimsoll_device::cuda::{Gpu, GpuError, Module};
 
 // `static IMAGES: &[(&str, &[u8])]`: name and fatbin of each file of `kernels/`; empty without the feature `cuda`.
@@ -13,6 +15,15 @@ pub fn has_images() -> bool {
 /// code for `90a`, and not in that for `compute_90`, which newer GPUs can run too.
 pub fn has_hopper_kernels(gpu: &Gpu) -> bool {
     HOPPER && gpu.info().compute_capability == (9, 0)
+}
+
+/// Begins to open cuBLAS, which takes a while, beside the GPU; [`check`] waits for it.
+pub fn open_libraries() {
+    if has_images() {
+        let open = Builder::new().name("open-cublas".to_owned());
+        // Whoever needs it hears of a failure, and opens it where there is no thread for it.
+        let _ = open.spawn(|| drop(super::linear::find_cublas()));
+    }
 }
 
 /// Whether this binary can compute on `gpu`: it carries GPU code for it, and cuBLAS is on this machine.

@@ -35,7 +35,7 @@ pub use fused::{
     FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, PairAxes,
     rope_frequencies,
 };
-pub use image::{check, has_hopper_kernels, has_images, load};
+pub use image::{check, has_hopper_kernels, has_images, load, open_libraries};
 pub use kv::{GpuKv, GpuKvElement};
 pub use linear::{
     ChainUse, EXPERT_WINDOW, FP8_BLOCK, FP8_CAPABILITY, Fp8Scaling, GgufKernels, GpuChain, GpuChainEnd,

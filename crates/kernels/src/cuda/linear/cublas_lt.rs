@@ -6,10 +6,11 @@
 use std::ffi::c_void;
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cudarc::cublas::sys::cublasOperation_t;
 use cudarc::cublaslt::sys;
+use libloading::Library;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 
 use super::{Fp8Scaling, GpuValues};
@@ -153,12 +154,19 @@ unsafe impl Send for CublasLt {}
 // SAFETY: by several at a time, too.
 unsafe impl Sync for CublasLt {}
 
-/// Whether the library is on this machine.
+/// Whether the library is on this machine. It stays open: to open it takes a tenth of a second (on a machine with an H200), and as long
+/// each time after nobody had it open.
 pub(in crate::cuda) fn find() -> Result<(), GpuError> {
-    // SAFETY: it opens the library and calls nothing.
-    match unsafe { sys::is_culib_present() } {
-        true => Ok(()),
-        false => Err(GpuError::NoLibrary {
+    static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
+    let library = LIBRARY.get_or_init(|| {
+        let names = cudarc::get_lib_name_candidates("cublasLt");
+        // SAFETY: what it does when it is opened is meant for any program, and it is never closed.
+        let mut opened = names.iter().map(|name| unsafe { Library::new(name) });
+        opened.find_map(Result::ok)
+    });
+    match library {
+        Some(_) => Ok(()),
+        None => Err(GpuError::NoLibrary {
             library: "libcublasLt.so.13".to_owned(),
         }),
     }
