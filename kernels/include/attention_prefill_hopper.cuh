@@ -289,16 +289,18 @@ struct HopperPrefill {
             uint2 x[kSteps];
 #pragma unroll
             for (int i = 0; i < kSteps; ++i) x[i] = *reinterpret_cast<const uint2*>(parts[m % M] + (i * kWarpGroup + thread) * 8);
-            __syncwarp();
-            copied.release(m);
             bf16* const to = tiles[n % N] + part * kPart;
 #pragma unroll
             for (int i = 0; i < kSteps; ++i) {
                 const int row = (i * kWarpGroup + thread) / kChunks, chunk = (i * kWarpGroup + thread) % kChunks;
                 bf16* const panel = to + row / 8 * kEight + chunk / Panel::kChunks * kPanel;
                 const uint2 low = widen_fp8x4<Half>(x[i].x), high = widen_fp8x4<Half>(x[i].y);
-                *reinterpret_cast<uint4*>(Panel::at(panel, row % 8, chunk % Panel::kChunks)) = make_uint4(low.x, low.y, high.x, high.y);
+                // The compiler would split a plain store into four, whose words share banks.
+                store_shared16(shared_address(Panel::at(panel, row % 8, chunk % Panel::kChunks)), make_uint4(low.x, low.y, high.x, high.y));
             }
+            // Only after the stores: a load may still be under way when later instructions are issued, and the copy engine would overwrite what it reads.
+            __syncwarp();
+            copied.release(m);
         }
         places.publish(n);
     }
