@@ -146,17 +146,6 @@ pub(crate) fn map_file(path: &Path) -> Result<Mmap, ModelError> {
     Ok(bytes)
 }
 
-/// Begins to read a part of a mapped file that will be used soon. Threads that read a map side by side look like random reads, for which the
-/// kernel would bring page after page.
-#[cfg(any(feature = "cuda", test))]
-pub(crate) fn read_ahead(bytes: &[u8]) -> std::io::Result<()> {
-    let before = bytes.as_ptr().addr() % rustix::param::page_size();
-    let first = bytes.as_ptr().wrapping_byte_sub(before).cast_mut();
-    // SAFETY: the kernel changes no byte for this advice, whatever the pages are.
-    unsafe { rustix::mm::madvise(first.cast(), before + bytes.len(), rustix::mm::Advice::WillNeed)? };
-    Ok(())
-}
-
 /// A tensor's name and its place in a file of `file_len` bytes.
 fn locate(
     path: &Path,
@@ -209,29 +198,5 @@ fn check_apart(path: &Path, tensors: &BTreeMap<String, GgufTensor>) -> Result<()
             let message = format!("the tensors `{}` and `{}` overlap", pair[0].1, pair[1].1);
             Err(ModelError::corrupt(path, message))
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn any_part_of_a_map_can_be_read_ahead() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let stored: Vec<u8> = (0..40_000_u32).map(|at| at as u8).collect();
-        std::fs::write(file.path(), &stored).unwrap();
-        let map = map_file(file.path()).unwrap();
-        for part in [
-            0..40_000,
-            0..1,
-            4_095..4_097,
-            8_192..8_192,
-            39_999..40_000,
-            40_000..40_000,
-        ] {
-            read_ahead(&map[part]).unwrap();
-        }
-        assert_eq!(map[..], stored);
     }
 }

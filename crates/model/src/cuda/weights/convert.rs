@@ -12,7 +12,6 @@ use plimsoll_kernels::{E4M3_MAX, WeightType, e4m3_from_f32};
 use super::layout::{Element, Part, Stored};
 use crate::ModelError;
 use crate::blocks::{Among, Matrix, RowOrder};
-use crate::gguf::read_ahead;
 use crate::weights::{Beside, Checked, StoredMatrix, Tensor};
 use int4::input_order;
 pub(super) use int4::widen_int4;
@@ -106,19 +105,6 @@ impl<'a> Job<'a> {
         let of_row = self.tensor.bytes() / self.part.rows();
         let own = self.columns.clone().map(|columns| self.in_bytes(columns).len());
         own.unwrap_or(of_row) * rows
-    }
-
-    /// Begins to read what [`Self::write_rows`] will need for these rows of the part.
-    pub(super) fn read_ahead(&self, rows: Range<usize>) {
-        // As if rows lay in the part's order: in another, each is begun once as well.
-        let of_row = self.tensor.bytes() / self.part.rows();
-        let Some(own) = self.tensor.data.get(rows.start * of_row..rows.end * of_row) else {
-            return;
-        };
-        if let Err(error) = read_ahead(own) {
-            // Only slower: the pages come when they are touched.
-            tracing::debug!("reading {} ahead: {error}", self.name());
-        }
     }
 
     /// Where some elements of a row lie, which are whole blocks of its type.

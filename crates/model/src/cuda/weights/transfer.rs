@@ -56,12 +56,7 @@ pub(super) fn transfer(
         pieces: &pieces,
         next: &next,
         cancel,
-        threads,
     };
-    pieces
-        .iter()
-        .take(threads)
-        .for_each(|piece| work.read_ahead(piece));
     thread::scope(|scope| {
         let work = &work;
         let start = |_| {
@@ -86,15 +81,9 @@ struct Work<'a> {
     /// The first piece that nobody has taken.
     next: &'a AtomicUsize,
     cancel: &'a Cancel,
-    /// How many pieces ahead files are read.
-    threads: usize,
 }
 
 impl Work<'_> {
-    fn read_ahead(&self, piece: &Piece) {
-        self.jobs[piece.job].read_ahead(piece.rows.clone());
-    }
-
     /// Takes pieces until there are none.
     fn run(&self, advanced: &Sender<usize>) -> Result<(), ModelError> {
         self.upload(advanced).inspect_err(|_| {
@@ -113,16 +102,8 @@ impl Work<'_> {
         let mut uploader = Uploader::new(self.gpu, most)?;
         let memory = self.slab.slice::<u8>();
         let mut scales = Vec::new();
-        let take = || {
-            let at = self.next.fetch_add(1, Ordering::Relaxed);
-            Some((
-                self.pieces.get(at)?,
-                self.pieces.get(at.saturating_add(self.threads)),
-            ))
-        };
-        while let Some((piece, later)) = take() {
+        while let Some(piece) = self.pieces.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             self.cancel.check()?;
-            later.into_iter().for_each(|later| self.read_ahead(later));
             let job = &self.jobs[piece.job];
             let (elements, scales_at) = spans(piece);
             scales.clear();
