@@ -100,7 +100,7 @@ pub struct GpuResidual<'a> {
     pub delta: GpuSlice<'a, bf16>,
     /// Of the sum.
     pub norm: GpuNorm<'a>,
-    /// Takes the sum, rounded; not the memory of `hidden`.
+    /// Takes the sum, rounded; not the memory of `hidden` or `delta`.
     pub sum: GpuSlice<'a, bf16>,
 }
 
@@ -394,8 +394,9 @@ impl Linears {
             (m * k, m * k),
             "delta and sum of [{m}, {k}]"
         );
+        let read = [hidden.ptr(), delta.ptr()];
         assert!(
-            sum.ptr() != hidden.ptr(),
+            !read.contains(&sum.ptr()),
             "the sum overwrites what other blocks read"
         );
         if m == 0 {
@@ -491,26 +492,23 @@ impl Linears {
     /// # Safety
     /// As [`CublasLt::run`].
     unsafe fn launch(&self, key: &Key, choice: Choice, operands: &Operands) -> Result<(), GpuError> {
-        let none = NormOperands::default();
+        let (Key { shape, output }, none) = (key, NormOperands::default());
         // SAFETY: the caller's promise; a cut is only chosen for products that it can compute.
         unsafe {
             match choice {
                 Choice::Stream(cut) => self.stream_rows(key, cut, operands),
-                Choice::Hopper(_) => self.hopper.run(&key.shape, key.output, operands),
-                Choice::Int4Rows(slabs) => {
-                    let kernels = &self.int4_rows;
-                    kernels.run(&key.shape, key.output, slabs, operands, &none)
-                }
-                Choice::Int4(parts) => self.int4_products.run(&key.shape, parts, operands),
-                Choice::Many(tile) => self.many.run(&key.shape, key.output, tile, operands),
-                Choice::Lt(_) if matches!(key.output, LinearOutput::Glu(_)) => {
+                Choice::Hopper(_) => self.hopper.run(shape, *output, operands),
+                Choice::Int4Rows(slabs) => self.int4_rows.run(shape, *output, slabs, operands, &none),
+                Choice::Int4(parts) => self.int4_products.run(shape, parts, operands),
+                Choice::Many(tile) => self.many.run(shape, *output, tile, operands),
+                Choice::Lt(_) if matches!(output, LinearOutput::Glu(_)) => {
                     panic!("cuBLAS has no gated activations: ask `fuses_glu`")
                 }
-                Choice::Lt(algorithm) if key.shape.is_dequantised() => {
+                Choice::Lt(algorithm) if shape.is_dequantised() => {
                     assert!(operands.room != 0, "room for a matrix that is not streamed");
                     self.dequantised_product(key, &algorithm, operands)
                 }
-                Choice::Lt(algorithm) => self.lt.run(&key.shape, &algorithm, operands),
+                Choice::Lt(algorithm) => self.lt.run(shape, &algorithm, operands),
             }
         }
     }
