@@ -165,8 +165,8 @@ struct Linear {
         }
     }
 
-    // Announces the bytes of a stage and begins to copy its weights. Rows past the last gate are the first ones of the up projection, and those past the end
-    // zeros; their outputs are not stored.
+    // Announces the bytes of a stage and begins to copy its weights. Rows past the last gate are the first ones of the up projection, and those past
+    // the end zeros; their outputs are not stored.
     __device__ __forceinline__ void begin_stage(const Tile& tile, int stage_of_k, int stage) const {
         uint64_t* const full = shared.full + stage;
         barrier_expect_bytes(full, kStageBytes);

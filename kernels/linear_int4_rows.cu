@@ -526,7 +526,7 @@ __device__ __forceinline__ void run(const Problem&) {}
         linear_int4_rows_##GROUP##_##TOKENS(const bf16* x, const uint8_t* weight, const uint32_t* groups, const bf16* bias,          \
                                             void* out, float4* sums, int m, int n, int k, int pitch, int mode, int activation,       \
                                             int slabs) {                                                                             \
-        run<TOKENS, GROUP, false>({x, weight, groups, bias, out, sums, m, n, k, pitch, mode, activation, slabs, {}});                           \
+        run<TOKENS, GROUP, false>({x, weight, groups, bias, out, sums, m, n, k, pitch, mode, activation, slabs, {}});                \
     }
 
 LINEAR_INT4_ROWS(32, 8)

@@ -155,7 +155,6 @@ private:
             sum = 0.0f;
         }
     }
-
 };
 
 #endif

@@ -21,9 +21,10 @@ const ALIGN: usize = 1024;
 const EIGHT: usize = 8;
 const PIECE: usize = 16;
 const HALVES: usize = 2;
-/// Other kernels compute fewer rows, but for [`LEAST_FP8_ROWS`]; with more, cuBLASLt's tiles fill the GPU.
+/// Fewest rows of bf16, and of e4m3, of which `linear_hopper.cu` computes up to 32.
 const LEAST_ROWS: usize = 65;
 const LEAST_FP8_ROWS: usize = 33;
+/// With more, cuBLASLt's tiles fill the GPU.
 const MOST_ROWS: usize = 512;
 
 /// Of the tiles that may be fast, those that are measured.
