@@ -26,8 +26,9 @@ const MOST_STRETCH: f64 = 2.0;
 /// Among steady requests, a size of steps with which they take at most this part longer than with the best one is as good.
 const STEADY_TOLERANCE: f64 = 0.02;
 
-/// Steps of the bisection for the part of steps with prompts: to a thousandth.
-const STEADY_HALVINGS: usize = 10;
+/// Steps of the bisection for the part of steps with prompts. The largest can take twenty times as long as one without, so that a thousandth
+/// of them would count as much as [`STEADY_TOLERANCE`].
+const STEADY_HALVINGS: usize = 16;
 
 /// With one image to encode, a step in which requests generate may take this part longer.
 const ENCODE_STRETCH: f64 = 0.2;
@@ -113,7 +114,7 @@ pub struct Load {
     pub next_prompt: usize,
     /// The step is likely to encode a part of an image that was begun.
     pub encoding: bool,
-    /// The requests that ended last, if all that wait take the places of others.
+    /// The requests that ended last, if all that wait take the places of others. Ignored under a target.
     pub steady: Option<Ended>,
 }
 
@@ -232,7 +233,7 @@ impl PromptBudget {
                 }
             }
             let seconds = part * mixed(all - together, tokens) + (1.0 - part) * alone;
-            seconds / (most * tokens)
+            seconds / (ratio * generating(part))
         };
         let costs: Vec<f64> = self.sizes.iter().map(|&rows| cost(rows)).collect();
         let most = (1.0 + STEADY_TOLERANCE) * costs.iter().copied().fold(f64::INFINITY, f64::min);

@@ -14,7 +14,7 @@ pub struct Population {
     most: usize,
     /// Requests that came since.
     replaced: usize,
-    /// Tokens of the prompts and outputs of those that ended last.
+    /// Tokens of the prompts and outputs of those that ended last, without what the prefix cache had.
     ended: VecDeque<(usize, usize)>,
     /// Sums of these.
     sums: Ended,
@@ -25,7 +25,7 @@ pub struct Population {
 pub struct Ended {
     /// How many.
     pub requests: usize,
-    /// Tokens of their prompts.
+    /// Tokens of their prompts that were computed: without those that the prefix cache had.
     pub prompts: usize,
     /// Tokens of their outputs.
     pub outputs: usize,
@@ -48,7 +48,7 @@ impl Population {
         }
     }
 
-    /// Records the lengths of a request that ended.
+    /// Records how many tokens of its prompt a request that ended had computed, and how many it generated.
     pub fn ended(&mut self, prompt: usize, output: usize) {
         self.ended.push_back((prompt, output));
         self.sums.requests += 1;

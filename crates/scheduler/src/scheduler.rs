@@ -181,7 +181,7 @@ impl Scheduler {
             && running.sequence.outputs() > 0
         {
             let outputs = running.sequence.outputs();
-            let prompt = running.sequence.request.prompt().len();
+            let prompt = running.computed_prompt();
             self.outputs.ended(outputs);
             self.population.ended(prompt, outputs);
         }
@@ -342,6 +342,7 @@ impl Scheduler {
         let mut events = Vec::new();
         for (_, Sequence { request, .. }) in lost {
             self.places.remove(&request.id());
+            self.population.left(self.places.len());
             self.counters.failed += 1;
             let error = StepError::KvTooSmall {
                 needed: request.longest(),
@@ -480,10 +481,7 @@ impl Scheduler {
             Some(FinishReason::Stop | FinishReason::Complete) => self.counters.finished_stop += 1,
             Some(FinishReason::Length) => self.counters.finished_length += 1,
         }
-        let (prompt, outputs) = (
-            running.sequence.request.prompt().len(),
-            running.sequence.outputs(),
-        );
+        let (prompt, outputs) = (running.computed_prompt(), running.sequence.outputs());
         self.outputs.ended(outputs);
         self.population.ended(prompt, outputs);
         self.retire(rank);

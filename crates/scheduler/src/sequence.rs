@@ -125,7 +125,9 @@ pub(crate) struct Running {
     pub(crate) in_flight: usize,
     /// A token is being sampled in flight: it counts, but its value is not known here yet.
     pub(crate) sampling: bool,
-    /// Prompt tokens found in the prefix cache, until `Admitted` is sent.
+    /// Prompt tokens found in the prefix cache.
+    cached: usize,
+    /// The same, until `Admitted` is sent.
     pub(crate) admitted: Option<usize>,
     /// Sum of the rows given out so far, where the request is pooled.
     pooled: Vec<f64>,
@@ -133,17 +135,23 @@ pub(crate) struct Running {
 
 impl Running {
     pub(crate) fn new(sequence: Sequence, table: BlockTable) -> Self {
-        let cached = table.computed();
-        let admitted = Some(cached.min(sequence.request.prompt().len()));
+        let planned = table.computed();
+        let cached = planned.min(sequence.request.prompt().len());
         Self {
             sequence,
             table,
-            planned: cached,
+            planned,
             in_flight: 0,
             sampling: false,
-            admitted,
+            cached,
+            admitted: Some(cached),
             pooled: Vec::new(),
         }
+    }
+
+    /// Tokens of its prompt that were, or are to be, computed.
+    pub(crate) fn computed_prompt(&self) -> usize {
+        self.sequence.request.prompt().len() - self.cached
     }
 
     /// Tokens that a run could compute now, 0 where the request must wait for a step in flight.

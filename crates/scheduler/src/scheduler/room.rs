@@ -151,3 +151,70 @@ impl Scheduler {
         slots.saturating_sub(running.planned.max(running.sequence.tokens.len()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_core::{
+        BlockSize, CacheGroups, KvConfig, Limits, RequestId, RequestOptions, Sampled, StepLimits, StepOutput,
+    };
+
+    use super::*;
+    use crate::{Ended, SchedulerConfig};
+
+    #[test]
+    fn what_the_prefix_cache_has_of_a_prompt_counts_for_nothing() {
+        let mut scheduler = Scheduler::new(SchedulerConfig {
+            limits: StepLimits {
+                max_num_batched_tokens: 64,
+                max_num_seqs: 4,
+                max_model_len: 64,
+            },
+            kv: KvConfig {
+                block_size: BlockSize::new(8).unwrap(),
+                num_pages: 16,
+                groups: CacheGroups::default(),
+                state_slots: 0,
+            },
+            state_chunk: 1,
+            enable_prefix_caching: true,
+            patience: 20,
+        });
+        let limits = Limits {
+            max_model_len: 64,
+            kv_capacity_tokens: 128,
+            vocab_size: 100,
+            images: None,
+        };
+        let request = |id| {
+            let options = RequestOptions {
+                prompt: (0..20).collect(),
+                max_tokens: Some(2),
+                ..RequestOptions::default()
+            };
+            Request::new(RequestId(id), options, &limits).unwrap()
+        };
+        for id in 0..2 {
+            scheduler.submit(request(id));
+            while !scheduler.is_idle() {
+                let plan = scheduler.plan();
+                let sampled = Sampled {
+                    token: 1,
+                    logprobs: None,
+                };
+                let samples = plan.runs.iter().map(|_| Some(sampled.clone())).collect();
+                let output = StepOutput {
+                    samples,
+                    ..StepOutput::default()
+                };
+                scheduler.apply(&plan, output);
+            }
+        }
+        // The second one found two blocks.
+        let expected = Ended {
+            requests: 2,
+            prompts: 20 + 4,
+            outputs: 2 * 2,
+        };
+        assert_eq!(scheduler.population.steady(0), Some(expected));
+    }
+}
