@@ -27,9 +27,9 @@ pub(super) struct Job {
     pub(super) leave: Option<Leave>,
     /// Pictures that it has.
     pub(super) pictures: usize,
-    /// Tokens of its prompt, those of pictures among them. Of a chat's words, few, they are not known.
+    /// Tokens of its prompt, with those of pictures. The few that a chat's words and template come to are not known, and not in it.
     pub(super) tokens: usize,
-    /// Of these, tokens with which other requests begin too.
+    /// Of these, how many are a beginning that other requests have too.
     pub(super) shared: usize,
 }
 
@@ -38,8 +38,8 @@ impl Job {
         self.body["stream"] == true
     }
 
-    /// Whether so many like it are under way as there is time for, or all clients send theirs at once: where that is the point, or they
-    /// are short, or the test ends with them.
+    /// Whether it waits until the server has time for its prompt ([`Backlog`](super::plan::Backlog)). Not where many requests at once are the
+    /// goal, where prompts are short, and in the last stage.
     pub(super) fn is_measured(&self) -> bool {
         match self.stage {
             Stage::Longest | Stage::Mixed | Stage::Prefixes | Stage::Disconnects => true,

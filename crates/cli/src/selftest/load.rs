@@ -115,7 +115,7 @@ const PREFIXES: u64 = 2;
 /// Tokens generated where only the feature counts.
 const SHORT: usize = 4;
 
-/// Requests of one turn of a stage, and more.
+/// More requests than a turn of a stage sends.
 const TURN: u64 = 1 << 32;
 
 /// The first request of a stage's turn, the first of which is 0: no prompt comes again, as the server would have it already.
@@ -194,8 +194,8 @@ impl Load {
             Stage::Full => {
                 let (clients, place) = (stage.concurrency(&self.limits), (index % TURN) as usize);
                 let (prompt, output) = self.limits.filling_lengths(place % clients, clients);
-                // Beyond the rows, one begins when another has ended. Where that is before the cache is full, what is computed in the time
-                // of a request is too little, and the next last longer.
+                // Beyond as many as there are rows, each takes the place of one that ended before the cache was full: outputs were too
+                // short for the prompts that were computed meanwhile, so the next ones are longer.
                 let waves = if index < TURN {
                     place / self.limits.rows()
                 } else {

@@ -170,7 +170,7 @@ struct Feed {
     next: AtomicU64,
     over: AtomicBool,
     backlog: Mutex<Backlog>,
-    /// Of those that found none for which there is time, one looks on.
+    /// Held by the one worker at a time that goes on looking for a request for which there is time.
     gate: tokio::sync::Mutex<()>,
 }
 
@@ -312,7 +312,7 @@ impl Test {
         self.watch.peaks().running >= self.load.limits.rows() as u64
     }
 
-    /// The next request of `feed`. What there is no time for is passed over: others may be shorter.
+    /// The next request of `feed`. Those whose prompts the server has no time for are skipped: others may be shorter.
     async fn next(&self, feed: &Feed) -> Option<(Job, Option<Permit>)> {
         let mut gate = None;
         while !feed.over.load(Ordering::Relaxed) {

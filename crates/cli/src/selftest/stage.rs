@@ -44,7 +44,7 @@ impl Stage {
         }
     }
 
-    /// Whether its goal is many requests at once, or many different ones: those it has sent count only together with the next.
+    /// Whether its goal takes many requests together, at once or of different kinds: a turn that is interrupted has to begin anew.
     pub(super) fn adds_up(self) -> bool {
         matches!(self, Self::Features | Self::Pictures | Self::Full | Self::Rows)
     }
