@@ -150,7 +150,10 @@ impl<T: Target> Profiler<'_, T> {
             decoding: beside.min(rows / 2),
             context,
         });
-        let rows = limits.max_num_seqs.min(LONG_CONTEXT_ROWS);
+        let rows = limits
+            .max_num_seqs
+            .min(limits.max_num_batched_tokens)
+            .min(LONG_CONTEXT_ROWS);
         let long = (kv.capacity_tokens() / rows).saturating_sub(2 * kv.block_size.tokens());
         let long = long.min(longest).min(LONG_CONTEXT);
         let compared = [context, long].map(|context| TimedShape::decode(rows, context));
