@@ -353,16 +353,21 @@ __device__ __forceinline__ void hopper_prefill(const PrefillArgs& args, const Te
     extern "C" __global__ void __launch_bounds__(hopper_threads(true), 1) NAME(ARGS) { \
         HOPPER_BODY(D, CAPPED, true, nullptr, nullptr)                                 \
     }
-#define HOPPER_PREFILLS(D)                                         \
-    HOPPER_PREFILL(attention_prefill_hopper_##D, D, false)         \
-    HOPPER_PREFILL(attention_prefill_hopper_capped_##D, D, true)   \
+#define HOPPER_PREFILLS(D)                                 \
+    HOPPER_PREFILL(attention_prefill_hopper_##D, D, false) \
+    HOPPER_PREFILL(attention_prefill_hopper_capped_##D, D, true)
+#define HOPPER_PREFILLS_FP8(D)                                     \
     HOPPER_PREFILL_FP8(attention_prefill_hopper_fp8_##D, D, false) \
     HOPPER_PREFILL_FP8(attention_prefill_hopper_capped_fp8_##D, D, true)
 
+// As `hopper_head_dims` says.
 HOPPER_PREFILLS(64)
 HOPPER_PREFILLS(96)
 HOPPER_PREFILLS(128)
 HOPPER_PREFILLS(256)
+HOPPER_PREFILLS_FP8(64)
+HOPPER_PREFILLS_FP8(128)
+HOPPER_PREFILLS_FP8(256)
 
 // Grid: KV heads x merges x (rows of a tile / warps of a block).
 extern "C" __global__ void __launch_bounds__(256) attention_prefill_merge(ARGS, int head_dim, int tile_rows) {

@@ -9,13 +9,14 @@ use plimsoll_core::{BlockSize, BuildError, Component, KvConfig, Meters, StateCon
 use plimsoll_device::Budget;
 use plimsoll_device::cuda::{self, Gpu, GpuError, Holder};
 use plimsoll_kernels::WeightType;
-use plimsoll_kernels::cuda::{DeltaKernels, FP8_CAPABILITY, HOPPER_HEAD_DIMS};
+use plimsoll_kernels::cuda::{DeltaKernels, FP8_CAPABILITY, GpuKvElement, hopper_head_dims};
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape, RankLink};
 use plimsoll_model::{Cancel, LoadOptions, LoadProgress, ModelConfig, ModelError, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKind, ScenarioShape};
 
 use super::predicted::{arena_use, holding, step_size};
 use super::{Backend, Defaults, Device, EngineState, LoadedModel, ModelFacts, ModelOn, Weights};
+use crate::args::KvDtype;
 use crate::bytes::Bytes;
 use crate::error::Error;
 use crate::plan_cache::DeviceKey;
@@ -182,6 +183,10 @@ impl Backend for GpuBackend {
         let kernels = Kernels {
             capability: gpu.info().compute_capability,
             hopper: plimsoll_kernels::cuda::has_hopper_kernels(gpu),
+            hopper_head_dims: hopper_head_dims(match self.settings.kv_cache_dtype {
+                KvDtype::Fp8 => GpuKvElement::Fp8,
+                _ => GpuKvElement::Bf16,
+            }),
         };
         let mut disabled = disabled(kernels, &head_dims, fp8_weights, self.settings.enforce_eager);
         if let Some(stored) = converted_from(&self.model, &self.settings, model.config()) {
@@ -315,11 +320,17 @@ struct Kernels {
     capability: (u32, u32),
     /// Whether those made for Hopper run.
     hopper: bool,
+    /// Head sizes that have one of those for prompts.
+    hopper_head_dims: &'static [usize],
 }
 
 /// `head_dims` are those of layers; `fp8_weights`: weights are kept in FP8.
 fn disabled(kernels: Kernels, head_dims: &[usize], fp8_weights: bool, enforce_eager: bool) -> Vec<Disabled> {
-    let Kernels { capability, hopper } = kernels;
+    let Kernels {
+        capability,
+        hopper,
+        hopper_head_dims,
+    } = kernels;
     let (major, minor) = capability;
     let mut disabled = Vec::new();
     let mut add = |path, reason| disabled.push(Disabled { path, reason });
@@ -334,7 +345,7 @@ fn disabled(kernels: Kernels, head_dims: &[usize], fp8_weights: bool, enforce_ea
     } else if !hopper {
         let reason = "built without code for Hopper: the portable kernels are used, which are slower; build with 90a in CUDA_ARCHS";
         add("Hopper kernels", reason.to_owned());
-    } else if let Some(other) = head_dims.iter().find(|dim| !HOPPER_HEAD_DIMS.contains(dim)) {
+    } else if let Some(other) = head_dims.iter().find(|dim| !hopper_head_dims.contains(dim)) {
         let reason = format!("not made for heads of {other}: layers that have them take the portable kernel");
         add("Hopper prefill attention", reason);
     }
@@ -541,15 +552,17 @@ mod tests {
 
     #[test]
     fn what_a_gpu_does_without_is_named() {
+        let [sixteen_bits, eight_bits] = [GpuKvElement::Bf16, GpuKvElement::Fp8].map(hopper_head_dims);
         let of = |capability| Kernels {
             capability,
             hopper: capability == (9, 0),
+            hopper_head_dims: sixteen_bits,
         };
         let paths = |capability, head_dims: &[usize], eager| {
             let disabled = disabled(of(capability), head_dims, false, eager);
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()
         };
-        assert!(paths((9, 0), &HOPPER_HEAD_DIMS, false).is_empty());
+        assert!(paths((9, 0), sixteen_bits, false).is_empty());
         assert_eq!(
             paths((9, 0), &[512], true),
             ["CUDA graphs", "Hopper prefill attention"]
@@ -567,6 +580,15 @@ mod tests {
             ["Hopper prefill attention", "thread block clusters in sampling"]
         );
         assert_eq!(paths((12, 0), &[128], false), ["Hopper prefill attention"]);
+        let over_fp8 = |head_dims| {
+            let kernels = Kernels {
+                hopper_head_dims: eight_bits,
+                ..of((9, 0))
+            };
+            disabled(kernels, head_dims, false, false)
+        };
+        assert!(over_fp8(eight_bits).is_empty());
+        assert!(over_fp8(&[96])[0].reason.contains("heads of 96"));
         let fp8 = |capability| disabled(of(capability), &[128], true, false);
         assert!(fp8((9, 0)).is_empty());
         let products = |capability| {

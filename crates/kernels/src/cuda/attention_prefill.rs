@@ -24,8 +24,15 @@ const LONG_SPLIT: usize = 16;
 /// keep to it.
 const PARTIALS_PER_SLOT: usize = 4;
 const MERGE_THREADS: usize = 256;
-/// Head sizes that have kernels made for compute capability 9.0 alone.
-pub const HOPPER_HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+
+/// Head sizes that have kernels made for compute capability 9.0 alone, over a cache with such elements.
+pub fn hopper_head_dims(element: GpuKvElement) -> &'static [usize] {
+    match element {
+        GpuKvElement::Bf16 => &[64, 96, 128, 256],
+        // With heads of 96, results at 32k tokens were not those of the portable kernel.
+        GpuKvElement::Fp8 => &[64, 128, 256],
+    }
+}
 /// Parameters of a kernel; the merge takes two more.
 const ATTENTION_PARAMS: usize = 21;
 
@@ -503,7 +510,7 @@ impl PrefillKernels {
 impl Shape {
     /// The fastest kernel for a head size, on a GPU of the generation of the H200 or on any.
     fn fastest(head_dim: usize, element: GpuKvElement, hopper: bool) -> Self {
-        match hopper && HOPPER_HEAD_DIMS.contains(&head_dim) {
+        match hopper && hopper_head_dims(element).contains(&head_dim) {
             true => Self::hopper(head_dim, element),
             false => Self::portable(head_dim, element),
         }

@@ -27,7 +27,7 @@ pub use all_reduce::{
 pub use attention_decode::{DecodeArgs, DecodeHeader, DecodeItem, DecodeKernels, DecodePlanner};
 pub use attention_options::GpuAttentionOptions;
 pub use attention_prefill::{
-    HOPPER_HEAD_DIMS, PrefillArgs, PrefillItem, PrefillKernels, PrefillMaps, PrefillPlan, PrefillPlanner,
+    PrefillArgs, PrefillItem, PrefillKernels, PrefillMaps, PrefillPlan, PrefillPlanner, hopper_head_dims,
 };
 pub use delta_rule::{DeltaArgs, DeltaBound, DeltaKernels, DeltaSize, GpuDeltaGates};
 pub use encoder::{EncoderKernels, GpuLayerNorm, KeptRows, PatchAttention, PatchGrid, PatchSegments};
