@@ -135,12 +135,12 @@ pub(crate) struct Running {
 
 impl Running {
     pub(crate) fn new(sequence: Sequence, table: BlockTable) -> Self {
-        let planned = table.computed();
-        let cached = planned.min(sequence.request.prompt().len());
+        let start = table.computed();
+        let cached = start.min(sequence.request.prompt().len());
         Self {
             sequence,
             table,
-            planned,
+            planned: start,
             in_flight: 0,
             sampling: false,
             cached,

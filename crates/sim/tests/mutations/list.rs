@@ -167,7 +167,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     ),
     bug(
         "a run starts too early",
-        &[edit(SEQUENCE, "planned: «cached»,", "cached.saturating_sub(1)")],
+        &[edit(SEQUENCE, "planned: «start»,", "start.saturating_sub(1)")],
     ),
     bug(
         "a run starts too late",
