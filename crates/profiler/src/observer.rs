@@ -100,7 +100,7 @@ pub struct StepRecord {
     pub rows: usize,
     /// Tokens in the step.
     pub tokens: usize,
-    /// Seconds until it was launched, and its masks were there if it has some: the host's part.
+    /// Seconds until the host had launched it, waiting for grammar masks included.
     pub launched: f64,
     /// Its time in all.
     pub seconds: f64,

@@ -5,14 +5,14 @@ use std::collections::VecDeque;
 /// Requests that are remembered.
 const MOST_ENDED: usize = 256;
 
-/// Follows how many requests are there, from which [`crate::PromptBudget`] learns what kind of load it has: those that come while more
-/// were there lately take the places of others, as where each of some clients sends its next request when it has the answer to the last.
-/// A flood or a burst adds to the most that were there, or comes when most of the others are gone.
+/// Tells [`crate::PromptBudget`] what kind of load it has. A request that arrives while no more are present than lately takes the place of
+/// one that ended, as where each client sends its next request when the last is answered (a closed loop). A flood or a burst raises the
+/// recent maximum, or arrives when most of the others are gone.
 #[derive(Clone, Debug, Default)]
 pub struct Population {
-    /// Most that were there since fewer than half as many were.
+    /// The recent maximum: the most requests present at once since fewer than half as many were present.
     most: usize,
-    /// Requests that came since.
+    /// Requests that arrived since then.
     replaced: usize,
     /// Tokens of the prompts and outputs of those that ended last, without what the prefix cache had.
     ended: VecDeque<(usize, usize)>,
@@ -32,7 +32,7 @@ pub struct Ended {
 }
 
 impl Population {
-    /// One came, and now `present` are there.
+    /// A request arrived; with it `present` are there.
     pub fn came(&mut self, present: usize) {
         if present > self.most {
             (self.most, self.replaced) = (present, 0);
@@ -41,7 +41,7 @@ impl Population {
         }
     }
 
-    /// One is gone, and `present` are left.
+    /// A request is gone; `present` are left.
     pub fn left(&mut self, present: usize) {
         if 2 * present < self.most {
             (self.most, self.replaced) = (present, 0);
