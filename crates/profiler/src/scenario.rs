@@ -96,11 +96,7 @@ pub fn scenarios(
     kv: KvConfig,
     pooling: Option<Pooling>,
 ) -> (Vec<Scenario>, Vec<LeftOut>) {
-    Shapes {
-        vocab_size,
-        ..Shapes::new(limits, kv, pooling)
-    }
-    .scenarios()
+    worst_steps(Contexts::All, limits, vocab_size, kv, pooling)
 }
 
 /// The same steps as a probe runs them, which measures what they take: see [`ScenarioKind::Mixed`].
@@ -110,9 +106,19 @@ pub fn probe_scenarios(
     kv: KvConfig,
     pooling: Option<Pooling>,
 ) -> (Vec<Scenario>, Vec<LeftOut>) {
+    worst_steps(Contexts::Held, limits, vocab_size, kv, pooling)
+}
+
+fn worst_steps(
+    contexts: Contexts,
+    limits: &StepLimits,
+    vocab_size: usize,
+    kv: KvConfig,
+    pooling: Option<Pooling>,
+) -> (Vec<Scenario>, Vec<LeftOut>) {
     Shapes {
         vocab_size,
-        contexts: Contexts::Held,
+        contexts,
         ..Shapes::new(limits, kv, pooling)
     }
     .scenarios()
