@@ -21,13 +21,13 @@ const ALIGN: usize = 1024;
 const EIGHT: usize = 8;
 const PIECE: usize = 16;
 const HALVES: usize = 2;
-/// Fewest rows of bf16, and of e4m3, of which `linear_hopper.cu` computes up to 32.
+/// Fewest rows with bf16 weights, and with e4m3 weights: `linear_hopper.cu` computes up to 32.
 const LEAST_ROWS: usize = 65;
 const LEAST_FP8_ROWS: usize = 33;
 /// With more, cuBLASLt's tiles fill the GPU.
 const MOST_ROWS: usize = 512;
 
-/// Of the tiles that may be fast, those that are measured.
+/// How many of the tiles that may be fast are measured at load.
 const MOST_TILES: usize = 2;
 /// Estimates to rank tiles by: bytes that a multiprocessor loads from L2 in a cycle, and cycles to store a tile.
 const LOADED_BYTES: usize = 36;
@@ -139,7 +139,7 @@ impl LinearTile {
         shape.n.div_ceil(outputs) * shape.m.div_ceil(self.sharers(shape.m) * self.rows)
     }
 
-    /// Those that should be fastest, of which so many clusters run at once.
+    /// The tiles that should be fastest, where so many clusters run at once.
     fn fastest(
         tiles: impl Iterator<Item = Self>,
         shape: &Shape,
@@ -159,7 +159,7 @@ impl LinearTile {
     }
 
     /// Whether tiles of a product keep more than half of the multiprocessors busy: with fewer, cuBLASLt's smaller tiles were always faster.
-    /// In e4m3 they were slower even where tiles kept just 64 of 132 busy.
+    /// With e4m3 weights it was slower even where our tiles kept only 64 of 132 busy.
     fn fills(self, shape: &Shape, output: LinearOutput, at_once: usize) -> bool {
         let part = match shape.values {
             GpuValues::Fp8(_) => 3,
@@ -334,7 +334,7 @@ impl ManyKernels {
     }
 }
 
-/// Of a row of x, and of one of the weights.
+/// Bytes of a row of x, which are those of a row of weights.
 fn row_bytes(shape: &Shape) -> usize {
     shape.weight_bytes() / shape.n
 }
