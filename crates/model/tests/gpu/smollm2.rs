@@ -16,7 +16,7 @@ const NEAR_TIE: f32 = 0.45;
 fn chooses_the_tokens_that_transformers_chooses() {
     let gpu = gpu();
     let model = load_file(&gpu, &file());
-    assert_eq!(model.eos_token_ids(), [0, 2]);
+    assert_eq!(model.eos_token_ids(), [2]);
     let vocab = model.spec().vocab_size;
     for setup in Setup::all(256) {
         let table = blocks(0..setup.num_blocks() as u32);
