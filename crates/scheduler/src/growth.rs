@@ -4,37 +4,8 @@
 //! what all requests hold at the end of each of them follows. Blocks that several requests share count for each of them.
 
 use std::cmp::Reverse;
-use std::collections::VecDeque;
 
 use crate::sequence::Sequence;
-
-/// Outputs that are remembered.
-const MOST_OUTPUTS: usize = 256;
-
-/// Lengths of the outputs that ended last, in tokens.
-#[derive(Debug, Default)]
-pub(crate) struct Outputs(VecDeque<usize>);
-
-impl Outputs {
-    /// Records the length of an output that ended.
-    pub(crate) fn ended(&mut self, tokens: usize) {
-        if self.0.len() == MOST_OUTPUTS {
-            self.0.pop_front();
-        }
-        self.0.push_back(tokens);
-    }
-
-    /// A forecast from these lengths.
-    pub(crate) fn forecast(&self) -> Forecast {
-        let mut lengths: Vec<usize> = self.0.iter().copied().collect();
-        lengths.sort_unstable();
-        let mut sums = vec![0; lengths.len() + 1];
-        for (at, length) in lengths.iter().enumerate().rev() {
-            sums[at] = sums[at + 1] + length;
-        }
-        Forecast { lengths, sums }
-    }
-}
 
 /// How long outputs are likely to become.
 #[derive(Debug)]
@@ -43,6 +14,19 @@ pub(crate) struct Forecast {
     lengths: Vec<usize>,
     /// Of the lengths from each on.
     sums: Vec<usize>,
+}
+
+/// From the lengths of outputs that ended, in tokens.
+impl FromIterator<usize> for Forecast {
+    fn from_iter<I: IntoIterator<Item = usize>>(lengths: I) -> Self {
+        let mut lengths: Vec<usize> = lengths.into_iter().collect();
+        lengths.sort_unstable();
+        let mut sums = vec![0; lengths.len() + 1];
+        for (at, length) in lengths.iter().enumerate().rev() {
+            sums[at] = sums[at + 1] + length;
+        }
+        Self { lengths, sums }
+    }
 }
 
 impl Forecast {
@@ -125,21 +109,27 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::population::{MOST_ENDED, Population};
 
     #[test]
     fn outputs_become_as_long_as_others_did() {
-        let mut outputs = Outputs::default();
-        let more = |outputs: &Outputs, so_far, most| outputs.forecast().more(so_far, most);
-        assert_eq!(more(&outputs, 0, 100), 0, "nothing is known");
-        assert_eq!(more(&outputs, 30, 100), 30, "as many again");
-        [10, 20, 60].into_iter().for_each(|tokens| outputs.ended(tokens));
-        assert_eq!(more(&outputs, 0, 100), 30);
-        assert_eq!(more(&outputs, 10, 100), 30, "of 20 and 60");
-        assert_eq!(more(&outputs, 59, 100), 1);
-        assert_eq!(more(&outputs, 60, 100), 60);
-        assert_eq!(more(&outputs, 60, 5), 5);
-        (0..MOST_OUTPUTS).for_each(|_| outputs.ended(7));
-        assert_eq!(more(&outputs, 0, 100), 7, "the others are forgotten");
+        let mut population = Population::default();
+        let more = |population: &Population, so_far, most| {
+            let forecast: Forecast = population.outputs().collect();
+            forecast.more(so_far, most)
+        };
+        assert_eq!(more(&population, 0, 100), 0, "nothing is known");
+        assert_eq!(more(&population, 30, 100), 30, "as many again");
+        [10, 20, 60]
+            .into_iter()
+            .for_each(|tokens| population.ended(5, tokens));
+        assert_eq!(more(&population, 0, 100), 30);
+        assert_eq!(more(&population, 10, 100), 30, "of 20 and 60");
+        assert_eq!(more(&population, 59, 100), 1);
+        assert_eq!(more(&population, 60, 100), 60);
+        assert_eq!(more(&population, 60, 5), 5);
+        (0..MOST_ENDED).for_each(|_| population.ended(5, 7));
+        assert_eq!(more(&population, 0, 100), 7, "the others are forgotten");
     }
 
     fn growing() -> impl Strategy<Value = Growing> {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 /// Requests that are remembered.
-const MOST_ENDED: usize = 256;
+pub(crate) const MOST_ENDED: usize = 256;
 
 /// Tells [`crate::PromptBudget`] what kind of load it has. A request that arrives while no more are present than lately takes the place of
 /// one that ended, as where each client sends its next request when the last is answered (a closed loop). A flood or a burst raises the
@@ -61,6 +61,11 @@ impl Population {
             self.sums.prompts -= prompt;
             self.sums.outputs -= output;
         }
+    }
+
+    /// Tokens of the outputs of those that ended last.
+    pub(crate) fn outputs(&self) -> impl Iterator<Item = usize> {
+        self.ended.iter().map(|(_, output)| *output)
     }
 
     /// The requests that ended last, if each of the `waiting` takes the place of another.

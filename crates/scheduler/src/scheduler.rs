@@ -14,7 +14,6 @@ use plimsoll_kv::{BlockTable, KvManager};
 use crate::{
     Population, PromptBudget, SchedulerStats,
     defect::defect,
-    growth::Outputs,
     queue::{Queue, Rank},
     scheduler::images::KnownImages,
     sequence::{Arrival, Running, Sequence},
@@ -86,7 +85,6 @@ pub struct Scheduler {
     /// A request was preempted and no blocks came back since: a request admitted now would soon be preempted too.
     short_of_blocks: bool,
     prompt_budget: Option<PromptBudget>,
-    outputs: Outputs,
     population: Population,
     images: KnownImages,
     counters: SchedulerStats,
@@ -126,7 +124,6 @@ impl Scheduler {
             in_flight: Vec::with_capacity(MAX_IN_FLIGHT),
             short_of_blocks: false,
             prompt_budget: None,
-            outputs: Outputs::default(),
             population: Population::default(),
             images: KnownImages::default(),
             counters: SchedulerStats::default(),
@@ -182,7 +179,6 @@ impl Scheduler {
         {
             let outputs = running.sequence.outputs();
             let prompt = running.computed_prompt();
-            self.outputs.ended(outputs);
             self.population.ended(prompt, outputs);
         }
         let known = self.remove(id);
@@ -482,7 +478,6 @@ impl Scheduler {
             Some(FinishReason::Length) => self.counters.finished_length += 1,
         }
         let (prompt, outputs) = (running.computed_prompt(), running.sequence.outputs());
-        self.outputs.ended(outputs);
         self.population.ended(prompt, outputs);
         self.retire(rank);
     }

@@ -77,7 +77,7 @@ impl Scheduler {
             }
             // Those of higher classes give way if they grow.
             if growth.as_ref().is_none_or(|(class, ..)| *class != next.class) {
-                let forecast = self.outputs.forecast();
+                let forecast: Forecast = self.population.outputs().collect();
                 let ahead = self.running.iter().filter(|(rank, _)| rank.class <= next.class);
                 let all = ahead.map(|(_, running)| forecast.of(&running.sequence)).collect();
                 growth = Some((next.class, forecast, all));
