@@ -24,11 +24,11 @@ struct HopperPrefill {
     static constexpr int kKeys = D <= 128 ? 128 : 64;
     // Tiles of keys, and of values, which are needed for longer.
     static constexpr int kKeyTiles = D <= 64 ? 4 : D <= 96 ? 3 : 2;
-    static constexpr int kValueTiles = D <= 64 ? 4 : D <= 96 || !Fp8 ? 3 : 2;
+    static constexpr int kValueTiles = D <= 64 ? 4 : Fp8 ? 2 : 3;
     // Keys and values that are copied at once: of 8 bits a part of a tile, so that the next one is on its way while it is widened.
     static constexpr int kParts = !Fp8 ? 1 : D <= 128 ? 2 : 4;
     static constexpr int kCopied = kKeys / kParts;
-    static constexpr int kNarrowParts = D == 96 || D == 128 ? 2 : 4;
+    static constexpr int kNarrowParts = D == 128 ? 2 : 4;
     using Panel = SwizzledPanel<D % 64 == 0 ? 64 : 32>;
     // Tiles of keys and values are copied eight rows at once, and so laid out: panels of eight rows, then those of the next eight.
     static constexpr int kEight = 8 * D;

@@ -541,22 +541,20 @@ impl Shape {
     /// barriers and notes; alignment to as much.
     fn hopper(head_dim: usize, element: GpuKvElement) -> Self {
         let rows = 128;
-        // Tiles without and with those of 8 bits beside them; those, all parts together.
-        let (keys, [alone, beside], narrow, buffers) = match head_dim {
-            ..=64 => (128, [8, 8], 4, 2),
-            65..=96 => (128, [6, 6], 2, 2),
-            97..=128 => (128, [5, 4], 2, 2),
-            _ => (64, [5, 4], 2, 1),
-        };
-        let (threads, tiles, narrow) = match element {
-            GpuKvElement::Bf16 => (384, alone, 0),
-            GpuKvElement::Fp8 => (512, beside, narrow * keys * head_dim),
+        let (keys, buffers) = if head_dim <= 128 { (128, 2) } else { (64, 1) };
+        // Tiles, and those of 8 bits beside them, all parts together.
+        let (threads, tiles, narrow) = match (element, head_dim) {
+            (GpuKvElement::Bf16, ..=64) => (384, 8, 0),
+            (GpuKvElement::Bf16, 65..=96) => (384, 6, 0),
+            (GpuKvElement::Bf16, _) => (384, 5, 0),
+            (GpuKvElement::Fp8, ..=64) => (512, 8, 4),
+            (GpuKvElement::Fp8, _) => (512, 4, 2),
         };
         let padding = if head_dim.is_multiple_of(64) { 0 } else { 8 };
         let elements = tiles * keys * head_dim + buffers * rows * (head_dim + padding);
         Self {
             threads,
-            shared: elements * size_of::<bf16>() + narrow + 2 * 1024,
+            shared: elements * size_of::<bf16>() + narrow * keys * head_dim + 2 * 1024,
             rows,
             persistent: true,
         }
