@@ -5,7 +5,6 @@
 
 // Places in a rank's buffer; see crates/kernels/src/cuda/all_reduce/layout.rs.
 constexpr int kMaxRanks = 8;
-constexpr int kRingBlocks = 256;      // blocks of the kernels that work through rings
 constexpr int kTileBytes = 32 << 10;  // of all ranks' parts together, for each block and turn
 constexpr int64_t kFewBytes = 32 << 20;
 constexpr int64_t kFewState = 0;  // FewState

@@ -140,7 +140,6 @@ fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Resu
         engine,
         report,
         memory,
-        ..
     } = started;
     let Text {
         tokenizer,

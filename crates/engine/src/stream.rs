@@ -31,19 +31,9 @@ impl RequestStream {
         }
     }
 
-    /// The request's id.
-    pub fn id(&self) -> RequestId {
-        self.id
-    }
-
     /// When the engine sent the last event read, however late it was read; before the first event, when the stream was made.
     pub fn sent(&self) -> Instant {
         self.sent
-    }
-
-    /// Events sent and not yet read.
-    pub fn unread(&self) -> usize {
-        self.events.len()
     }
 }
 

@@ -39,11 +39,6 @@ impl Embedding {
         self.table.inputs()
     }
 
-    /// Bytes of memory.
-    pub fn bytes(&self) -> u64 {
-        self.table.bytes()
-    }
-
     /// Writes the rows of `tokens`, times `scale`, into `out`, `[tokens, hidden]`.
     ///
     /// # Panics

@@ -115,12 +115,7 @@ impl Runner {
         &self.model
     }
 
-    /// Most bytes of the step arena used at once: with a fixed arena of this size the same steps fit.
-    pub fn arena_high_water(&self) -> u64 {
-        self.arena.high_water() as u64
-    }
-
-    /// The same since it was last taken: what one step needs, if taken after each.
+    /// Most bytes of the step arena used at once since this was last taken: with a fixed arena of this size the same steps fit.
     pub fn take_arena_high_water(&mut self) -> u64 {
         self.arena.take_high_water() as u64
     }

@@ -94,7 +94,7 @@ fn the_high_water_mark_is_the_size_of_a_fixed_arena() {
     let (model, mut probe) = start("qwen3-f16", &state_config(16, 8), &budget).unwrap();
     let full = plan(vec![scored_run(&[9; 100], 0, 100, 0, &blocks(0..7))]);
     let expected = probe.execute(&full).unwrap();
-    let need = probe.arena_high_water();
+    let need = probe.take_arena_high_water();
     drop(probe);
 
     let build = |bytes| {

@@ -209,12 +209,6 @@ impl VirtualDevice {
             .is_some_and(|state| state < pool.states_dropped)
     }
 
-    /// Sets the neighbours' memory, as far as there is room.
-    pub fn set_peers(&self, bytes: u64) {
-        let mut pool = self.pool();
-        pool.peers = bytes.min(pool.model.total - pool.reserved());
-    }
-
     fn pool(&self) -> MutexGuard<'_, Pool> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

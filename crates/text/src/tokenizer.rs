@@ -129,11 +129,6 @@ impl Tokenizer {
         }
     }
 
-    /// Number of tokens [`Tokenizer::encode`] gives.
-    pub fn count(&self, text: &str, add_special: bool) -> Result<usize, TextError> {
-        self.encode(text, add_special).map(|tokens| tokens.len())
-    }
-
     /// A lower bound of the number of tokens of `text`, a hundred times as fast as tokenizing; 0 if there is none.
     pub fn count_at_least(&self, text: &str) -> usize {
         let Parts { shrinks, vocab, .. } = self.parts();

@@ -47,7 +47,6 @@ fn known_ids() {
     for (text, ids) in cases {
         assert_eq!(tokenizer.encode(text, false).unwrap(), ids, "{text:?}");
         assert_eq!(tokenizer.decode(ids, false), text);
-        assert_eq!(tokenizer.count(text, false).unwrap(), ids.len());
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use plimsoll_core::{CacheListener, KvConfig};
+use plimsoll_core::CacheListener;
 use plimsoll_engine::{EngineConfig, EngineHandle};
 use plimsoll_profiler::{ProfileSpec, Report};
 
@@ -20,8 +20,6 @@ const OUTAGE_PATIENCE: Duration = Duration::from_secs(30);
 pub struct Started {
     /// Where requests go.
     pub engine: EngineHandle,
-    /// The proved KV cache.
-    pub kv: KvConfig,
     /// How it came to that size.
     pub report: Report,
     /// The same and the device's meters, as they are from now on.
@@ -51,7 +49,7 @@ impl Loaded {
             relock,
             cache_listener,
         } = serving;
-        let (kv, report) = (proved.config().kv, proved.report().clone());
+        let report = proved.report().clone();
         let enable_prefix_caching = self.model.facts.shares_prefixes(&self.settings);
         if cache_listener.is_some() && !enable_prefix_caching {
             tracing::warn!("no KV events: mean pooling does not use the prefix cache");
@@ -80,7 +78,6 @@ impl Loaded {
         let spawn = || EngineHandle::spawn(proved, rebuilder, &config);
         Ok(Started {
             engine: self.times.measure("engine", spawn)?,
-            kv,
             report,
             memory,
         })

@@ -99,17 +99,6 @@ impl GpuArena {
         self.offset.set(0);
     }
 
-    /// A mark for [`Self::rewind`].
-    pub fn mark(&self) -> usize {
-        self.offset.get()
-    }
-
-    /// Frees what was allocated since `mark`: later launches may reuse the memory.
-    pub fn rewind(&self, mark: usize) {
-        assert!(mark <= self.offset.get(), "a mark of another step");
-        self.offset.set(mark);
-    }
-
     /// Bytes of memory it holds.
     pub fn mapped(&self) -> usize {
         self.mapped.get()
@@ -192,14 +181,6 @@ impl DryGpuArena {
     /// As [`GpuArena::reset`].
     pub fn reset(&mut self) {
         self.offset = 0;
-    }
-
-    /// What `work` takes is given back when it returns, as by [`GpuArena::rewind`].
-    pub fn frame<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
-        let start = self.offset;
-        let result = work(self);
-        self.offset = start;
-        result
     }
 
     /// As [`GpuArena::take_high_water`].

@@ -23,8 +23,6 @@ mod slab;
 mod tensor_map;
 mod upload;
 
-pub use cudarc::driver::sys;
-
 pub use arena::{DryGpuArena, GpuArena};
 pub(crate) use error::check;
 pub use error::{DeviceError, GpuError};

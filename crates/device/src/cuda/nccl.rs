@@ -30,7 +30,6 @@ struct Functions {
     all_reduce: Collective,
     all_gather: Gather,
     destroy: OfComm,
-    abort: OfComm,
     describe: Describe,
     _library: Library,
 }
@@ -53,7 +52,6 @@ impl Functions {
                 all_reduce: function!(b"ncclAllReduce"),
                 all_gather: function!(b"ncclAllGather"),
                 destroy: function!(b"ncclCommDestroy"),
-                abort: function!(b"ncclCommAbort"),
                 describe: function!(b"ncclGetErrorString"),
                 _library: library,
             })
@@ -133,17 +131,11 @@ impl Nccl {
         let result = unsafe { (self.functions.all_gather)(from, to, mine.len(), F32, self.comm, stream) };
         self.functions.check("ncclAllGather", result)
     }
-
-    /// Makes waits for other ranks end, for good.
-    pub fn abort(mut self) {
-        // SAFETY: the handle is not used again.
-        unsafe { (self.functions.abort)(std::mem::replace(&mut self.comm, std::ptr::null_mut())) };
-    }
 }
 
 impl Drop for Nccl {
     fn drop(&mut self) {
-        if !self.comm.is_null() && self.gpu.synchronize().is_ok() {
+        if self.gpu.synchronize().is_ok() {
             // SAFETY: nothing uses the handle any more.
             unsafe { (self.functions.destroy)(self.comm) };
             Gpu::forget_current();

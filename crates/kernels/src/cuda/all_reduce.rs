@@ -201,11 +201,6 @@ impl AllReduce {
         self.rank
     }
 
-    /// Ranks of the group.
-    pub fn ranks(&self) -> usize {
-        self.ranks
-    }
-
     /// The sum of `x` over the ranks, in place; rows of a multiple of eight elements that begin at multiples of 16 bytes. Sums
     /// through peers' memory are `f32` in the order of ranks and rounded once, so all ranks have the same bits, however many rows
     /// there are.

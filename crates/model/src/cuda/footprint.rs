@@ -171,11 +171,6 @@ impl GpuFootprint {
         &self.config
     }
 
-    /// What a state is made for.
-    pub fn shape(&self) -> &GpuStateShape {
-        &self.shape
-    }
-
     /// Bytes of the runtime of a GPU that is not there.
     pub const ASSUMED_RUNTIME_BYTES: u64 = H200_RUNTIME_BYTES;
 

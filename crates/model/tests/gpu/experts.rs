@@ -70,7 +70,7 @@ fn memory_does_not_depend_on_where_tokens_go() {
                     }
                     assert_eq!(gpu.allocations(), before, "{name}, {setup:?}: a step allocated");
                     assert!(
-                        runner.arena_high_water() <= told,
+                        runner.take_arena_high_water() <= told,
                         "{name}, {setup:?}, {seqs} x {len}"
                     );
                 }

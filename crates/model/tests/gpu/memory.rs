@@ -106,7 +106,7 @@ fn a_mixed_load_allocates_nothing() {
             let mut probe = setup.build(&model);
             let mut first = requests.clone();
             serve(&mut probe, &mut first, how, &mut |_, sampled| sampled.token);
-            let need = probe.arena_high_water();
+            let need = probe.take_arena_high_water();
             drop(probe);
 
             let mut runner = setup.build_for(&model, &LIMITS, Scratch::Fixed(need));

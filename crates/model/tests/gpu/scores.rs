@@ -137,7 +137,7 @@ fn scores_take_no_memory_beyond_the_proved_arena() {
     let steps = [scored_step(&prompts, LEN), scored_step(&prompts, 90)];
     let mut probe = setup(false).build_for(&model, &LIMITS, Scratch::Growable);
     let expected = steps.each_ref().map(|step| probe.execute(step).unwrap());
-    let fixed = Scratch::Fixed(probe.arena_high_water());
+    let fixed = Scratch::Fixed(probe.take_arena_high_water());
     drop(probe);
     let mut proved = setup(false).build_for(&model, &LIMITS, fixed);
     let held = gpu.budget().meters().reserved;
