@@ -8,7 +8,6 @@ from pathlib import Path
 
 import conftest
 import httpx2 as httpx
-import pytest
 from browser import CHAT, accessible, answered, browser, chat, open_page, says, seen, send
 from playwright.sync_api import Page, expect
 
