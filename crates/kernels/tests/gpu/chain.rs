@@ -298,10 +298,7 @@ const EXTREME_SIZES: [[usize; 4]; 3] = [
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn extreme_inputs() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let linears = crate::linear::linears(&gpu);
     let mut rng = common::rng("extreme_inputs");
     let check = |case: &Case| {

@@ -4,7 +4,7 @@ use half::bf16;
 use plimsoll_core::{BlockSize, Component};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
-use plimsoll_kernels::cuda::GpuAttentionOptions;
+use plimsoll_kernels::cuda::{GpuAttentionOptions, has_hopper_kernels};
 use plimsoll_kernels::{AttentionOptions, KvLayout, Sees};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -14,6 +14,11 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 /// The first GPU.
 pub(crate) fn gpu() -> Gpu {
     Gpu::open(0).expect("an NVIDIA GPU")
+}
+
+/// The same, where it runs what is made for Hopper.
+pub(crate) fn hopper() -> Option<Gpu> {
+    Some(gpu()).filter(has_hopper_kernels)
 }
 
 /// Fresh random inputs in every run; the seed is printed, so a failure can be repeated with the variable `SEED`.

@@ -7,8 +7,8 @@ use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuError};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    FP8_BLOCK, Fp8Scaling, FusedKernels, GpuFp8Rows, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuRows,
-    GpuWeight, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
+    FP8_BLOCK, Fp8Scaling, FusedKernels, GpuFp8Rows, GpuLinear, GpuMatrix, GpuNorm, GpuRows, GpuWeight,
+    LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -16,7 +16,7 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::common::{self, wide};
 use crate::fused::{ACTIVATIONS, activate};
-use crate::linear::{limited, paths};
+use crate::linear::{check_norm, limited, paths};
 
 const SCALINGS: [Fp8Scaling; 2] = [Fp8Scaling::Rows, Fp8Scaling::Blocks];
 const LARGEST: f64 = 448.0;
@@ -413,46 +413,9 @@ impl Case {
 
     /// The norm ahead of the product, where it is a part of it.
     fn check_norm(&self, ways: &Ways<'_>, what: &str) {
-        const EPS: f32 = 1e-5;
-        let &Self { m, n, k, .. } = self;
         let Ways { gpu, linears, .. } = ways;
-        let layer = self.layer(gpu);
-        if !linears.fuses_norm(m, &layer, LinearOutput::Bf16) {
-            return;
-        }
-        let delta: Vec<bf16> = self.x.iter().rev().copied().collect();
-        let weight: Vec<f32> = (0..k).map(|at| 0.5 + (at % 7) as f32 / 8.0).collect();
-        let [hidden, deltas] = [&self.x, &delta].map(|values| common::upload(gpu, values));
-        let weights = common::upload(gpu, &weight);
-        let sum = common::poisoned::<bf16>(gpu, m * k);
-        let residual = GpuResidual {
-            hidden: hidden.slice(),
-            delta: deltas.slice(),
-            norm: GpuNorm {
-                weight: weights.slice(),
-                eps: EPS,
-            },
-            sum: sum.slice(),
-        };
-        let out: Vec<bf16> = crate::linear::written(gpu, m * n, |out| {
-            linears.forward_norm(&residual, &layer, LinearOutput::Bf16, out.slice().range(0..m * n))
-        });
-        let sums: Vec<f64> = wide(&self.x)
-            .into_iter()
-            .zip(wide(&delta))
-            .map(|(x, delta)| bf16::from_f64(x + delta).to_f64())
-            .collect();
-        let found: Vec<bf16> = common::download(gpu, &sum, m * k);
-        assert_eq!(wide(&found), sums, "{what}: the residual stream");
-        let normed = sums.chunks_exact(k).flat_map(|row| {
-            let square = row.iter().map(|x| x * x).sum::<f64>() / k as f64;
-            let scale = 1.0 / (square + f64::from(EPS)).sqrt();
-            let row = row.iter().zip(&weight);
-            row.map(|(x, weight)| bf16::from_f64(x * scale * f64::from(*weight)).to_f64())
-                .collect::<Vec<f64>>()
-        });
-        let reference = self.reference(&normed.collect::<Vec<f64>>());
-        common::assert_close(&format!("{what} norm"), &common::widen(&out), &reference, 6e-3);
+        let (layer, reference) = (self.layer(gpu), |x: &[f64]| self.reference(x));
+        check_norm(gpu, linears, &layer, &self.x, self.k, reference, what);
     }
 }
 

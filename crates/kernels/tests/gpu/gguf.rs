@@ -5,8 +5,8 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_kernels::cuda::{
-    GgufKernels, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuTokens, GpuVocabulary, GpuWeight,
-    LinearOutput, LinearPath, LinearRoom, LinearScratch, LinearUse, Linears, dequantised_room,
+    GgufKernels, GpuLinear, GpuMatrix, GpuTokens, GpuVocabulary, GpuWeight, LinearOutput, LinearPath,
+    LinearRoom, LinearScratch, LinearUse, Linears, dequantised_room,
 };
 use plimsoll_kernels::{Activation, GgufFormat};
 use rand::Rng;
@@ -14,7 +14,7 @@ use rand::rngs::StdRng;
 
 use crate::common::{self, wide};
 use crate::fused::{ACTIVATIONS, activate};
-use crate::linear::{linears, paths, written};
+use crate::linear::{check_norm, linears, paths, written};
 
 /// Sums are rounded to bf16 once.
 const TOLERANCE: f64 = 4e-3;
@@ -237,43 +237,8 @@ impl Case {
 
     /// The norm ahead of the product, where it is a part of it.
     fn check_norm(&self, gpu: &Gpu, linears: &Linears, what: &str) {
-        const EPS: f32 = 1e-5;
-        let (m, n, k) = (self.m, self.n(), self.k);
-        let layer = self.layer(gpu);
-        if !linears.fuses_norm(m, &layer, LinearOutput::Bf16) {
-            return;
-        }
-        let delta: Vec<bf16> = self.x.iter().rev().copied().collect();
-        let weight: Vec<f32> = (0..k).map(|at| 0.5 + (at % 7) as f32 / 8.0).collect();
-        let [hidden, deltas] = [&self.x, &delta].map(|values| common::upload(gpu, values));
-        let weights = common::upload(gpu, &weight);
-        let sum = common::poisoned::<bf16>(gpu, m * k);
-        let residual = GpuResidual {
-            hidden: hidden.slice(),
-            delta: deltas.slice(),
-            norm: GpuNorm {
-                weight: weights.slice(),
-                eps: EPS,
-            },
-            sum: sum.slice(),
-        };
-        let out: Vec<bf16> = written(gpu, m * n, |out| {
-            linears.forward_norm(&residual, &layer, LinearOutput::Bf16, out.slice().range(0..m * n))
-        });
-        let sums: Vec<f64> = wide(&self.x)
-            .into_iter()
-            .zip(wide(&delta))
-            .map(|(x, delta)| bf16::from_f64(x + delta).to_f64())
-            .collect();
-        let normed = sums.chunks_exact(k).flat_map(|row| {
-            let square = row.iter().map(|x| x * x).sum::<f64>() / k as f64;
-            let scale = 1.0 / (square + f64::from(EPS)).sqrt();
-            let row = row.iter().zip(&weight);
-            row.map(|(x, weight)| bf16::from_f64(x * scale * f64::from(*weight)).to_f64())
-                .collect::<Vec<f64>>()
-        });
-        let reference = self.reference(&normed.collect::<Vec<f64>>(), &self.weight());
-        common::assert_close(&format!("{what} norm"), &common::widen(&out), &reference, 6e-3);
+        let (layer, reference) = (self.layer(gpu), |x: &[f64]| self.reference(x, &self.weight()));
+        check_norm(gpu, linears, &layer, &self.x, self.k, reference, what);
     }
 }
 

@@ -509,10 +509,7 @@ fn measured_choices() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn more_rows_than_were_measured() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let mut rng = common::rng("int4, more rows than measured");
     // A tile for each block: one slab is best for 16 rows.
     let (n, k) = (16 * gpu.info().sm_count, 4096);

@@ -15,7 +15,8 @@ use plimsoll_kernels::{Activation, Linear, Matrix, WeightType, glu};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 
-use crate::common;
+use crate::chain::{EPS, add, normalise};
+use crate::common::{self, wide};
 use crate::fused::{ACTIVATIONS, activate};
 
 /// Sums of products are within this of the reference, rounded to bf16 once.
@@ -138,6 +139,72 @@ pub(crate) fn forward(gpu: &Gpu, linears: &Linears, case: &Case) -> Vec<bf16> {
     })
 }
 
+/// What a product writes that adds up and normalises its inputs first.
+#[derive(PartialEq)]
+pub(crate) struct Normed {
+    pub(crate) out: Vec<bf16>,
+    /// Of the inputs.
+    pub(crate) sums: Vec<bf16>,
+}
+
+/// `hidden` and `delta` are `[m, k]`, `weight` is `[k]`.
+pub(crate) fn forward_norm(
+    gpu: &Gpu,
+    linears: &Linears,
+    layer: &GpuLinear,
+    output: LinearOutput,
+    [hidden, delta]: [&[bf16]; 2],
+    weight: &[f32],
+) -> Normed {
+    let inputs = hidden.len();
+    let parts = if let LinearOutput::Glu(_) = output { 2 } else { 1 };
+    let outputs = inputs / weight.len() * layer.outputs() / parts;
+    let [hidden, delta] = [hidden, delta].map(|values| common::upload(gpu, values));
+    let weight = common::upload(gpu, weight);
+    let mut sums = Vec::new();
+    let out = written(gpu, outputs, |out| {
+        sums = written(gpu, inputs, |sum| {
+            let residual = GpuResidual {
+                hidden: hidden.slice(),
+                delta: delta.slice(),
+                norm: GpuNorm {
+                    weight: weight.slice(),
+                    eps: EPS,
+                },
+                sum: sum.slice().range(0..inputs),
+            };
+            linears.forward_norm(&residual, layer, output, out.slice().range(0..outputs))
+        });
+        Ok(())
+    });
+    Normed { out, sums }
+}
+
+/// The norm ahead of the product, where it is a part of it; `reference` multiplies. `x` is `[m, k]`.
+pub(crate) fn check_norm(
+    gpu: &Gpu,
+    linears: &Linears,
+    layer: &GpuLinear,
+    x: &[bf16],
+    k: usize,
+    reference: impl FnOnce(&[f64]) -> Vec<f64>,
+    what: &str,
+) {
+    let output = LinearOutput::Bf16;
+    if !linears.fuses_norm(x.len() / k, layer, output) {
+        return;
+    }
+    let delta: Vec<bf16> = x.iter().rev().copied().collect();
+    let weight: Vec<f32> = (0..k).map(|at| 0.5 + (at % 7) as f32 / 8.0).collect();
+    let found = forward_norm(gpu, linears, layer, output, [x, &delta], &weight);
+    let sums = add(&wide(x), &wide(&delta));
+    assert_eq!(wide(&found.sums), sums, "{what}: the residual stream");
+    let rows = sums.chunks_exact(k);
+    let normed: Vec<f64> = rows.flat_map(|row| normalise(row, &weight)).collect();
+    let (what, out) = (format!("{what} norm"), common::widen(&found.out));
+    common::assert_close(&what, &out, &reference(&normed), 6e-3);
+}
+
 pub(crate) fn check(gpu: &Gpu, linears: &Linears, case: &Case, way: &str) {
     let reference = case.reference();
     let out = forward(gpu, linears, case);
@@ -251,7 +318,6 @@ fn normalised_inputs() {
                 .zip(&delta)
                 .map(|(x, y)| bf16::from_f32(x.to_f32() + y.to_f32()))
                 .collect();
-            const EPS: f32 = 1e-5;
             for (x, sum) in case.x.chunks_exact_mut(k).zip(sum.chunks_exact(k)) {
                 let square: f64 = sum.iter().map(|x| x.to_f64().powi(2)).sum::<f64>() / k as f64;
                 let scale = 1.0 / (square + f64::from(EPS)).sqrt();
@@ -260,38 +326,21 @@ fn normalised_inputs() {
                 }
             }
             let layer = case.layer(&gpu);
-            let [hidden, delta] = [&hidden, &delta].map(|x| common::upload(&gpu, x));
-            let weight = common::upload(&gpu, &weight);
             let gated = ACTIVATIONS.map(LinearOutput::Glu);
             for output in [LinearOutput::Bf16].into_iter().chain(gated) {
                 if !linears.fuses_norm(m, &layer, output) {
                     continue;
                 }
                 fused += 1;
-                let (len, reference) = match output {
-                    LinearOutput::Glu(activation) => (m * 48, case.reference_glu(activation)),
-                    _ => (m * 96, case.reference()),
+                let reference = match output {
+                    LinearOutput::Glu(activation) => case.reference_glu(activation),
+                    _ => case.reference(),
                 };
-                let mut sums: Vec<bf16> = Vec::new();
-                let out: Vec<bf16> = written(&gpu, len, |out| {
-                    sums = written(&gpu, m * k, |sum| {
-                        let input = GpuResidual {
-                            hidden: hidden.slice(),
-                            delta: delta.slice(),
-                            norm: GpuNorm {
-                                weight: weight.slice(),
-                                eps: EPS,
-                            },
-                            sum: sum.slice().range(0..m * k),
-                        };
-                        linears.forward_norm(&input, &layer, output, out.slice().range(0..len))
-                    });
-                    Ok(())
-                });
+                let found = forward_norm(&gpu, &linears, &layer, output, [&hidden, &delta], &weight);
                 let what = case.what(&format!("{path:?} normalised {output:?}"));
-                assert_eq!(sums, sum, "{what}: sums");
+                assert_eq!(found.sums, sum, "{what}: sums");
                 // The inputs are rounded to bf16 here and there, perhaps differently.
-                common::assert_close(&what, &common::widen(&out), &reference, 2.0 * TOLERANCE);
+                common::assert_close(&what, &common::widen(&found.out), &reference, 2.0 * TOLERANCE);
             }
         }
     }

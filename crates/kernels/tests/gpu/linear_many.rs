@@ -4,7 +4,7 @@
 use half::bf16;
 use plimsoll_device::cuda::Gpu;
 use plimsoll_kernels::cuda::{
-    Fp8Scaling, GpuValues, LinearOutput, LinearPath, LinearRoom, LinearTile, Linears, has_hopper_kernels,
+    Fp8Scaling, GpuValues, LinearOutput, LinearPath, LinearRoom, LinearTile, Linears,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -54,10 +54,7 @@ fn rows(rng: &mut StdRng, tile: LinearTile, shared: bool) -> usize {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn every_tile_matches_reference() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let mut rng = common::rng("linear, many rows");
     let mut linears = linears(&gpu);
     for tile in tiles() {
@@ -82,10 +79,7 @@ fn every_tile_matches_reference() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn blocks_take_several_tiles() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let mut rng = common::rng("linear, many rows, several tiles");
     let mut linears = linears(&gpu);
     for tile in tiles() {
@@ -125,10 +119,7 @@ fn what_is_not_theirs() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn rows_of_outputs_may_be_wider() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let mut rng = common::rng("linear, many rows, wider outputs");
     let mut linears = linears(&gpu);
     for tile in tiles() {
@@ -160,10 +151,7 @@ fn rows_of_outputs_may_be_wider() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn rows_are_independent() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let mut rng = common::rng("linear, many rows, rows");
     let mut linears = linears(&gpu);
     let (n, k) = (520, 1024);
@@ -189,10 +177,7 @@ fn rows_are_independent() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn tiles_give_the_same_bits() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let mut rng = common::rng("linear, many rows, tiles");
     let mut linears = linears(&gpu);
     for m in [100, 180, 400] {
@@ -222,10 +207,7 @@ const CHAIN_WIDTH: usize = 1024;
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn chain_in_a_graph_of_many_rows() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let mut rng = common::rng("linear, many rows, chain");
     let mut linears = linears(&gpu);
     for tile in tiles() {
@@ -268,10 +250,7 @@ fn fp8_rows(rng: &mut StdRng, tile: LinearTile) -> [usize; 3] {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn every_fp8_tile_matches_reference() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let mut rng = common::rng("linear, many rows, fp8");
     let mut ways = fp8::Ways::new(&gpu, false);
     for tile in fp8_tiles() {
@@ -294,10 +273,7 @@ fn every_fp8_tile_matches_reference() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn fp8_blocks_take_several_tiles() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let mut rng = common::rng("linear, many rows, fp8, several tiles");
     let mut ways = fp8::Ways::new(&gpu, false);
     for tile in fp8_tiles() {
@@ -315,10 +291,7 @@ fn fp8_blocks_take_several_tiles() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn fp8_rows_are_independent() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let mut rng = common::rng("linear, many rows, fp8, rows");
     let mut ways = fp8::Ways::new(&gpu, false);
     for tile in fp8_tiles() {

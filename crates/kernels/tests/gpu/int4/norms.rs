@@ -2,23 +2,13 @@
 
 use half::bf16;
 use plimsoll_device::cuda::Gpu;
-use plimsoll_kernels::cuda::{
-    GpuLinear, GpuNorm, GpuResidual, LinearOutput, LinearPath, Linears, has_hopper_kernels,
-};
+use plimsoll_kernels::cuda::{GpuLinear, LinearOutput, LinearPath, Linears};
 
 use super::{Case, GROUPS, TOLERANCE, gated};
-use crate::chain::{EPS, add, normalise};
+use crate::chain::{add, normalise};
 use crate::common::{self, wide};
 use crate::fused::ACTIVATIONS;
-use crate::linear::{linears, written};
-
-/// What a product with a norm writes.
-#[derive(PartialEq)]
-struct Normed {
-    out: Vec<bf16>,
-    /// Of the inputs.
-    sums: Vec<bf16>,
-}
+use crate::linear::{Normed, forward_norm, linears};
 
 impl Case {
     /// Other inputs of the same row.
@@ -39,26 +29,8 @@ impl Case {
     }
 
     fn forward_norm(&self, gpu: &Gpu, linears: &Linears, layer: &GpuLinear, output: LinearOutput) -> Normed {
-        let (inputs, outputs) = (self.m * self.k, self.m * self.n / output_parts(output));
-        let [hidden, delta] = [&self.x, &self.delta()].map(|values| common::upload(gpu, values));
-        let weight = common::upload(gpu, &self.norm_weight());
-        let mut sums = Vec::new();
-        let out = written(gpu, outputs, |out| {
-            sums = written(gpu, inputs, |sum| {
-                let residual = GpuResidual {
-                    hidden: hidden.slice(),
-                    delta: delta.slice(),
-                    norm: GpuNorm {
-                        weight: weight.slice(),
-                        eps: EPS,
-                    },
-                    sum: sum.slice().range(0..inputs),
-                };
-                linears.forward_norm(&residual, layer, output, out.slice().range(0..outputs))
-            });
-            Ok(())
-        });
-        Normed { out, sums }
+        let inputs = [&self.x[..], &self.delta()];
+        forward_norm(gpu, linears, layer, output, inputs, &self.norm_weight())
     }
 
     /// The norm ahead of the product, with all kinds of outputs for which it is a part of it.
@@ -91,22 +63,11 @@ impl Case {
     }
 }
 
-/// Rows of weights of an output.
-fn output_parts(output: LinearOutput) -> usize {
-    match output {
-        LinearOutput::Glu(_) => 2,
-        LinearOutput::Bf16 | LinearOutput::F32 => 1,
-    }
-}
-
 /// Some tiles for each block, the last of them not whole; windows for few warps and as many as they hold; rows that depend on no other.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn norms_of_inputs_in_registers() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let mut rng = common::rng("int4, norms");
     let mut linears = linears(&gpu);
     linears.fix(Some(LinearPath::Int4Rows));

@@ -497,10 +497,7 @@ fn a_layer_with_experts_in_one_launch() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn what_launches_before_left_is_not_taken() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let (linears, kernels) = (crate::linear::linears(&gpu), MoeKernels::load(&gpu).unwrap());
     let mut rng = common::rng("what_launches_before_left_is_not_taken");
     let small = Size {

@@ -379,10 +379,7 @@ fn of_rows(gpu: &Gpu, room: &Room) -> Vec<Vec<(i32, u32)>> {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn few_rows_do_not_depend_on_those_beside_them() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let mut rng = common::rng("few_rows_do_not_depend_on_those_beside_them");
     let kernels = MoeKernels::load(&gpu).unwrap();
     for (experts, top_k, k) in [

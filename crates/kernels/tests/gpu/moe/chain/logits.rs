@@ -2,7 +2,7 @@
 
 use half::bf16;
 use plimsoll_device::cuda::Gpu;
-use plimsoll_kernels::cuda::{MoeKernels, has_hopper_kernels};
+use plimsoll_kernels::cuda::MoeKernels;
 use plimsoll_kernels::{Route, Router, RouterSoftmax, route};
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -99,10 +99,7 @@ fn sizes() -> Vec<Size> {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn of_equal_logits_the_first_experts_are_taken() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let (linears, kernels) = (crate::linear::linears(&gpu), MoeKernels::load(&gpu).unwrap());
     let mut rng = common::rng("of_equal_logits_the_first_experts_are_taken");
     // The shared expert's gate would be the only logit that is not 0, and may be next to nothing beside its error.
@@ -135,10 +132,7 @@ fn of_equal_logits_the_first_experts_are_taken() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn what_is_no_number_or_infinite_is_taken_first_and_stays_so() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let (linears, kernels) = (crate::linear::linears(&gpu), MoeKernels::load(&gpu).unwrap());
     let mut rng = common::rng("what_is_no_number_or_infinite_is_taken_first_and_stays_so");
     for size in sizes() {
@@ -181,10 +175,7 @@ fn what_is_no_number_or_infinite_is_taken_first_and_stays_so() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn infinite_products_of_the_router_are_infinite_logits() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let (linears, kernels) = (crate::linear::linears(&gpu), MoeKernels::load(&gpu).unwrap());
     let mut rng = common::rng("infinite_products_of_the_router_are_infinite_logits");
     for size in sizes() {
@@ -230,10 +221,7 @@ fn infinite_products_of_the_router_are_infinite_logits() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_row_of_no_numbers_stays_one() {
-    let gpu = common::gpu();
-    if !has_hopper_kernels(&gpu) {
-        return;
-    }
+    let Some(gpu) = common::hopper() else { return };
     let (linears, kernels) = (crate::linear::linears(&gpu), MoeKernels::load(&gpu).unwrap());
     let mut rng = common::rng("a_row_of_no_numbers_stays_one");
     for size in sizes() {
