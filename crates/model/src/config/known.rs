@@ -158,6 +158,15 @@ const AROUND_GEMMA4: &[&str] = &[
     "vision_soft_tokens_per_image",
 ];
 
+/// Fields around the text parts of Qwen3-VL and later ones.
+const AROUND_QWEN3: &[&str] = &[
+    "image_token_id",
+    "video_token_id",
+    "vision_config",
+    "vision_end_token_id",
+    "vision_start_token_id",
+];
+
 /// Published files have the fields of its text part beside those of the encoder.
 const QWEN2_5_VL: &str = "Qwen2_5_VLForConditionalGeneration";
 
@@ -181,27 +190,11 @@ const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
         "gemma4_unified_text",
         AROUND_GEMMA4,
     ),
-    (
-        "Qwen3_5ForConditionalGeneration",
-        "qwen3_5_text",
-        &[
-            "image_token_id",
-            "video_token_id",
-            "vision_config",
-            "vision_end_token_id",
-            "vision_start_token_id",
-        ],
-    ),
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5_text", AROUND_QWEN3),
     (
         "Qwen3_5MoeForConditionalGeneration",
         "qwen3_5_moe_text",
-        &[
-            "image_token_id",
-            "video_token_id",
-            "vision_config",
-            "vision_end_token_id",
-            "vision_start_token_id",
-        ],
+        AROUND_QWEN3,
     ),
     (
         QWEN2_5_VL,
@@ -215,17 +208,7 @@ const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
             "vision_token_id",
         ],
     ),
-    (
-        "Qwen3VLForConditionalGeneration",
-        "qwen3_vl_text",
-        &[
-            "image_token_id",
-            "video_token_id",
-            "vision_config",
-            "vision_end_token_id",
-            "vision_start_token_id",
-        ],
-    ),
+    ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", AROUND_QWEN3),
     (
         "Mistral3ForConditionalGeneration",
         "mistral",
