@@ -1,10 +1,13 @@
 //! Answers taken apart: every format, however the text is cut.
 
+#[path = "../common/mod.rs"]
+mod common;
 mod gemma4;
 mod write;
 
 use std::sync::Arc;
 
+use common::Whole;
 use plimsoll_text::{AnswerFormat, AnswerParser, Function, Part, Position, ReasoningFormat, ToolFormat};
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
@@ -12,36 +15,6 @@ use write::write_calls;
 
 /// Name and arguments.
 type Call = (String, Map<String, Value>);
-
-/// An answer put together again.
-#[derive(Clone, Debug, Default, PartialEq)]
-struct Whole {
-    reasoning: String,
-    content: String,
-    calls: Vec<(String, String)>,
-}
-
-impl Whole {
-    fn add(&mut self, parts: Vec<Part>) {
-        for part in parts {
-            match part {
-                Part::Reasoning(text) => self.reasoning += &text,
-                Part::Content(text) => self.content += &text,
-                Part::Call { name } => self.calls.push((name, String::new())),
-                Part::Arguments(text) => self.calls.last_mut().expect("a call began").1 += &text,
-            }
-        }
-    }
-
-    /// With the arguments parsed.
-    fn parsed(&self) -> Vec<(&str, Value)> {
-        let parse = |text: &str| serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"));
-        self.calls
-            .iter()
-            .map(|(name, arguments)| (name.as_str(), parse(arguments)))
-            .collect()
-    }
-}
 
 fn read(format: &AnswerFormat, pieces: &[&str]) -> Whole {
     let mut parser = AnswerParser::new(format);

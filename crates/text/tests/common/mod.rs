@@ -102,6 +102,37 @@ fn value(file: &mut impl Read, kind: u32) -> io::Result<MetaValue> {
     })
 }
 
+/// An answer put together again.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Whole {
+    pub(crate) reasoning: String,
+    pub(crate) content: String,
+    /// Names, and arguments as they are told.
+    pub(crate) calls: Vec<(String, String)>,
+}
+
+impl Whole {
+    pub(crate) fn add(&mut self, parts: Vec<Part>) {
+        for part in parts {
+            match part {
+                Part::Reasoning(text) => self.reasoning += &text,
+                Part::Content(text) => self.content += &text,
+                Part::Call { name } => self.calls.push((name, String::new())),
+                Part::Arguments(text) => self.calls.last_mut().expect("a call began").1 += &text,
+            }
+        }
+    }
+
+    /// With the arguments parsed.
+    pub(crate) fn parsed(&self) -> Vec<(&str, Value)> {
+        let parse = |text: &str| serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"));
+        self.calls
+            .iter()
+            .map(|(name, arguments)| (name.as_str(), parse(arguments)))
+            .collect()
+    }
+}
+
 /// Content, and calls with their arguments as they are told.
 pub(crate) fn told(
     format: ToolFormat,
@@ -113,17 +144,10 @@ pub(crate) fn told(
         functions: Arc::clone(functions),
         ..AnswerFormat::default()
     });
-    let mut parts = parser.push(text);
-    parts.extend(parser.finish());
-    let (mut content, mut calls) = (String::new(), Vec::new());
-    for part in parts {
-        match part {
-            Part::Content(text) | Part::Reasoning(text) => content += &text,
-            Part::Call { name } => calls.push((name, String::new())),
-            Part::Arguments(text) => calls.last_mut().unwrap().1 += &text,
-        }
-    }
-    (content, calls)
+    let mut whole = Whole::default();
+    whole.add(parser.push(text));
+    whole.add(parser.finish());
+    (whole.reasoning + &whole.content, whole.calls)
 }
 
 /// Content and calls of an answer.

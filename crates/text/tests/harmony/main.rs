@@ -7,6 +7,7 @@ mod tokens;
 
 use std::sync::Arc;
 
+use common::Whole;
 use plimsoll_text::{AnswerFormat, AnswerParser, Function, Part, Position, ReasoningFormat, ToolFormat};
 use proptest::prelude::*;
 use serde_json::{Map, Value};
@@ -25,27 +26,6 @@ const MARKS: [&str; 8] = [
 fn recorded(what: &str) -> Vec<Value> {
     let mut recorded: Value = serde_json::from_str(include_str!("recorded.json")).unwrap();
     serde_json::from_value(recorded[what].take()).unwrap()
-}
-
-/// An answer put together again.
-#[derive(Clone, Debug, Default, PartialEq)]
-struct Whole {
-    reasoning: String,
-    content: String,
-    calls: Vec<(String, String)>,
-}
-
-impl Whole {
-    fn add(&mut self, parts: Vec<Part>) {
-        for part in parts {
-            match part {
-                Part::Reasoning(text) => self.reasoning += &text,
-                Part::Content(text) => self.content += &text,
-                Part::Call { name } => self.calls.push((name, String::new())),
-                Part::Arguments(text) => self.calls.last_mut().expect("a call began").1 += &text,
-            }
-        }
-    }
 }
 
 fn format() -> AnswerFormat {
