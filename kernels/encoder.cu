@@ -343,13 +343,10 @@ __device__ __forceinline__ void gate_rows(const bf16* gate_up, bf16* out, int in
     const uint2 up = *reinterpret_cast<const uint2*>(gates + inner);
     bf162* const pairs = reinterpret_cast<bf162*>(&gate);
     const bf162* const ups = reinterpret_cast<const bf162*>(&up);
-    const auto gated = [](float g, float u) {
-        return __fdividef(g, 1.0f + __expf(-sigmoid_input(kActivation, g))) * u;
-    };
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         const float2 g = __bfloat1622float2(pairs[j]), u = __bfloat1622float2(ups[j]);
-        pairs[j] = __floats2bfloat162_rn(gated(g.x, u.x), gated(g.y, u.y));
+        pairs[j] = __floats2bfloat162_rn(activated(kActivation, g.x, u.x), activated(kActivation, g.y, u.y));
     }
     *reinterpret_cast<uint2*>(out + i) = gate;
 }

@@ -101,9 +101,7 @@ __device__ __forceinline__ Float8 gated(const bf16* gate, const bf16* up) {
     Float8 g = widen(load8(gate));
     const Float8 u = widen(load8(up));
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-        g.at[j] = __fdividef(g.at[j], 1.0f + __expf(-sigmoid_input(kActivation, g.at[j]))) * u.at[j];
-    }
+    for (int j = 0; j < kVec; ++j) g.at[j] = activated(kActivation, g.at[j], u.at[j]);
     return g;
 }
 
