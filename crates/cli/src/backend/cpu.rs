@@ -7,17 +7,18 @@ use std::time::Duration;
 use plimsoll_core::{BuildError, Component, KvConfig, Meters, Oom, StateConfig, StepLimits};
 use plimsoll_device::{Budget, Charge, Machine};
 use plimsoll_kernels::{Exchange, WeightType, instruction_set};
-use plimsoll_model::{Cancel, LoadOptions, LoadProgress, Model, Runner, Shard};
+use plimsoll_model::{Cancel, LoadOptions, LoadProgress, Model, ModelConfig, Runner, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioShape};
 
 use super::predicted::{arena_use, holding, step_size};
 use super::{
-    Backend, CPU_DEFAULTS, Defaults, Device, EngineState, LoadedModel, ModelFacts, ModelOn, SharedExchange,
-    Weights,
+    Backend, CPU_DEFAULTS, Defaults, Device, EngineState, Hardware, LoadedModel, ModelFacts, ModelOn,
+    SharedExchange, Weights,
 };
 use crate::args::{DType, DeviceChoice};
 use crate::error::Error;
 use crate::plan_cache::DeviceKey;
+use crate::settings::EngineSettings;
 
 /// A model on the CPU, within a budget of bytes, or a rank's part of it. Clones of the budget share it.
 pub type CpuBackend = ModelOn<CpuRank>;
@@ -66,6 +67,12 @@ impl CpuRank {
     }
 }
 
+impl Hardware for CpuRank {
+    fn check(&self, settings: &EngineSettings, config: &ModelConfig) -> Result<(), Error> {
+        check_dtype(settings.dtype, config.dtype)
+    }
+}
+
 impl CpuBackend {
     /// Compute threads are of the whole process.
     fn set_threads(&self) {
@@ -89,28 +96,6 @@ impl Device for CpuBackend {
         let ranks = self.settings.tensor_parallel_size as u64;
         let size = Machine::this().size()? / ranks;
         Some(size.max(self.device.budget.meters().total))
-    }
-
-    fn max_model_len(&self) -> Result<usize, Error> {
-        let config = self.config()?;
-        check_dtype(self.settings.dtype, config.dtype)?;
-        Ok(config.max_tokens())
-    }
-
-    fn state_layers(&self) -> Result<usize, Error> {
-        self.layers_with_states()
-    }
-
-    fn tokens_at_once(&self) -> Result<usize, Error> {
-        self.rows_at_once()
-    }
-
-    fn vocab_size(&self) -> Result<usize, Error> {
-        self.vocabulary()
-    }
-
-    fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
-        self.left_out()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {

@@ -15,7 +15,7 @@ use plimsoll_model::{Cancel, LoadOptions, LoadProgress, ModelConfig, ModelError,
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKind, ScenarioShape};
 
 use super::predicted::{arena_use, holding, step_size};
-use super::{Backend, Defaults, Device, EngineState, LoadedModel, ModelFacts, ModelOn, Weights};
+use super::{Backend, Defaults, Device, EngineState, Hardware, LoadedModel, ModelFacts, ModelOn, Weights};
 use crate::args::KvDtype;
 use crate::bytes::Bytes;
 use crate::error::Error;
@@ -70,6 +70,10 @@ pub type AssumedGpu = ModelOn<AssumedBytes>;
 /// Memory of each GPU that is not here.
 #[derive(Clone, Copy, Debug)]
 pub struct AssumedBytes(pub u64);
+
+impl Hardware for GpuPart {}
+
+impl Hardware for AssumedBytes {}
 
 fn state_shape(settings: &EngineSettings, shard: Shard, limits: StepLimits) -> GpuStateShape {
     GpuStateShape {
@@ -127,28 +131,8 @@ impl Device for GpuBackend {
         Some(self.device.gpu.info().total_bytes)
     }
 
-    fn max_model_len(&self) -> Result<usize, Error> {
-        self.longest_request()
-    }
-
-    fn state_layers(&self) -> Result<usize, Error> {
-        self.layers_with_states()
-    }
-
-    fn tokens_at_once(&self) -> Result<usize, Error> {
-        self.rows_at_once()
-    }
-
     fn state_chunk(&self) -> usize {
         DeltaKernels::CHUNK
-    }
-
-    fn vocab_size(&self) -> Result<usize, Error> {
-        self.vocabulary()
-    }
-
-    fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
-        self.left_out()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
@@ -421,28 +405,8 @@ impl Device for AssumedGpu {
         defaults(self.device.0)
     }
 
-    fn max_model_len(&self) -> Result<usize, Error> {
-        self.longest_request()
-    }
-
-    fn state_layers(&self) -> Result<usize, Error> {
-        self.layers_with_states()
-    }
-
-    fn tokens_at_once(&self) -> Result<usize, Error> {
-        self.rows_at_once()
-    }
-
     fn state_chunk(&self) -> usize {
         DeltaKernels::CHUNK
-    }
-
-    fn vocab_size(&self) -> Result<usize, Error> {
-        self.vocabulary()
-    }
-
-    fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
-        self.left_out()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {

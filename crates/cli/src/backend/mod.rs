@@ -33,8 +33,45 @@ pub(crate) use ranks::Targets;
 pub use ranks::{RanksBackend, SharedExchange};
 pub use sim::SimBackend;
 
+/// What a model's configuration tells without the device.
+pub trait Configured {
+    /// Tokens of the longest request that the model was made for.
+    ///
+    /// # Errors
+    /// Where its configuration cannot be read or served.
+    fn max_model_len(&self) -> Result<usize, Error>;
+
+    /// Layers of the model that keep a state of fixed size per request.
+    ///
+    /// # Errors
+    /// As [`Self::max_model_len`].
+    fn state_layers(&self) -> Result<usize, Error>;
+
+    /// Tokens of a prompt that only one step can compute: those of an image that see each other; 1 where there are none such.
+    ///
+    /// # Errors
+    /// As [`Self::max_model_len`].
+    fn tokens_at_once(&self) -> Result<usize, Error> {
+        Ok(1)
+    }
+
+    /// Size of the model's vocabulary, from its configuration alone: weights may be loading at the same time.
+    ///
+    /// # Errors
+    /// As [`Self::max_model_len`].
+    fn vocab_size(&self) -> Result<usize, Error>;
+
+    /// The model of images and text of which text alone is served, by its name in config.json.
+    ///
+    /// # Errors
+    /// As [`Self::max_model_len`].
+    fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
+        Ok(None)
+    }
+}
+
 /// A device and the model that is to run there, as far as can be told without loading it. The device may not be here.
-pub trait Device: fmt::Debug + Send + Sync {
+pub trait Device: Configured + fmt::Debug + Send + Sync {
     /// `cpu` or `cuda`.
     fn kind(&self) -> &'static str;
 
@@ -61,43 +98,9 @@ pub trait Device: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Tokens of the longest request that the model was made for.
-    ///
-    /// # Errors
-    /// Where its configuration cannot be read or served.
-    fn max_model_len(&self) -> Result<usize, Error>;
-
-    /// Layers of the model that keep a state of fixed size per request.
-    ///
-    /// # Errors
-    /// As [`Self::max_model_len`].
-    fn state_layers(&self) -> Result<usize, Error>;
-
-    /// Tokens of a prompt that only one step can compute: those of an image that see each other; 1 where there are none such.
-    ///
-    /// # Errors
-    /// As [`Self::max_model_len`].
-    fn tokens_at_once(&self) -> Result<usize, Error> {
-        Ok(1)
-    }
-
     /// Tokens of a prompt for which states are computed together, as [`plimsoll_core::Executor::state_chunk`] at most.
     fn state_chunk(&self) -> usize {
         1
-    }
-
-    /// Size of the model's vocabulary, from its configuration alone: weights may be loading at the same time.
-    ///
-    /// # Errors
-    /// As [`Self::max_model_len`].
-    fn vocab_size(&self) -> Result<usize, Error>;
-
-    /// The model of images and text of which text alone is served, by its name in config.json.
-    ///
-    /// # Errors
-    /// As [`Self::max_model_len`].
-    fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
-        Ok(None)
     }
 
     /// What the model and a state for these limits would take.
@@ -197,30 +200,43 @@ impl<D> ModelOn<D> {
         let config = ModelConfig::read(&self.model, &self.settings.serve_as.without_images())?;
         Ok(self.config.get_or_init(|| config))
     }
+}
 
-    /// Rows of an image that see each other.
-    fn rows_at_once(&self) -> Result<usize, Error> {
+/// What a model is to run on.
+pub trait Hardware {
+    /// Whether it can run there as the settings say.
+    ///
+    /// # Errors
+    /// Where it cannot.
+    fn check(&self, _: &EngineSettings, _: &ModelConfig) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+impl<D: Hardware> Configured for ModelOn<D> {
+    fn max_model_len(&self) -> Result<usize, Error> {
+        let config = self.config()?;
+        self.device.check(&self.settings, config)?;
+        Ok(config.max_tokens())
+    }
+
+    fn state_layers(&self) -> Result<usize, Error> {
+        Ok(self.config()?.spec.state_layers())
+    }
+
+    fn tokens_at_once(&self) -> Result<usize, Error> {
         let config = ModelConfig::read(&self.model, &self.settings.serve_as)?;
         Ok(config.image_input().map_or(1, |input| input.tokens_at_once()))
     }
 
-    fn layers_with_states(&self) -> Result<usize, Error> {
-        Ok(self.config()?.spec.state_layers())
-    }
-
-    fn vocabulary(&self) -> Result<usize, Error> {
+    fn vocab_size(&self) -> Result<usize, Error> {
         Ok(self.config()?.spec.vocab_size)
     }
 
-    /// The model of images and text whose text alone is served.
-    fn left_out(&self) -> Result<Option<&'static str>, Error> {
+    fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
         let config = ModelConfig::read(&self.model, &self.settings.serve_as)?;
         let around = config.text_part_of.filter(|_| config.encoder.is_none());
         Ok(around.map(|around| around.name))
-    }
-
-    fn longest_request(&self) -> Result<usize, Error> {
-        Ok(self.config()?.max_tokens())
     }
 }
 

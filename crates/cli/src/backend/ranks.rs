@@ -16,7 +16,9 @@ use plimsoll_profiler::{
     profile_rank,
 };
 
-use super::{Backend, Defaults, Device, EngineState, LoadedModel, ModelFacts, ProfiledBackend, Weights};
+use super::{
+    Backend, Configured, Defaults, Device, EngineState, LoadedModel, ModelFacts, ProfiledBackend, Weights,
+};
 use crate::error::Error;
 use crate::plan_cache::DeviceKey;
 
@@ -48,6 +50,28 @@ impl RanksBackend {
     }
 }
 
+impl Configured for RanksBackend {
+    fn max_model_len(&self) -> Result<usize, Error> {
+        self.first().max_model_len()
+    }
+
+    fn state_layers(&self) -> Result<usize, Error> {
+        self.first().state_layers()
+    }
+
+    fn tokens_at_once(&self) -> Result<usize, Error> {
+        self.first().tokens_at_once()
+    }
+
+    fn vocab_size(&self) -> Result<usize, Error> {
+        self.first().vocab_size()
+    }
+
+    fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
+        self.first().text_part_of()
+    }
+}
+
 impl Device for RanksBackend {
     fn kind(&self) -> &'static str {
         self.first().kind()
@@ -71,28 +95,8 @@ impl Device for RanksBackend {
         self.all().filter_map(Device::largest).min()
     }
 
-    fn max_model_len(&self) -> Result<usize, Error> {
-        self.first().max_model_len()
-    }
-
-    fn state_layers(&self) -> Result<usize, Error> {
-        self.first().state_layers()
-    }
-
-    fn tokens_at_once(&self) -> Result<usize, Error> {
-        self.first().tokens_at_once()
-    }
-
     fn state_chunk(&self) -> usize {
         self.first().state_chunk()
-    }
-
-    fn vocab_size(&self) -> Result<usize, Error> {
-        self.first().vocab_size()
-    }
-
-    fn text_part_of(&self) -> Result<Option<&'static str>, Error> {
-        self.first().text_part_of()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {

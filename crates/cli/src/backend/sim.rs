@@ -16,7 +16,9 @@ use plimsoll_server::EmbeddingInfo;
 use plimsoll_sim::{Fault, SimConfig, SimExecutor, SimModel, StepTime};
 
 use super::predicted::holding;
-use super::{Backend, CPU_DEFAULTS, Defaults, Device, EngineState, LoadedModel, ModelFacts, Weights};
+use super::{
+    Backend, CPU_DEFAULTS, Configured, Defaults, Device, EngineState, LoadedModel, ModelFacts, Weights,
+};
 use crate::error::Error;
 use crate::plan_cache::DeviceKey;
 use crate::settings::EngineSettings;
@@ -89,15 +91,7 @@ impl SimBackend {
     }
 }
 
-impl Device for SimBackend {
-    fn kind(&self) -> &'static str {
-        "cpu"
-    }
-
-    fn defaults(&self) -> Defaults {
-        CPU_DEFAULTS
-    }
-
+impl Configured for SimBackend {
     fn max_model_len(&self) -> Result<usize, Error> {
         let asked = self.settings.max_model_len;
         Ok(asked.map_or(MODEL_LEN, |asked| asked.min(LONGEST_MODEL_LEN)))
@@ -109,6 +103,16 @@ impl Device for SimBackend {
 
     fn vocab_size(&self) -> Result<usize, Error> {
         Ok(self.facts()?.vocab_size)
+    }
+}
+
+impl Device for SimBackend {
+    fn kind(&self) -> &'static str {
+        "cpu"
+    }
+
+    fn defaults(&self) -> Defaults {
+        CPU_DEFAULTS
     }
 
     fn footprint(&self, _limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
