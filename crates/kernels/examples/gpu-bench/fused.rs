@@ -5,7 +5,7 @@ use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::{
-    FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_frequencies,
+    FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, rope_frequencies,
 };
 use plimsoll_kernels::{Activation, CachedValues};
 
@@ -116,8 +116,13 @@ impl Bench<'_> {
                 resolved: resolved.slice(),
             };
             let table = table.slice().range(0..table_rows * HIDDEN);
-            self.kernels
-                .embedding(table, input, 1.0, out.slice().range(part(i, row)))
+            self.kernels.embedding(
+                table,
+                GpuVocabulary::whole(table_rows),
+                input,
+                1.0,
+                out.slice().range(part(i, row)),
+            )
         });
         self.line("embedding", tokens, 2 * row * 2, us);
         drop((hidden, delta, out, table));

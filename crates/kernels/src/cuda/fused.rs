@@ -120,28 +120,13 @@ impl FusedKernels {
         })
     }
 
-    /// Rows of `table`, `[vocab, n]`, by token into `out`, `[tokens, n]`, times `scale` rounded to `bf16`, as Hugging Face's
+    /// Rows of `table`, `[vocabulary.count, n]`, by token into `out`, `[tokens, n]`, times `scale` rounded to `bf16`, as Hugging Face's
     /// Gemma does. Tokens outside the vocabulary (of padding rows, or sampled from damaged logits) are taken for the nearest
-    /// in it.
+    /// in it; rows of tokens that are not in this part of it are 0.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
     pub fn embedding(
-        &self,
-        table: GpuSlice<'_, bf16>,
-        tokens: GpuTokens<'_>,
-        scale: f32,
-        out: GpuSlice<'_, bf16>,
-    ) -> Result<(), GpuError> {
-        let n = row_len(out, tokens.tokens.len());
-        self.embedding_part(table, GpuVocabulary::whole(table.len() / n), tokens, scale, out)
-    }
-
-    /// As [`Self::embedding`], of a table that has part of the vocabulary: rows of other tokens are 0.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the launch.
-    pub fn embedding_part(
         &self,
         table: GpuSlice<'_, bf16>,
         vocabulary: GpuVocabulary,

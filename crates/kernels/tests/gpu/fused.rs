@@ -311,9 +311,10 @@ fn fused_embedding_and_gather() {
             resolved: resolved.slice().range(0..rows),
         };
         let table_ = table_.slice().range(0..vocab * n);
+        let whole = GpuVocabulary::whole(vocab);
         for (scale, want_rows) in [(1.0, &want_rows), (scale, &scaled)] {
             kernels
-                .embedding(table_, input, scale, out.slice().range(0..rows * n))
+                .embedding(table_, whole, input, scale, out.slice().range(0..rows * n))
                 .unwrap();
             assert_eq!(written::<i32>(&gpu, &resolved, rows), want, "resolved tokens");
             assert!(
@@ -331,9 +332,7 @@ fn fused_embedding_and_gather() {
             };
             let table = table_.range(part.start * n..part.end * n);
             let out_ = out.slice().range(0..rows * n);
-            kernels
-                .embedding_part(table, vocabulary, input, 1.0, out_)
-                .unwrap();
+            kernels.embedding(table, vocabulary, input, 1.0, out_).unwrap();
             assert_eq!(written::<i32>(&gpu, &resolved, rows), want, "resolved tokens");
             let found = written::<bf16>(&gpu, &out, rows * n);
             let pairs = found.chunks_exact(n).zip(want_rows.chunks_exact(n)).zip(&want);
@@ -381,6 +380,7 @@ fn fused_embedding_survives_garbage() {
     kernels
         .embedding(
             table.slice().range(0..640),
+            GpuVocabulary::whole(10),
             input,
             1.0,
             out.slice().range(0..3 * 64),

@@ -447,7 +447,8 @@ fn rows_of_tables_are_dequantised() {
                 prev_sampled: sampled.slice::<i32>().range(0..2),
                 resolved: resolved.slice::<i32>().range(0..tokens.len()),
             };
-            kernels.embedding(&table, tokens, 1.5, out.slice().range(0..len))
+            let whole = GpuVocabulary::whole(vocab);
+            kernels.embedding(&table, whole, tokens, 1.5, out.slice().range(0..len))
         });
         let found: Vec<i32> = common::download(&gpu, &resolved, tokens.len());
         assert_eq!(found, [3, 36, 9, 36, 0], "{format:?}");
@@ -470,7 +471,7 @@ fn rows_of_tables_are_dequantised() {
                 first: first as usize,
                 count: vocab,
             };
-            kernels.embedding_part(&table, vocabulary, tokens, 1.5, out_.slice().range(0..len))
+            kernels.embedding(&table, vocabulary, tokens, 1.5, out_.slice().range(0..len))
         });
         let found: Vec<i32> = common::download(&gpu, &resolved, 5);
         assert_eq!(found, [33, 66, 5, 66, 0], "{format:?}");

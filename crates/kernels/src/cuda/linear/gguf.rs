@@ -114,23 +114,6 @@ impl GgufKernels {
     pub fn embedding(
         &self,
         table: &GpuLinear,
-        tokens: GpuTokens<'_>,
-        scale: f32,
-        out: GpuSlice<'_, bf16>,
-    ) -> Result<(), GpuError> {
-        self.embedding_part(table, GpuVocabulary::whole(table.outputs()), tokens, scale, out)
-    }
-
-    /// As [`Self::embedding`], of a table that has part of the vocabulary: rows of other tokens are 0.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the launch.
-    ///
-    /// # Panics
-    /// As [`Self::embedding`].
-    pub fn embedding_part(
-        &self,
-        table: &GpuLinear,
         vocabulary: GpuVocabulary,
         tokens: GpuTokens<'_>,
         scale: f32,

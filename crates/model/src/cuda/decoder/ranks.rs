@@ -49,11 +49,11 @@ impl Decoder {
         match table.matrix() {
             GpuMatrix::Gguf { .. } => {
                 let gguf = self.linears.gguf();
-                gguf.embedding_part(table, vocabulary, tokens, scale, out)
+                gguf.embedding(table, vocabulary, tokens, scale, out)
             }
             _ => {
                 let table = table.weight();
-                self.fused.embedding_part(table, vocabulary, tokens, scale, out)
+                self.fused.embedding(table, vocabulary, tokens, scale, out)
             }
         }
     }
