@@ -1,7 +1,6 @@
 //! `plimsoll selftest` against a server that holds, and against one that does not: a proxy spoils the answers of the first.
 
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -11,40 +10,14 @@ use axum::http::{Response, StatusCode, header};
 use serde_json::Value;
 use tokio::net::TcpListener;
 
+use crate::serve::Server;
+
 const BINARY: &str = env!("CARGO_BIN_EXE_plimsoll");
 
 /// `plimsoll serve sim` with limits that are quick to reach.
-struct Sim {
-    child: Child,
-    url: String,
-}
-
-impl Sim {
-    fn start() -> Self {
-        let mut child = Command::new(BINARY)
-            .args(["serve", "sim", "--port", "0", "--max-model-len", "256"])
-            .args(["--max-num-seqs", "4", "--max-num-batched-tokens", "64"])
-            .args(["--no-profile-cache", "--log-format", "text", "--verbose"])
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let ready = lines
-            .map_while(Result::ok)
-            .find(|line| line.starts_with("ready: "));
-        let address = ready.and_then(|line| Some(line.split_once("http://")?.1.to_owned()));
-        let url = format!("http://{}", address.expect("it says where"));
-        Self { child, url }
-    }
-}
-
-impl Drop for Sim {
-    fn drop(&mut self) {
-        // It may have ended already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+fn sim() -> Server {
+    let limits = "--max-model-len 256 --max-num-seqs 4 --max-num-batched-tokens 64";
+    Server::start(&limits.split(' ').collect::<Vec<_>>())
 }
 
 fn selftest(url: &str, more: &[&str]) -> Output {
@@ -75,9 +48,9 @@ fn verdict(output: &Output) -> Value {
 
 #[test]
 fn a_server_that_holds_passes() {
-    let sim = Sim::start();
+    let sim = sim();
     // With the version in the address, as clients of the API have it.
-    let url = format!("{}/v1/", sim.url);
+    let url = sim.url("/v1/");
     let output = conclusive(&url, 6, &["--seed", "5"]);
     let verdict = verdict(&output);
     assert_eq!(output.status.code(), Some(0), "{verdict:#}");
@@ -115,8 +88,8 @@ fn a_server_that_holds_passes() {
 
 #[test]
 fn too_little_time_is_no_pass() {
-    let sim = Sim::start();
-    let output = selftest(&sim.url, &["--duration", "0.05s"]);
+    let sim = sim();
+    let output = selftest(&sim.url(""), &["--duration", "0.05s"]);
     let verdict = verdict(&output);
     assert_eq!(output.status.code(), Some(10), "{verdict:#}");
     assert_eq!(verdict["selftest"], "inconclusive");
@@ -242,7 +215,7 @@ async fn pass(State(proxy): State<Arc<Proxy>>, request: Request) -> Response<Bod
 /// Each way to misbehave is found, named, and ends with code 1.
 #[tokio::test]
 async fn a_server_that_misbehaves_fails_with_what_it_did() {
-    let sim = Sim::start();
+    let sim = sim();
     let cases = [
         (
             Spoil::Metric("plimsoll_device_allocs_after_ready_total", "2"),
@@ -293,7 +266,7 @@ async fn a_server_that_misbehaves_fails_with_what_it_did() {
         (Spoil::Silence, "no answer within 1 s"),
     ];
     for (spoil, finding) in cases {
-        let url = Proxy::start(&sim.url, spoil).await;
+        let url = Proxy::start(&sim.url(""), spoil).await;
         let output = tokio::task::spawn_blocking(move || conclusive(&url, 2, &["--request-timeout", "1"]));
         let output = output.await.unwrap();
         let verdict = verdict(&output);
@@ -314,8 +287,8 @@ async fn a_server_that_misbehaves_fails_with_what_it_did() {
 
 #[tokio::test]
 async fn a_server_with_other_clients_is_not_tested() {
-    let sim = Sim::start();
-    let url = Proxy::start(&sim.url, Spoil::Busy).await;
+    let sim = sim();
+    let url = Proxy::start(&sim.url(""), Spoil::Busy).await;
     let output = tokio::task::spawn_blocking(move || selftest(&url, &[]))
         .await
         .unwrap();
@@ -332,8 +305,8 @@ async fn a_server_that_is_full_is_asked_again() {
         (StatusCode::TOO_MANY_REQUESTS, ""),
         (StatusCode::SERVICE_UNAVAILABLE, no_memory),
     ] {
-        let sim = Sim::start();
-        let url = Proxy::start(&sim.url, Spoil::Later(status, text)).await;
+        let sim = sim();
+        let url = Proxy::start(&sim.url(""), Spoil::Later(status, text)).await;
         let output = tokio::task::spawn_blocking(move || selftest(&url, &["--duration", "3s"]));
         let verdict = verdict(&output.await.unwrap());
         assert_eq!(verdict["findings"], serde_json::json!([]), "{verdict:#}");

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_plimsoll");
 
-struct Server {
+pub(crate) struct Server {
     child: Child,
     address: String,
 }
@@ -24,7 +24,7 @@ fn command() -> Command {
 
 impl Server {
     /// `plimsoll serve sim` on a free port, ready.
-    fn start(flags: &[&str]) -> Self {
+    pub(crate) fn start(flags: &[&str]) -> Self {
         Self::start_as(&mut command(), flags)
     }
 
@@ -47,7 +47,7 @@ impl Server {
         Self { child, address }
     }
 
-    fn url(&self, path: &str) -> String {
+    pub(crate) fn url(&self, path: &str) -> String {
         format!("http://{}{path}", self.address)
     }
 
