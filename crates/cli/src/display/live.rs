@@ -209,7 +209,7 @@ mod tests {
                     }
                     '\x1b' => {
                         assert_eq!(rest.next(), Some('['));
-                        let sequence: String = rest.by_ref().take_while_inclusive_letter();
+                        let sequence = up_to_letter(&mut rest);
                         screen.obey(&sequence);
                     }
                     c => {
@@ -246,21 +246,16 @@ mod tests {
         }
     }
 
-    trait Letters {
-        fn take_while_inclusive_letter(&mut self) -> String;
-    }
-
-    impl<I: Iterator<Item = char>> Letters for I {
-        fn take_while_inclusive_letter(&mut self) -> String {
-            let mut found = String::new();
-            for c in self {
-                found.push(c);
-                if c.is_ascii_alphabetic() {
-                    break;
-                }
+    /// Up to the first letter, with it.
+    fn up_to_letter(rest: &mut impl Iterator<Item = char>) -> String {
+        let mut found = String::new();
+        for c in rest {
+            found.push(c);
+            if c.is_ascii_alphabetic() {
+                break;
             }
-            found
         }
+        found
     }
 
     const ANSWER: &str = "# Title\n\nSome **bold** text that is *longer* than one line of this terminal.\n\n1. one\n2. two\n   - deep\n\n\
