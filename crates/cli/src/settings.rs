@@ -170,6 +170,7 @@ impl EngineSettings {
             serve_as: self.serve_as.clone(),
             shard: Shard::WHOLE,
             cancel: Cancel::default(),
+            linear_ways: None,
         }
     }
 }

@@ -1,10 +1,12 @@
 use std::marker::PhantomData;
 
+use serde::{Deserialize, Serialize};
+
 use crate::parallel::{Disjoint, run_ranges};
 use crate::simd::{Kernel, LANES, Level, Simd, dispatch, exp};
 
 /// What a gated MLP applies to its gate ([GLU variants](https://arxiv.org/abs/2002.05202)).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Activation {
     /// `x × sigmoid(x)` (SwiGLU).
     Silu,

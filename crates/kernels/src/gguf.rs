@@ -5,6 +5,7 @@
 //! its groups share. Within, the bits that a lane of a warp multiplies lie together: of each 32 inputs, a *part*, a lane has eight.
 
 use half::f16;
+use serde::{Deserialize, Serialize};
 
 use crate::dtype::WeightType;
 use crate::format::Format;
@@ -18,7 +19,7 @@ const PIECE: usize = 16;
 const NIBBLES: usize = WINDOW / 2;
 
 /// A block type of GGUF that GPUs compute with as it is stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "ggml's names, as GGUF files use them")]
 #[allow(non_camel_case_types)]
 pub enum GgufFormat {

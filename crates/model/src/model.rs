@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use plimsoll_core::{ExpertLoads, KvConfig, TokenId};
 use plimsoll_device::{Budget, Charge};
+use plimsoll_kernels::cuda::LinearWays;
 use plimsoll_kernels::{Exchange, WeightType};
 
 use crate::decoder::Decoder;
@@ -31,6 +32,8 @@ pub struct LoadOptions {
     pub shard: Shard,
     /// Ends it early.
     pub cancel: Cancel,
+    /// What an earlier process measured of this rank's linear layers, for a GPU: it is measured again where it does not hold on all ranks.
+    pub linear_ways: Option<LinearWays>,
 }
 
 /// Where weights come from (`--load-format`).

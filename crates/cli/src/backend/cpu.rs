@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use plimsoll_core::{BuildError, Component, KvConfig, Meters, Oom, StateConfig, StepLimits};
 use plimsoll_device::{Budget, Charge, Machine};
+use plimsoll_kernels::cuda::LinearWays;
 use plimsoll_kernels::{Exchange, WeightType, instruction_set};
 use plimsoll_model::{Cancel, LoadOptions, LoadProgress, Model, ModelConfig, Runner, Shard};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioShape};
@@ -122,7 +123,12 @@ impl Device for CpuBackend {
 }
 
 impl Backend for CpuBackend {
-    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(LoadProgress)) -> Result<LoadedModel, Error> {
+    fn load(
+        &self,
+        _earlier: &[LinearWays],
+        cancel: &Cancel,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<LoadedModel, Error> {
         self.set_threads();
         let load_options = LoadOptions {
             shard: self.device.shard,
@@ -143,6 +149,7 @@ impl Backend for CpuBackend {
             eos_token_ids: model.eos_token_ids(),
             expert_loads: model.expert_loads().cloned(),
             disabled: disabled(instruction_set(), &self.settings.device),
+            linear_ways: Vec::new(),
             weights: vec![Arc::new(CpuWeights {
                 model,
                 budget: self.device.budget.clone(),

@@ -18,6 +18,7 @@ use plimsoll_core::{
     StateConfig, StepLimits, TokenId,
 };
 use plimsoll_device::Budget;
+use plimsoll_kernels::cuda::LinearWays;
 use plimsoll_model::{Cancel, GenerationConfig, LoadProgress, ModelConfig};
 use plimsoll_profiler::{BuildProgress, Disabled, Footprint, Target};
 use plimsoll_server::{EmbeddingInfo, Scorer};
@@ -113,11 +114,16 @@ pub trait Device: Configured + fmt::Debug + Send + Sync {
 /// A device that is here: it loads the model, builds states that serve it, and has meters.
 pub trait Backend: Device {
     /// Reads the weights, which are charged to [`Self::account`]; `progress` hears about every tensor, and
-    /// `cancel` ends it early.
+    /// `cancel` ends it early. `earlier` is [`LoadedModel::linear_ways`] of an earlier start, or empty.
     ///
     /// # Errors
     /// Where they cannot be read, or do not fit.
-    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(LoadProgress)) -> Result<LoadedModel, Error>;
+    fn load(
+        &self,
+        earlier: &[LinearWays],
+        cancel: &Cancel,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<LoadedModel, Error>;
 
     /// What this process has allocated there.
     fn account(&self) -> &Budget;
@@ -348,6 +354,9 @@ pub struct LoadedModel {
     pub expert_loads: Option<Arc<ExpertLoads>>,
     /// What the device or its kernels do without for this model.
     pub disabled: Vec<Disabled>,
+    /// What was measured of the linear layers of each rank, in order; empty where the device measures nothing, or all took over what an
+    /// earlier start had measured.
+    pub linear_ways: Vec<LinearWays>,
     /// Builds what serves it: of each rank, in order.
     pub weights: Vec<Arc<dyn Weights>>,
 }

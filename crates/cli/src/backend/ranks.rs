@@ -3,13 +3,14 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::Duration;
+use std::{slice, thread};
 
 use plimsoll_core::{Executor, Meters, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_engine::FanOut;
 use plimsoll_kernels::Exchange;
+use plimsoll_kernels::cuda::LinearWays;
 use plimsoll_model::{Cancel, LoadProgress};
 use plimsoll_profiler::{
     Footprint, Observer, PhaseRecord, ProfileError, ProfileSpec, Proved, RankLost, Ranks, Target, profile,
@@ -106,14 +107,20 @@ impl Device for RanksBackend {
 
 impl Backend for RanksBackend {
     /// All ranks at once: each reads its own part.
-    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(LoadProgress)) -> Result<LoadedModel, Error> {
+    fn load(
+        &self,
+        earlier: &[LinearWays],
+        cancel: &Cancel,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<LoadedModel, Error> {
         let (news, all_news) = channel();
         let loaded = thread::scope(|scope| {
             let loading: Vec<_> = (self.all().enumerate())
                 .map(|(rank, backend)| {
                     let news = news.clone();
+                    let earlier = earlier.get(rank).map(slice::from_ref).unwrap_or_default();
                     scope.spawn(move || {
-                        let loaded = backend.load(cancel, &mut |progress| {
+                        let loaded = backend.load(earlier, cancel, &mut |progress| {
                             // Nobody listens any more where another rank failed.
                             let _ = news.send((rank, progress));
                         });
@@ -134,7 +141,10 @@ impl Backend for RanksBackend {
         let Some(mut first) = ranks.next() else {
             unreachable!("there is a rank");
         };
-        first.weights.extend(ranks.flat_map(|rank| rank.weights));
+        for rank in ranks {
+            first.weights.extend(rank.weights);
+            first.linear_ways.extend(rank.linear_ways);
+        }
         Ok(first)
     }
 

@@ -10,6 +10,7 @@ use plimsoll_core::{
     StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_device::{Budget, Charge};
+use plimsoll_kernels::cuda::LinearWays;
 use plimsoll_model::{Cancel, EmbeddingConfig, GenerationConfig, LoadProgress};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Footprint, ScenarioShape};
 use plimsoll_server::EmbeddingInfo;
@@ -122,7 +123,12 @@ impl Device for SimBackend {
 }
 
 impl Backend for SimBackend {
-    fn load(&self, _: &Cancel, _: &mut dyn FnMut(LoadProgress)) -> Result<LoadedModel, Error> {
+    fn load(
+        &self,
+        _: &[LinearWays],
+        _: &Cancel,
+        _: &mut dyn FnMut(LoadProgress),
+    ) -> Result<LoadedModel, Error> {
         let SimSpec {
             step_time, faults, ..
         } = self.spec();
@@ -136,6 +142,7 @@ impl Backend for SimBackend {
             eos_token_ids: Vec::new(),
             expert_loads: None,
             disabled: Vec::new(),
+            linear_ways: Vec::new(),
             weights: vec![Arc::new(SimWeights {
                 budget: self.budget.clone(),
                 step_time,

@@ -19,6 +19,23 @@ use sha2::{Digest, Sha256};
 
 use crate::hardware;
 
+/// What something that is kept was made for.
+pub(crate) trait CacheKey: Serialize {
+    /// Of the names of such files.
+    const EXTENSION: &'static str;
+
+    fn to_json(&self) -> Value {
+        serde_json::to_value(self).expect("a key is JSON")
+    }
+
+    /// Names the file; 128 bits are plenty among 64 files.
+    fn hash(&self) -> String {
+        let mut hash = hex(self.to_json().to_string().as_bytes());
+        hash.truncate(32);
+        hash
+    }
+}
+
 /// What a plan is for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Key {
@@ -38,17 +55,51 @@ impl Key {
             shape,
         }
     }
+}
 
-    pub(super) fn to_json(&self) -> Value {
-        serde_json::to_value(self).expect("a key is JSON")
-    }
+impl CacheKey for Key {
+    const EXTENSION: &'static str = "plan";
+}
 
-    /// Names the file; 128 bits are plenty among 64 files.
-    pub(super) fn hash(&self) -> String {
-        let mut hash = hex(self.to_json().to_string().as_bytes());
-        hash.truncate(32);
-        hash
+/// What the choices of linear layers are for: steps of any shape, in any part of the device's memory. cuBLASLt's version is among the
+/// choices, as it is known only once the library is open.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct LinearKey {
+    pub(super) model: ModelKey,
+    pub(super) build: BuildKey,
+    pub(super) device: DeviceKey,
+    pub(super) dtype: String,
+    /// How linear layers are to be stored, if a flag says so.
+    pub(super) quantization: Option<String>,
+    pub(super) ranks: usize,
+}
+
+impl LinearKey {
+    /// For this binary.
+    pub(crate) fn new(
+        model: ModelKey,
+        device: DeviceKey,
+        dtype: String,
+        quantization: Option<String>,
+        ranks: usize,
+    ) -> Self {
+        Self {
+            model,
+            build: BuildKey::of_this_process(),
+            device: DeviceKey {
+                granted: None,
+                enforce_eager: false,
+                ..device
+            },
+            dtype,
+            quantization,
+            ranks,
+        }
     }
+}
+
+impl CacheKey for LinearKey {
+    const EXTENSION: &'static str = "linear";
 }
 
 /// The model.

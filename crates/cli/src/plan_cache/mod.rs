@@ -1,5 +1,5 @@
 //! What the auto-profile measured, kept on disk: the next start of the same model, build, device and shape need not measure
-//! again. It still proves the size.
+//! again. It still proves the size. So are the choices of linear layers, which do not depend on the shape.
 //!
 //! One file per key, named by its hash. Nothing in a file is believed without its checksum, and nothing that goes wrong
 //! here ends a start: a file that cannot be used is a miss, a directory that cannot be written a warning.
@@ -20,12 +20,10 @@ use serde::de::DeserializeOwned;
 use crate::start::PhaseSeconds;
 use file::Stored;
 pub use key::DeviceKey;
-pub(crate) use key::{Key, ModelKey, ShapeKey};
+pub(crate) use key::{CacheKey, Key, LinearKey, ModelKey, ShapeKey};
 
-/// Most plans that are kept; the least recently used go first.
+/// Most plans that are kept, and most choices; the least recently used go first.
 const MAX_PLANS: usize = 64;
-
-const EXTENSION: &str = "plan";
 
 /// Begins the names of files that are not whole yet.
 const UNFINISHED: &str = ".unfinished-";
@@ -120,8 +118,8 @@ impl PlanCache {
         }
     }
 
-    /// The plan that was stored for `key`. `None` where nobody shall look.
-    pub(crate) fn load<P: DeserializeOwned>(&self, key: &Key) -> Option<Lookup<P>> {
+    /// What was stored for `key`. `None` where nobody shall look.
+    pub(crate) fn load<P: DeserializeOwned>(&self, key: &impl CacheKey) -> Option<Lookup<P>> {
         let dir = self.dir.as_ref().filter(|_| !self.write_only)?;
         let path = file_of(dir, key);
         let damaged = |reason: String| {
@@ -152,7 +150,7 @@ impl PlanCache {
     }
 
     /// Keeps nothing for `key`.
-    pub(crate) fn remove(&self, key: &Key) -> io::Result<()> {
+    pub(crate) fn remove(&self, key: &impl CacheKey) -> io::Result<()> {
         let removed = self.dir.as_ref().map(|dir| fs::remove_file(file_of(dir, key)));
         match removed {
             Some(Err(error)) if error.kind() != ErrorKind::NotFound => Err(error),
@@ -165,7 +163,7 @@ impl PlanCache {
     pub(crate) fn seconds_of(&self, model: &ModelKey) -> Option<PhaseSeconds> {
         let dir = self.dir.as_ref().filter(|_| !self.write_only)?;
         let model = serde_json::to_value(model).ok()?;
-        let mut plans = plans(dir);
+        let mut plans = files(dir, Key::EXTENSION);
         plans.sort_unstable_by(|a, b| b.cmp(a));
         let stored = plans.into_iter().filter_map(|(_, path)| Stored::read(&path).ok());
         let mut alike = stored.filter(|stored| stored.key["model"] == model && !stored.seconds.is_empty());
@@ -174,9 +172,9 @@ impl PlanCache {
 
     /// Keeps `plan` for the next start with `key`, in the place of what was there, and what the phases of this start took.
     /// The path, or `None` where the cache is off.
-    pub(crate) fn store<P: Serialize>(
+    pub(crate) fn store<K: CacheKey, P: Serialize>(
         &self,
-        key: &Key,
+        key: &K,
         plan: &P,
         seconds: &PhaseSeconds,
     ) -> io::Result<Option<PathBuf>> {
@@ -198,7 +196,7 @@ impl PlanCache {
             .map_err(named)?;
         unfinished.write_all(&bytes).map_err(named)?;
         unfinished.persist(&path).map_err(|e| named(e.error))?;
-        prune(dir);
+        prune(dir, K::EXTENSION);
         Ok(Some(path))
     }
 }
@@ -214,14 +212,14 @@ fn unreadable(path: PathBuf, error: &io::Error) -> Miss {
     }
 }
 
-fn file_of(dir: &Path, key: &Key) -> PathBuf {
-    dir.join(key.hash()).with_extension(EXTENSION)
+fn file_of<K: CacheKey>(dir: &Path, key: &K) -> PathBuf {
+    dir.join(key.hash()).with_extension(K::EXTENSION)
 }
 
 /// In what the plan of the same model and device that is most like `key` differs from it.
-fn nearest(dir: &Path, key: &Key) -> Option<Vec<String>> {
+fn nearest<K: CacheKey>(dir: &Path, key: &K) -> Option<Vec<String>> {
     let key = key.to_json();
-    let alike = plans(dir)
+    let alike = files(dir, K::EXTENSION)
         .into_iter()
         .filter_map(|(used, path)| Some((used, Stored::read(&path).ok()?.key)))
         .filter(|(_, stored)| key::same_subject(stored, &key))
@@ -230,10 +228,10 @@ fn nearest(dir: &Path, key: &Key) -> Option<Vec<String>> {
     Some(parts)
 }
 
-/// When each plan was last used, and where it lies.
-fn plans(dir: &Path) -> Vec<(SystemTime, PathBuf)> {
+/// When each file of a kind was last used, and where it lies.
+fn files(dir: &Path, extension: &str) -> Vec<(SystemTime, PathBuf)> {
     entries(dir)
-        .filter(|(_, path)| path.extension().is_some_and(|extension| extension == EXTENSION))
+        .filter(|(_, path)| path.extension().is_some_and(|of| of == extension))
         .collect()
 }
 
@@ -243,10 +241,10 @@ fn entries(dir: &Path) -> impl Iterator<Item = (SystemTime, PathBuf)> {
 }
 
 /// Keeps the directory small. What cannot be removed now will be another time.
-fn prune(dir: &Path) {
-    let mut plans = plans(dir);
-    plans.sort_unstable_by(|a, b| b.cmp(a));
-    let surplus = plans.into_iter().skip(MAX_PLANS);
+fn prune(dir: &Path, extension: &str) {
+    let mut files = files(dir, extension);
+    files.sort_unstable_by(|a, b| b.cmp(a));
+    let surplus = files.into_iter().skip(MAX_PLANS);
     let abandoned = entries(dir).filter(|(modified, path)| {
         let unfinished = path
             .file_name()

@@ -1,5 +1,6 @@
 use std::os::unix::fs::PermissionsExt;
 
+use plimsoll_kernels::cuda::LinearWays;
 use plimsoll_model::HfOverrides;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -79,11 +80,11 @@ fn a_plan_comes_back_for_its_key_and_is_replaced_by_the_next() {
 }
 
 /// Changes one part of a key.
-type Change = fn(&mut Key);
+type Change<K> = fn(&mut K);
 
 #[test]
 fn each_changed_part_of_the_key_is_a_miss_that_names_it() {
-    let changes: [(&str, Change); 22] = [
+    let changes: [(&str, Change<Key>); 22] = [
         ("build.bytes", |k| k.build.bytes = Some(1)),
         ("build.modified", |k| k.build.modified = None),
         ("build.version", |k| k.build.version = "0.0.1".to_owned()),
@@ -313,7 +314,7 @@ fn the_directory_stays_small_and_keeps_what_is_used() {
     // A hit makes the oldest the newest.
     assert_eq!(hit(&load(&cache, &numbered(0))), Some(&vec![0]));
     store(&cache, &numbered(MAX_PLANS), &vec![99]);
-    assert_eq!(plans(&dir).len(), MAX_PLANS);
+    assert_eq!(files(&dir, Key::EXTENSION).len(), MAX_PLANS);
     assert_eq!(hit(&load(&cache, &numbered(0))), Some(&vec![0]));
     assert!(hit(&load(&cache, &numbered(1))).is_none());
     assert!(!abandoned.exists() && in_work.exists());
@@ -375,4 +376,103 @@ fn the_seconds_of_an_earlier_start_are_found_by_the_model_alone() {
     fs::write(dir.path().join("config.json"), "{}").unwrap();
     let other = ModelKey::of_files(dir.path(), HfOverrides::default(), Some(1)).unwrap();
     assert_eq!(cache.seconds_of(&other), None);
+}
+
+fn linear_key() -> LinearKey {
+    let Key { model, device, .. } = key();
+    LinearKey::new(model, device, "auto".to_owned(), None, 2)
+}
+
+/// Of two ranks, as they lie in a file.
+fn linear_ways() -> Vec<LinearWays> {
+    let rank = |us: f32| {
+        serde_json::json!({
+            "cublas_lt": 130_100,
+            "layers": [{
+                "layers": { "n": 4096, "k": 4096, "bias": false, "values": { "Fp8": "Rows" }, "output": "Bf16" },
+                "ways": [
+                    { "rows": 1, "choice": { "Hopper": 132 }, "us": us },
+                    { "rows": 64, "choice": { "Lt": "42 0 1800000001" }, "us": 11.7 },
+                ],
+            }],
+            "chains": [],
+        })
+    };
+    let ranks = [10.7, 10.9].map(|us| serde_json::from_value(rank(us)).unwrap());
+    ranks.to_vec()
+}
+
+#[test]
+fn choices_of_linear_layers_hold_for_steps_of_any_shape() {
+    let (_dir, cache) = cache();
+    let (of, ways) = (linear_key(), linear_ways());
+    let look = |key: &LinearKey| cache.load::<Vec<LinearWays>>(key).expect("the cache is on");
+    assert_eq!(look(&of), Lookup::Miss(Miss::NoneStored));
+    // Neither takes the other's place.
+    let plan = store(&cache, &key(), &vec![1]);
+    let path = cache.store(&of, &ways, &PhaseSeconds::new()).unwrap().unwrap();
+    assert_ne!(path, plan);
+    assert_eq!(hit(&load(&cache, &key())), Some(&vec![1]));
+    let Lookup::Hit { plan: read, .. } = look(&of) else {
+        panic!("not a hit")
+    };
+    assert_eq!(read, ways);
+    assert_eq!(cache.clone().write_only().load::<Vec<LinearWays>>(&of), None);
+
+    let changes: [(&str, Change<LinearKey>); 9] = [
+        ("build.bytes", |k| k.build.bytes = Some(1)),
+        ("build.modified", |k| k.build.modified = None),
+        ("build.version", |k| k.build.version = "0.0.1".to_owned()),
+        ("device.cores", |k| k.device.cores = 66),
+        ("device.cuda", |k| k.device.cuda = Some(12090)),
+        ("device.driver", |k| k.device.driver = None),
+        ("dtype", |k| k.dtype = "bfloat16".to_owned()),
+        ("quantization", |k| k.quantization = Some("Fp8".to_owned())),
+        ("ranks", |k| k.ranks = 1),
+    ];
+    for (part, change) in changes {
+        let mut other = linear_key();
+        change(&mut other);
+        let Lookup::Miss(Miss::Changed(parts)) = look(&other) else {
+            panic!("{part}: not a miss")
+        };
+        assert_eq!(parts.len(), 1, "{part}: {parts:?}");
+        assert!(parts[0].starts_with(part), "{part}: {parts:?}");
+    }
+    // How much of the device is granted, and whether there are graphs, decides nothing.
+    let mut device = key().device;
+    (device.granted, device.enforce_eager) = (Some(1), true);
+    let elsewhere = LinearKey::new(key().model, device, "auto".to_owned(), None, 2);
+    assert!(matches!(look(&elsewhere), Lookup::Hit { .. }));
+
+    // A damaged file is a miss, and so is one of another form with a right checksum.
+    let whole = fs::read(&path).unwrap();
+    let damaged = |what: &str| match look(&of) {
+        Lookup::Miss(Miss::Damaged { reason, .. }) => reason,
+        other => panic!("{what}: {other:?}"),
+    };
+    for at in (0..whole.len()).step_by(7) {
+        fs::write(&path, &whole[..at]).unwrap();
+        damaged(&format!("the first {at} bytes"));
+        let mut bytes = whole.clone();
+        bytes[at] ^= 1;
+        fs::write(&path, &bytes).unwrap();
+        damaged(&format!("byte {at}"));
+    }
+    for (from, to) in [
+        ("Hopper", "Volta"),
+        ("42 0 1800000001", "42 0 18000000O1"),
+        ("130100", "\"13\""),
+        ("4096", "-1"),
+    ] {
+        let text = String::from_utf8(whole.clone()).unwrap();
+        let (_, content) = text.split_once('\n').unwrap();
+        assert!(content.contains(from), "{from}: {content}");
+        let content = content.replace(from, to);
+        let checksum = key::hex(content.as_bytes());
+        fs::write(&path, format!("plimsoll-profile 2 {checksum}\n{content}")).unwrap();
+        damaged(to);
+    }
+    cache.store(&of, &ways, &PhaseSeconds::new()).unwrap();
+    assert!(matches!(look(&of), Lookup::Hit { .. }));
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use plimsoll_core::ExpertLoads;
 use plimsoll_images::Processor;
+use plimsoll_kernels::cuda::LinearWays;
 use plimsoll_model::Cancel;
 use plimsoll_profiler::{Disabled, Loading, ProfileSpec};
 use plimsoll_server::{EmbeddingInfo, StartPhase};
@@ -59,6 +60,11 @@ impl Loaded {
         if let Some(seconds) = earlier {
             times.progress().expect(&seconds);
         }
+        let linear_key = model_key
+            .clone()
+            .map(|model| plans::linear_key(model, &*backend, settings));
+        let find_ways = |key| plans::find_linear_ways(&settings.plans, key);
+        let earlier = linear_key.as_ref().map_or_else(Vec::new, find_ways);
         times.progress().enter(StartPhase::Weights);
         let overrides = &settings.serve_as.hf_overrides;
         if !overrides.is_empty() {
@@ -72,7 +78,7 @@ impl Loaded {
             // Nobody waits for the weights of a model whose text cannot be read.
             text.inspect_err(|_| cancel.cancel())
         };
-        let load = || times.measure("weights", || load(source, &*backend, &cancel, times));
+        let load = || times.measure("weights", || load(source, &*backend, &earlier, &cancel, times));
         let (text, model) = if Text::is_absent(source) {
             (Ok(read_text()?), load())
         } else {
@@ -84,6 +90,9 @@ impl Loaded {
             })
         };
         let (mut text, (mut model, loading)) = (text?, model?);
+        if let Some(key) = &linear_key {
+            plans::keep_linear_ways(&settings.plans, key, &model.linear_ways);
+        }
         text.generation = model.generation.clone();
         text.eos_token_ids.extend(&model.eos_token_ids);
         text.eos_token_ids.sort_unstable();
@@ -164,6 +173,7 @@ fn read_text(source: &Source, settings: &EngineSettings, backend: &dyn Backend) 
 fn load(
     source: &Source,
     backend: &dyn Backend,
+    earlier: &[LinearWays],
     cancel: &Cancel,
     times: &StartTimes,
 ) -> Result<(LoadedModel, Option<Loading>), Error> {
@@ -171,7 +181,7 @@ fn load(
     let begin = Instant::now();
     backend.reset_high_water();
     let before = backend.account().meters().reserved;
-    let loaded = backend.load(cancel, &mut |progress| {
+    let loaded = backend.load(earlier, cancel, &mut |progress| {
         let bar = bar.get_or_insert_with(|| bytes_bar("weights", progress.total));
         bar.set_position(progress.done);
         times.progress().bytes(progress.done, progress.total);

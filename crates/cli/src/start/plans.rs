@@ -1,11 +1,12 @@
 //! The plan of an earlier start of the same model, build, device and shape.
 
 use plimsoll_core::Pooling;
+use plimsoll_kernels::cuda::LinearWays;
 use plimsoll_profiler::{Origin, Plan, ProfileSpec, Report};
 
 use super::PhaseSeconds;
 use crate::backend::{Backend, ModelFacts};
-use crate::plan_cache::{Key, Lookup, Miss, ModelKey, PlanCache, ShapeKey};
+use crate::plan_cache::{Key, LinearKey, Lookup, Miss, ModelKey, PlanCache, ShapeKey};
 use crate::settings::EngineSettings;
 use crate::simulated::SimSpec;
 use crate::source::Source;
@@ -57,6 +58,58 @@ pub(super) fn key(
         ranks: device.ranks(),
     };
     Key::new(model, device.plan_key(), shape)
+}
+
+/// For the linear layers of that model as the settings want them, on that device.
+pub(super) fn linear_key(model: ModelKey, device: &dyn Backend, settings: &EngineSettings) -> LinearKey {
+    let quantization = settings.serve_as.quantization;
+    LinearKey::new(
+        model,
+        device.plan_key(),
+        format!("{:?}", settings.dtype),
+        quantization.map(|quantization| format!("{quantization:?}")),
+        device.ranks(),
+    )
+}
+
+/// The choices of linear layers that an earlier start made on each rank, or none.
+pub(super) fn find_linear_ways(plans: &PlanCache, key: &LinearKey) -> Vec<LinearWays> {
+    match plans.load(key) {
+        Some(Lookup::Hit { plan, path }) => {
+            tracing::debug!(
+                "profile-cache of=linear-layers outcome=hit file={}",
+                path.display()
+            );
+            plan
+        }
+        Some(Lookup::Miss(miss @ (Miss::Damaged { .. } | Miss::NotAllowed { .. }))) => {
+            tracing::warn!("profile-cache of=linear-layers outcome=miss {miss}");
+            Vec::new()
+        }
+        Some(Lookup::Miss(miss)) => {
+            tracing::debug!("profile-cache of=linear-layers outcome=miss {miss}");
+            Vec::new()
+        }
+        None => Vec::new(),
+    }
+}
+
+/// Keeps what was measured on all ranks, if anything was.
+pub(super) fn keep_linear_ways(plans: &PlanCache, key: &LinearKey, ways: &[LinearWays]) {
+    if ways.is_empty() {
+        return;
+    }
+    match plans.store(key, &ways, &PhaseSeconds::new()) {
+        Ok(Some(path)) => tracing::debug!(
+            "profile-cache of=linear-layers outcome=stored file={}",
+            path.display()
+        ),
+        Ok(None) => {}
+        // The same directory is warned of where the plan cannot be kept.
+        Err(error) => {
+            tracing::debug!("profile-cache of=linear-layers outcome=not-stored problem=\"{error}\"");
+        }
+    }
 }
 
 /// What is known, with a line in the log that says so.

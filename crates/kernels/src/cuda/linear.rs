@@ -20,6 +20,8 @@ mod hopper;
 mod int4;
 mod int4_products;
 mod int4_rows;
+mod kept;
+mod key;
 mod many;
 mod matrix;
 mod mxfp4;
@@ -54,6 +56,8 @@ use tune::Measurements;
 pub use dequantised::{MOST_DEQUANTISED, dequantised_room};
 pub use gguf::GgufKernels;
 pub use int4::Int4Kernels;
+pub use kept::{LinearWays, StaleWays};
+use key::Key;
 pub use many::LinearTile;
 pub use matrix::{
     EXPERT_WINDOW, FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuInputs, GpuLinear, GpuMatrix, GpuRows, GpuValues,
@@ -62,13 +66,6 @@ pub use matrix::{
 pub use mxfp4::mxfp4_word;
 pub use output::LinearOutput;
 pub use tune::{LinearChoice, LinearScratch, LinearUse, TimedWay};
-
-/// Products that are computed alike.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Key {
-    shape: Shape,
-    output: LinearOutput,
-}
 
 /// What computes linear layers.
 ///
@@ -579,22 +576,5 @@ impl GpuLinear {
             out: 0,
             room: 0,
         }
-    }
-
-    fn key(&self, m: usize, output: LinearOutput) -> Key {
-        let n = self.n / output.stacked();
-        let shape = Shape {
-            m,
-            n,
-            k: self.k,
-            wide: output == LinearOutput::F32,
-            bias: self.bias.is_some(),
-            values: self
-                .matrix
-                .values()
-                .expect("a part of a linear layer, or all of it"),
-            pitch: n,
-        };
-        Key { shape, output }
     }
 }

@@ -13,8 +13,8 @@ use half::bf16;
 use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuTokens, GpuVocabulary, Linears,
-    PrefillKernels, PrefillMaps, SampleKernels, SentRoom,
+    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuTokens, GpuVocabulary, LinearWays,
+    Linears, PrefillKernels, PrefillMaps, SampleKernels, SentRoom,
 };
 
 use super::encoder::{EncoderState, Products};
@@ -128,6 +128,8 @@ pub(super) struct Decoder {
     head: Option<Head>,
     fused: FusedKernels,
     linears: Linears,
+    /// Whether this process measured them.
+    measures: bool,
     /// Of a model that has any.
     experts: Option<Experts>,
     pub(super) decode: DecodeKernels,
@@ -137,12 +139,13 @@ pub(super) struct Decoder {
 }
 
 impl Decoder {
-    /// Loads the other kernels.
+    /// Loads the other kernels, and measures linear layers unless these ways hold.
     pub(super) fn new(
         gpu: &Gpu,
         weights: GpuWeights,
         fused: FusedKernels,
         link: Option<RankLink>,
+        linear_ways: Option<&LinearWays>,
     ) -> Result<Self, ModelError> {
         let mut laps = Laps::begin();
         let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
@@ -177,6 +180,7 @@ impl Decoder {
             experts: Experts::load(gpu, &weights.decoder.layers)?,
             fused,
             linears: Linears::load(gpu, workspace)?,
+            measures: false,
             decode: DecodeKernels::load(gpu)?,
             prefill: PrefillKernels::load(gpu)?,
             delta: weights
@@ -187,9 +191,17 @@ impl Decoder {
             weights,
         };
         laps.end("other kernels and cuBLASLt");
-        decoder.measure_linears()?;
-        laps.end("measurement of linear layers");
+        decoder.measures = decoder.choose_linear_ways(linear_ways)?;
+        laps.end(match decoder.measures {
+            true => "measurement of linear layers",
+            false => "linear layers as an earlier start measured them",
+        });
         Ok(decoder)
+    }
+
+    /// What was measured of the linear layers; `None` where that of an earlier process held.
+    pub(super) fn measured_linear_ways(&self) -> Option<LinearWays> {
+        self.measures.then(|| self.linears.ways())
     }
 
     /// Of a model that takes images.

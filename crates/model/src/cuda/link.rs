@@ -93,6 +93,14 @@ impl RankLink {
         self.lock().agree_in_time().map_err(not_loaded)
     }
 
+    /// Whether something is so on all ranks.
+    ///
+    /// # Errors
+    /// As [`Self::agree_to_load`].
+    pub(super) fn is_so_on_all(&self, is_so: bool) -> Result<bool, ModelError> {
+        is_so_on_all(&mut self.lock(), is_so)
+    }
+
     /// Replaces the microseconds of each way of a product by the longest of all ranks, infinite where one has no such way: so all
     /// choose alike, in whatever order their ways are.
     ///
@@ -106,6 +114,16 @@ impl RankLink {
         // A step that panicked has left it whole.
         self.exchange.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// See [`RankLink::is_so_on_all`].
+fn is_so_on_all(exchange: &mut Exchange, is_so: bool) -> Result<bool, ModelError> {
+    let mut all = vec![0.0; exchange.ranks()];
+    exchange.agree_in_time().map_err(not_loaded)?;
+    exchange
+        .gather(&[f32::from(u8::from(is_so))], 1, &mut all)
+        .map_err(not_loaded)?;
+    Ok(all.iter().all(|one| *one == 1.0))
 }
 
 /// See [`RankLink::longest`].
@@ -213,6 +231,29 @@ mod tests {
             assert_eq!(found, [(1, 4.0), (2, 5.0), (most, failed)]);
         }
         assert_eq!(on_all(&[&[], &[]]), [[], []]);
+    }
+
+    #[test]
+    fn one_rank_is_enough_for_a_no() {
+        for (ranks, expected) in [
+            ([true; 3], true),
+            ([true, true, false], false),
+            ([false; 3], false),
+        ] {
+            let found: Vec<bool> = thread::scope(|scope| {
+                let ranks = Exchange::group(3).into_iter().zip(ranks);
+                let threads: Vec<_> = ranks
+                    .map(|(mut exchange, is_so)| {
+                        scope.spawn(move || {
+                            exchange.begin_step();
+                            is_so_on_all(&mut exchange, is_so).unwrap()
+                        })
+                    })
+                    .collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            });
+            assert_eq!(found, [expected; 3]);
+        }
     }
 
     /// Of two chips of one kind, one may run more clusters at once.

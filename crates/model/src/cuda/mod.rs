@@ -39,7 +39,7 @@ use std::time::Duration;
 
 use plimsoll_core::{BuildError, Component, ExpertLoads, KvConfig, StateConfig, StepError, StepLimits};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
-use plimsoll_kernels::cuda::{DeltaKernels, DeltaSize, FusedKernels, GpuKvElement, HEAD_DIMS};
+use plimsoll_kernels::cuda::{DeltaKernels, DeltaSize, FusedKernels, GpuKvElement, HEAD_DIMS, LinearWays};
 
 use crate::blocks::check_formats;
 use crate::encoder::SlowestEncode;
@@ -152,7 +152,7 @@ impl GpuModel {
         laps.end("first kernels");
         let weights = GpuWeights::load(&description, spec, &options, kv_element, gpu, &fused, progress)?;
         link.as_ref().map_or(Ok(()), RankLink::agree_to_load)?;
-        let decoder = Decoder::new(gpu, weights, fused, link)?;
+        let decoder = Decoder::new(gpu, weights, fused, link, options.linear_ways.as_ref())?;
         let encoder = images.map(|spec| Encoder::load(gpu, spec)).transpose()?;
         description.about.config.spec = decoder.spec().clone();
         Ok(Arc::new(Self {
@@ -258,6 +258,11 @@ impl GpuModel {
     /// Bytes of the states of fixed size of one request; 0 where no layer has one.
     pub fn state_bytes(&self) -> u64 {
         StateCache::slot_bytes(self.spec())
+    }
+
+    /// What was measured of the linear layers; `None` where [`LoadOptions::linear_ways`] held.
+    pub fn measured_linear_ways(&self) -> Option<LinearWays> {
+        self.decoder.measured_linear_ways()
     }
 
     /// As [`crate::Model::slowest_encode`].

@@ -124,6 +124,31 @@ fn golden_models_arrive_as_stored() {
     assert_eq!(gpu.budget().meters().by_component.get(Component::Weights), 0);
 }
 
+/// Which way each product goes decides about bits: a load that takes over what an earlier one measured comes to the same.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn what_an_earlier_load_measured_is_taken_over() {
+    let gpu = Gpu::open(0).unwrap();
+    let load = |options| GpuModel::load(&golden_path("llama"), options, &gpu, &mut |_| ()).unwrap();
+    let first = load(LoadOptions::default());
+    let ways = first.measured_linear_ways();
+    assert!(ways.is_some());
+    let expected = logits(&first);
+    let options = LoadOptions {
+        linear_ways: ways.clone(),
+        ..Default::default()
+    };
+    let second = load(options);
+    assert!(second.measured_linear_ways().is_none());
+    assert_eq!(logits(&second), expected);
+    // Those of other weights are not.
+    let options = LoadOptions {
+        linear_ways: ways,
+        ..quantising(LoadFormat::Auto)
+    };
+    assert!(load(options).measured_linear_ways().is_some());
+}
+
 fn quantising(format: LoadFormat) -> LoadOptions {
     LoadOptions {
         format,

@@ -87,7 +87,7 @@ pub(super) struct ChainKernel {
     functions: Vec<(GpuValues, Function)>,
     workspace: Arc<GpuSlab>,
     /// Up to the end of an MLP, layers that were faster in one launch than one by one.
-    faster: HashSet<[Kind; 3]>,
+    pub(super) faster: HashSet<[Kind; 3]>,
 }
 
 /// Bytes of a row of weights of a layer that the kernel can compute.

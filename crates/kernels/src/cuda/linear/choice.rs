@@ -5,12 +5,13 @@ use std::fmt;
 use std::sync::{MutexGuard, PoisonError};
 
 use plimsoll_device::cuda::GpuError;
+use serde::{Deserialize, Serialize};
 
 use super::cublas_lt::{Algorithm, Shape};
 use super::{Fp8Scaling, Key, LinearCut, LinearPath, LinearTile, Linears};
 
 /// How products of a shape are computed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Choice {
     /// In parts of the most rows that the kernels take.
     Stream(LinearCut),

@@ -12,11 +12,16 @@ use cudarc::cublas::sys::cublasOperation_t;
 use cudarc::cublaslt::sys;
 use libloading::Library;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::{Fp8Scaling, GpuValues};
+use super::{Fp8Scaling, GpuLinear, GpuValues, LinearScratch};
 
 /// Bytes of workspace that cuBLAS wants on recent GPUs.
 pub(super) const WORKSPACE: usize = 32 << 20;
+
+/// Words of an algorithm.
+const ALGORITHM_WORDS: usize = 8;
 
 /// The first compute capability whose tensor cores multiply e4m3 values.
 pub const FP8_CAPABILITY: (u32, u32) = (8, 9);
@@ -83,6 +88,18 @@ impl Operands {
             room: 0,
         }
     };
+
+    /// For measurements: a layer with inputs and outputs in scratch memory.
+    pub(super) fn within(scratch: &LinearScratch<'_>, layer: &GpuLinear) -> Self {
+        Self {
+            x: scratch.x.ptr(),
+            // Any number will do.
+            x_scales: scratch.x.ptr(),
+            out: scratch.out.ptr(),
+            room: scratch.weights.ptr(),
+            ..layer.operands()
+        }
+    }
 }
 
 /// How cuBLASLt computes a product; good for other `m` too, unless it says no.
@@ -115,6 +132,11 @@ impl Algorithm {
         hasher.finish() as u32
     }
 
+    #[cfg(test)]
+    pub(super) fn from_words(words: [u64; ALGORITHM_WORDS]) -> Self {
+        Self(sys::cublasLtMatmulAlgo_t { data: words })
+    }
+
     /// An attribute of so many bytes, at most four; 0 if the algorithm has none.
     fn value(&self, attribute: sys::cublasLtMatmulAlgoConfigAttributes_t, bytes: usize) -> u32 {
         let (mut value, mut written) = (0_u32, 0);
@@ -124,6 +146,32 @@ impl Algorithm {
             let _ = sys::cublasLtMatmulAlgoConfigGetAttribute(&self.0, attribute, to, bytes, &mut written);
         }
         value
+    }
+}
+
+/// As the words that it is made of, in hexadecimal digits without those at the end that are 0. The library's documentation allows to keep
+/// them ("trivially serialized and later restored"), for the same version of it.
+impl Serialize for Algorithm {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let words = &self.0.data;
+        let last = words.iter().rposition(|word| *word != 0).unwrap_or(0);
+        let words: Vec<_> = words[..=last].iter().map(|word| format!("{word:x}")).collect();
+        serializer.serialize_str(&words.join(" "))
+    }
+}
+
+impl<'de> Deserialize<'de> for Algorithm {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let mut words = [0; ALGORITHM_WORDS];
+        let given: Vec<_> = text.split(' ').collect();
+        if given.len() > words.len() {
+            return Err(D::Error::custom("an algorithm of more words than there are"));
+        }
+        for (word, digits) in words.iter_mut().zip(given) {
+            *word = u64::from_str_radix(digits, 16).map_err(D::Error::custom)?;
+        }
+        Ok(Self(sys::cublasLtMatmulAlgo_t { data: words }))
     }
 }
 
@@ -186,6 +234,12 @@ impl CublasLt {
             workspace: Arc::clone(workspace),
             fp8_products,
         })
+    }
+
+    /// Of the library: 10000 × major + 100 × minor + patch.
+    pub(super) fn version(&self) -> usize {
+        // SAFETY: the library is open; the function takes nothing.
+        unsafe { sys::cublasLtGetVersion() }
     }
 
     /// Up to `most` algorithms for a product, the one that cuBLAS thinks fastest first; perhaps none.

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use half::bf16;
+use serde::{Deserialize, Serialize};
 
 use super::cublas_lt::Shape;
 use super::matrix::{INT4_ROWS, INT4_WINDOW};
@@ -48,7 +49,8 @@ const FEW_INPUT_PAD: usize = 16;
 const FEW_RING_BYTES: usize = 8192;
 
 /// How our own kernels cut a product into thread blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LinearCut {
     /// Warps of a block side by side along the features, each with 16; the rest of its 8 warps share k. A power of two.
     pub row_warps: usize,

@@ -4,6 +4,7 @@
 use std::fmt;
 
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, Launch, MatrixTiles};
+use serde::{Deserialize, Serialize};
 
 use super::cublas_lt::{Operands, Shape};
 use super::{Fp8Scaling, GpuValues, LinearOutput};
@@ -34,7 +35,8 @@ const LOADED_BYTES: usize = 36;
 const STORE_CYCLES: usize = 2000;
 
 /// What a block of the kernels for many rows computes at a time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LinearTile {
     /// Rows of x: 64, 128 or 192.
     pub rows: usize,

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{GpuSlab, GpuSlice};
+use serde::{Deserialize, Serialize};
 
 use crate::GgufFormat;
 
@@ -44,7 +45,7 @@ impl<T: Pod> GpuWeight<T> {
 }
 
 /// Which e4m3 values share a factor. What a value stands for is itself times its factor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Fp8Scaling {
     /// Those of a row of inputs; those of a row of weights, which is an output channel.
     Rows,
@@ -166,7 +167,7 @@ pub fn mxfp4_pitch(k: usize) -> usize {
 }
 
 /// So many neighbouring inputs of an output have a word together: their scale as `f32`, but for the last four bits, which are the zero.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "so many inputs")]
 pub enum Int4Group {
     Of32,
@@ -197,7 +198,7 @@ impl Int4Group {
 }
 
 /// What weights of linear layers are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum GpuValues {
     /// As they are.
     Bf16,
@@ -210,6 +211,17 @@ pub enum GpuValues {
 }
 
 impl GpuValues {
+    /// Behind the size of a product, in words for people.
+    pub(super) fn suffix(self) -> String {
+        match self {
+            Self::Bf16 => String::new(),
+            Self::Fp8(Fp8Scaling::Rows) => " fp8".to_owned(),
+            Self::Fp8(Fp8Scaling::Blocks) => " fp8 in blocks".to_owned(),
+            Self::Int4(_) => " int4".to_owned(),
+            Self::Gguf(format) => format!(" {}", format.suffix()),
+        }
+    }
+
     /// How e4m3 values share factors.
     pub fn scaling(self) -> Option<Fp8Scaling> {
         match self {

@@ -1,9 +1,11 @@
 //! What becomes of the sums of a product.
 
+use serde::{Deserialize, Serialize};
+
 use crate::Activation;
 
 /// What becomes of the sums.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum LinearOutput {
     /// Rounded.
     Bf16,

@@ -5,9 +5,10 @@ use std::fmt;
 
 use half::bf16;
 use plimsoll_device::cuda::{Event, Gpu, GpuError, GpuSlice, Graph};
+use serde::{Deserialize, Serialize};
 
 use super::cublas_lt::{Operands, Shape};
-use super::{Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products};
+use super::{Choice, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products};
 
 /// A measurement reads about this many bytes of weights, in at most so many products: enough to outweigh that the first product has no
 /// kernel ahead to start beside.
@@ -57,6 +58,24 @@ pub struct LinearUse<'a> {
     pub rows: &'a [usize],
 }
 
+impl<'a> LinearUse<'a> {
+    /// One for all of its layers.
+    ///
+    /// # Panics
+    /// If there are none.
+    pub(super) fn first(&self) -> &'a GpuLinear {
+        self.layers.first().expect("a layer to measure")
+    }
+
+    /// Whether so many rows can be measured there.
+    pub(super) fn fits(&self, rows: usize, scratch: &LinearScratch<'_>) -> bool {
+        let first = self.first();
+        rows > 0
+            && rows * first.k <= scratch.x.len()
+            && rows * first.n * self.output.bytes() <= scratch.out.len()
+    }
+}
+
 /// Device memory to measure in: as much as the most rows need.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearScratch<'a> {
@@ -98,19 +117,14 @@ impl fmt::Display for LinearChoice {
             path,
             us,
         } = self;
-        let values = match values {
-            GpuValues::Bf16 => "",
-            GpuValues::Fp8(Fp8Scaling::Rows) => " fp8",
-            GpuValues::Fp8(Fp8Scaling::Blocks) => " fp8 in blocks",
-            GpuValues::Int4(_) => " int4",
-            GpuValues::Gguf(format) => &format!(" {}", format.suffix()),
-        };
+        let values = values.suffix();
         write!(f, "[{rows}, {k}]{values} -> {n} {output:?}: {path}, {us:.1} us")
     }
 }
 
 /// Layers that are computed alike, but for the number of rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Kind {
     n: usize,
     k: usize,
@@ -135,16 +149,17 @@ impl From<&Key> for Kind {
 }
 
 /// The fastest way for some number of rows; none where `activation(gate) * up` should be a kernel of its own.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Measured {
-    rows: usize,
+    pub(super) rows: usize,
     pub(super) choice: Option<Choice>,
-    us: f32,
+    pub(super) us: f32,
 }
 
 /// What was measured, by rising number of rows.
-#[derive(Debug, Default)]
-pub(super) struct Measurements(HashMap<Kind, Vec<Measured>>);
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Measurements(pub(super) HashMap<Kind, Vec<Measured>>);
 
 impl Measurements {
     /// The entry for the next larger number of rows, or else for the most.
@@ -155,7 +170,7 @@ impl Measurements {
             .or(rows.last())
     }
 
-    fn insert(&mut self, key: &Key, choice: Option<Choice>, us: f32) {
+    pub(super) fn insert(&mut self, key: &Key, choice: Option<Choice>, us: f32) {
         let entries = self.0.entry(key.into()).or_default();
         let rows = key.shape.m;
         entries.retain(|entry| entry.rows != rows);
@@ -234,10 +249,48 @@ impl Linears {
         found.map(|measured| measured.us)
     }
 
+    /// Our own ways of a product that are worth a measurement.
+    pub(super) fn own_ways(&self, key: &Key) -> Vec<Choice> {
+        let shape = &key.shape;
+        let part = match shape.is_dequantised() && shape.m <= MOST_STREAMED_ROWS && key.output.stacked() == 1
+        {
+            true => shape.m.min(self.stream.cuts.most_rows(shape.values)),
+            false => shape.m,
+        };
+        let cuts = self.stream.cuts.of(&Shape { m: part, ..*shape }, key.output);
+        let mut ways: Vec<Choice> = cuts.into_iter().take(MOST_CUTS).map(Choice::Stream).collect();
+        if self.hopper.can(shape, key.output) && !is_lone_fp8(key, &ways) {
+            ways.push(self.hopper.choice());
+        }
+        let tiles = self.many.tiles(shape, key.output);
+        ways.extend(tiles.into_iter().map(Choice::Many));
+        let slabs = self.int4_rows.slabs(shape, key.output);
+        ways.extend(slabs.map(Choice::Int4Rows));
+        if ways.is_empty() || shape.m >= int4_products::LEAST_ROWS {
+            let parts = self.int4_products.parts(shape, key.output);
+            ways.extend(parts.into_iter().map(Choice::Int4));
+        }
+        ways
+    }
+
+    /// Whether cuBLASLt's ways of a product are worth a measurement, beside these of our own, and there is room for them.
+    pub(super) fn asks_library(&self, key: &Key, own: &[Choice], scratch: &LinearScratch<'_>) -> bool {
+        let slice = key.shape.first_slice();
+        let has_room = !key.shape.is_dequantised() || slice.n * slice.k <= scratch.weights.len();
+        key.output.stacked() == 1 && has_room && !is_lone_fp8(key, own)
+    }
+
     /// What [`Self::measure`] found.
     pub fn choices(&self) -> Vec<LinearChoice> {
         self.measurements.list()
     }
+}
+
+/// One or two rows of FP8 weights that are streamed: quantising the inputs costs more than products of e4m3 values save, and the kernels of
+/// `linear.cu` can compute the norm as well.
+fn is_lone_fp8(key: &Key, own: &[Choice]) -> bool {
+    let is_streamed = matches!(own.first(), Some(Choice::Stream(_)));
+    key.shape.scaling().is_some() && key.shape.m <= LONE_ROWS && is_streamed
 }
 
 /// Times calls that launch kernels.
@@ -324,17 +377,13 @@ impl Clock<'_> {
         found: &mut Vec<(Key, Option<Choice>, f32)>,
         agree: &mut Agree<'_, E>,
     ) -> Result<(), E> {
-        let first = one.layers.first().expect("a layer to measure");
+        let first = one.first();
         let key = first.key(rows, one.output);
         assert!(
             one.layers.iter().all(|layer| layer.key(rows, one.output) == key),
             "layers of one shape"
         );
-        let width = one.output.bytes();
-        if rows * first.k > self.scratch.x.len()
-            || rows * first.n * width > self.scratch.out.len()
-            || rows == 0
-        {
+        if !one.fits(rows, &self.scratch) {
             return Ok(());
         }
         if one.output.stacked() == 1 {
@@ -398,32 +447,9 @@ impl Clock<'_> {
     ) -> Result<Result<(Choice, f32), GpuError>, E> {
         let Self { linears, scratch, .. } = self;
         let shape = &key.shape;
-        let is_dequantised = shape.is_dequantised();
-        let part = match is_dequantised && shape.m <= MOST_STREAMED_ROWS && key.output.stacked() == 1 {
-            true => shape.m.min(linears.stream.cuts.most_rows(shape.values)),
-            false => shape.m,
-        };
-        let cuts = linears.stream.cuts.of(&Shape { m: part, ..*shape }, key.output);
-        let cuts = cuts.into_iter().take(MOST_CUTS);
-        let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
-        // With one or two rows, quantising the inputs costs more than products of e4m3 values save, and the kernels of `linear.cu` can
-        // compute the norm as well.
-        let is_lone_fp8 = shape.scaling().is_some() && shape.m <= LONE_ROWS && !candidates.is_empty();
-        if linears.hopper.can(shape, key.output) && !is_lone_fp8 {
-            candidates.push(linears.hopper.choice());
-        }
-        let tiles = linears.many.tiles(shape, key.output);
-        candidates.extend(tiles.into_iter().map(Choice::Many));
-        let slabs = linears.int4_rows.slabs(shape, key.output);
-        candidates.extend(slabs.map(Choice::Int4Rows));
-        if candidates.is_empty() || shape.m >= int4_products::LEAST_ROWS {
-            let parts = linears.int4_products.parts(shape, key.output);
-            candidates.extend(parts.into_iter().map(Choice::Int4));
-        }
-        let slice = shape.first_slice();
-        let has_room = !is_dequantised || slice.n * slice.k <= scratch.weights.len();
-        if key.output.stacked() == 1 && has_room && !is_lone_fp8 {
-            let algorithms = linears.lt.algorithms(&slice, MOST_ALGORITHMS)?;
+        let mut candidates = linears.own_ways(key);
+        if linears.asks_library(key, &candidates, scratch) {
+            let algorithms = linears.lt.algorithms(&shape.first_slice(), MOST_ALGORITHMS)?;
             candidates.extend(algorithms.into_iter().map(Choice::Lt));
         }
         if candidates.is_empty() {
@@ -486,14 +512,7 @@ impl Clock<'_> {
         };
         self.timer.record(calls, |call| {
             let layer = one.layers[call % one.layers.len()];
-            let operands = Operands {
-                x: self.scratch.x.ptr(),
-                // Any number will do.
-                x_scales: self.scratch.x.ptr(),
-                out: self.scratch.out.ptr(),
-                room: self.scratch.weights.ptr(),
-                ..layer.operands()
-            };
+            let operands = Operands::within(&self.scratch, layer);
             // SAFETY: the scratch was found large enough; the stream orders what follows.
             unsafe { self.linears.launch(key, choice, &operands)? };
             match is_paused {

@@ -3,7 +3,7 @@
 use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_kernels::Activation;
-use plimsoll_kernels::cuda::{ChainUse, GpuLinear, LinearOutput, LinearScratch, LinearUse};
+use plimsoll_kernels::cuda::{ChainUse, GpuLinear, LinearOutput, LinearScratch, LinearUse, LinearWays};
 
 use super::Decoder;
 use super::chain::dense_chain_of;
@@ -69,8 +69,9 @@ impl Scratch {
 
 impl Decoder {
     /// Finds the fastest way for each linear layer and number of rows: on all ranks the same, where all compute the same. Of their own
-    /// parts they may choose as they like, and may not even have the same ways: one alone has the bias of a sum.
-    pub(super) fn measure_linears(&mut self) -> Result<(), ModelError> {
+    /// parts they may choose as they like, and may not even have the same ways: one alone has the bias of a sum. What an earlier process
+    /// measured, on all ranks together, is taken over if it holds on all. Returns whether it was measured now.
+    pub(super) fn choose_linear_ways(&mut self, earlier: Option<&LinearWays>) -> Result<bool, ModelError> {
         let GpuWeights { spec, decoder, .. } = &self.weights;
         let head: Vec<_> = self.head.iter().map(|head| &head.linear).collect();
         let Scratch { x, out, codes } = Scratch::new(spec);
@@ -146,12 +147,23 @@ impl Decoder {
                 ..plain(&head, LinearOutput::F32)
             });
         }
-        self.linears.measure(&uses, scratch)?;
-        // Behind the others: where shapes are the same, these choices hold.
-        match &self.link {
-            None => self.linears.measure(&shared, scratch)?,
-            Some(link) => {
-                (self.linears).measure_together(&shared, scratch, &mut |ways| link.longest(ways))?
+        let earlier = earlier.map(|ways| self.linears.take_over(ways, uses.iter().chain(&shared), scratch));
+        if let Some(Err(stale)) = &earlier {
+            tracing::info!(
+                "linear layers are measured again, the choices of an earlier start do not hold: {stale}"
+            );
+        }
+        let holds = matches!(earlier, Some(Ok(())));
+        let holds = (self.link.as_ref()).map_or(Ok(holds), |link| link.is_so_on_all(holds))?;
+        if !holds {
+            self.linears.forget();
+            self.linears.measure(&uses, scratch)?;
+            // Behind the others: where shapes are the same, these choices hold.
+            match &self.link {
+                None => self.linears.measure(&shared, scratch)?,
+                Some(link) => {
+                    (self.linears).measure_together(&shared, scratch, &mut |ways| link.longest(ways))?
+                }
             }
         }
         for choice in self.linears.choices() {
@@ -167,7 +179,10 @@ impl Decoder {
                 );
             }
         }
-        self.measure_chains(scratch)
+        if !holds {
+            self.measure_chains(scratch)?;
+        }
+        Ok(!holds)
     }
 
     /// Finds out which layers' products are one launch in steps of one row.

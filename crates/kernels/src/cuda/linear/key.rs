@@ -1,0 +1,40 @@
+//! What decides which way a product goes.
+
+use std::fmt;
+
+use super::cublas_lt::Shape;
+use super::{GpuLinear, LinearOutput};
+
+/// Products that are computed alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Key {
+    pub(super) shape: Shape,
+    pub(super) output: LinearOutput,
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Shape { m, n, k, values, .. } = &self.shape;
+        write!(f, "[{m}, {k}]{} -> {n} {:?}", values.suffix(), self.output)
+    }
+}
+
+impl GpuLinear {
+    /// Its product with `m` rows.
+    pub(super) fn key(&self, m: usize, output: LinearOutput) -> Key {
+        let n = self.n / output.stacked();
+        let shape = Shape {
+            m,
+            n,
+            k: self.k,
+            wide: output == LinearOutput::F32,
+            bias: self.bias.is_some(),
+            values: self
+                .matrix
+                .values()
+                .expect("a part of a linear layer, or all of it"),
+            pitch: n,
+        };
+        Key { shape, output }
+    }
+}
