@@ -15,6 +15,7 @@ mod cublas_lt;
 mod cuts;
 mod dequantised;
 mod exchange;
+mod fewer_rows;
 mod gguf;
 mod hopper;
 mod int4;

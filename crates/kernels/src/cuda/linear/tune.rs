@@ -8,6 +8,7 @@ use plimsoll_device::cuda::{Event, Gpu, GpuError, GpuSlice, Graph};
 use serde::{Deserialize, Serialize};
 
 use super::cublas_lt::{Operands, Shape};
+use super::fewer_rows::{FewerRows, Found, PAUSED_ROWS, is_paused};
 use super::{Choice, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products};
 
 /// A measurement reads about this many bytes of weights, in at most so many products: enough to outweigh that the first product has no
@@ -16,10 +17,6 @@ const BYTES: usize = 768 << 20;
 const MOST_CALLS: usize = 8;
 /// Up to so many rows, products of FP8 weights are computed in bf16 if they can be.
 const LONE_ROWS: usize = 2;
-/// Up to so many rows, products are measured with a small kernel after each, except those that apply the activation. With 16 and 32 rows
-/// the choices were not better for it (tests/bench/h200/kernels.md). A product that one with the activation is compared with has it up to
-/// [`MANY_ROWS`], unless its weights are FP8.
-const PAUSED_ROWS: usize = 8;
 /// Bytes of gates and ups that the kernel that activates and quantises them reads in a microsecond on an H200, beside other kernels. Where a
 /// product of FP8 weights applies the activation, what quantises its outputs reads half as many.
 const ACTIVATED_BYTES: f32 = 2e6;
@@ -207,7 +204,7 @@ impl Linears {
     /// # Panics
     /// If the layers of a use differ in shape or there are none.
     pub fn measure(&mut self, uses: &[LinearUse<'_>], scratch: LinearScratch<'_>) -> Result<(), GpuError> {
-        self.measure_together(uses, scratch, &mut |_| Ok(()))
+        self.measure_all(uses, scratch, true, &mut |_| Ok::<_, GpuError>(()))
     }
 
     /// As [`Self::measure`], on several GPUs at once that compute the same and are to come to the same bits, so that they choose alike.
@@ -225,9 +222,22 @@ impl Linears {
         scratch: LinearScratch<'_>,
         agree: &mut Agree<'_, E>,
     ) -> Result<(), E> {
+        // All GPUs need all ways, among which they agree.
+        self.measure_all(uses, scratch, false, agree)
+    }
+
+    /// `stops` at ways that are good enough.
+    fn measure_all<E: From<GpuError>>(
+        &mut self,
+        uses: &[LinearUse<'_>],
+        scratch: LinearScratch<'_>,
+        stops: bool,
+        agree: &mut Agree<'_, E>,
+    ) -> Result<(), E> {
         let clock = Clock {
             linears: self,
             scratch,
+            stops,
             timer: Timer::new(&self.gpu)?,
         };
         let mut found = Vec::new();
@@ -366,6 +376,7 @@ impl Timer {
 struct Clock<'a> {
     linears: &'a Linears,
     scratch: LinearScratch<'a>,
+    stops: bool,
     timer: Timer,
 }
 
@@ -374,7 +385,7 @@ impl Clock<'_> {
         &self,
         one: &LinearUse<'_>,
         rows: usize,
-        found: &mut Vec<(Key, Option<Choice>, f32)>,
+        found: &mut Vec<Found>,
         agree: &mut Agree<'_, E>,
     ) -> Result<(), E> {
         let first = one.first();
@@ -387,7 +398,7 @@ impl Clock<'_> {
             return Ok(());
         }
         if one.output.stacked() == 1 {
-            let (choice, us) = self.fastest(one, &key, agree)??;
+            let (choice, us) = self.fastest(one, &key, found, agree)??;
             found.push((key, Some(choice), us));
             return Ok(());
         }
@@ -396,7 +407,7 @@ impl Clock<'_> {
         let (choice, us) = match known.and_then(|&(_, choice, us)| Some((choice?, us))) {
             Some(known) => known,
             None => {
-                let (choice, us) = self.fastest(one, &plain, agree)??;
+                let (choice, us) = self.fastest(one, &plain, found, agree)??;
                 found.push((plain, Some(choice), us));
                 (choice, us)
             }
@@ -421,7 +432,7 @@ impl Clock<'_> {
             || !linears.many.tiles(&key.shape, key.output).is_empty()
             || !linears.stream.cuts.of(&key.shape, key.output).is_empty();
         let fused = match fuses {
-            true => self.fastest(one, &key, agree)?.ok(),
+            true => self.fastest(one, &key, found, agree)?.ok(),
             false => None,
         };
         // Of FP8 weights, what is activated must be quantised, which stays a launch, but becomes shorter.
@@ -443,14 +454,33 @@ impl Clock<'_> {
         &self,
         one: &LinearUse<'_>,
         key: &Key,
+        found: &[Found],
         agree: &mut Agree<'_, E>,
     ) -> Result<Result<(Choice, f32), GpuError>, E> {
         let Self { linears, scratch, .. } = self;
-        let shape = &key.shape;
+        let slice = key.shape.first_slice();
         let mut candidates = linears.own_ways(key);
-        if linears.asks_library(key, &candidates, scratch) {
-            let algorithms = linears.lt.algorithms(&shape.first_slice(), MOST_ALGORITHMS)?;
-            candidates.extend(algorithms.into_iter().map(Choice::Lt));
+        let mut asks = linears.asks_library(key, &candidates, scratch);
+        let ask = |candidates: &mut Vec<Choice>| {
+            let ways = linears.lt.algorithms(&slice, MOST_ALGORITHMS)?;
+            let ways = ways.into_iter().map(Choice::Lt);
+            let new: Vec<_> = ways.filter(|way| !candidates.contains(way)).collect();
+            candidates.extend(new);
+            Ok::<_, GpuError>(())
+        };
+        let fewer = FewerRows::of(found, key).filter(|_| self.stops);
+        let likely = fewer.and_then(|fewer| fewer.likely());
+        let likely = likely.filter(|likely| match likely {
+            Choice::Lt(algorithm) => asks && linears.lt.can(&slice, algorithm),
+            own => candidates.contains(own),
+        });
+        if let Some(likely) = likely {
+            candidates.retain(|way| *way != likely);
+            candidates.insert(0, likely);
+        }
+        if candidates.is_empty() && asks {
+            ask(&mut candidates)?;
+            asks = false;
         }
         if candidates.is_empty() {
             match linears.slow_cut(key) {
@@ -460,34 +490,48 @@ impl Clock<'_> {
         }
         let mut failure = GpuError::NoCommonWay;
         let mut fastest = f32::INFINITY;
-        // In a step small kernels lie between products, and products that start early load weights meanwhile. A product that
-        // applies the activation is followed directly by the next product.
-        let is_paused = shape.m <= PAUSED_ROWS && key.output.stacked() == 1;
-        let record = |choice: &Choice| self.record(one, key, *choice, is_paused);
-        let mut next = candidates.first().map(record);
-        let mut last = None;
-        let times = candidates.iter().enumerate().map(|(index, choice)| {
-            let recorded = next.take().expect("recorded ahead");
+        let record = |choice: &Choice| self.record(one, key, *choice, is_paused(key));
+        let mut next = None;
+        let mut last: Option<Recorded>;
+        let mut times: Vec<TimedWay> = Vec::new();
+        while let Some(&choice) = candidates.get(times.len()) {
+            let recorded = next.take().unwrap_or_else(|| record(&choice));
             let started = recorded.and_then(|recorded| self.timer.start(&recorded).map(|()| recorded));
-            // While the GPU computes, the host cleans up and prepares.
+            // While the GPU computes, the host cleans up and prepares what follows, unless that is unlikely to be needed: a library loads
+            // its kernels then.
             last = None;
-            next = candidates.get(index + 1).map(record);
+            let (is_last, is_likely) = (times.len() + 1 == candidates.len(), likely == Some(choice));
+            let mut asked = Ok(());
+            if is_last && asks && !is_likely {
+                asked = ask(&mut candidates);
+                asks = false;
+            }
+            if !is_likely {
+                next = candidates.get(times.len() + 1).map(record);
+            }
             let time = started.and_then(|started| {
                 let time = self.timer.finish(&started, fastest);
                 last = Some(started);
                 time
             });
+            asked?;
             let us = time.unwrap_or_else(|error| {
                 failure = error;
                 f32::INFINITY
             });
             fastest = fastest.min(us);
-            TimedWay {
+            times.push(TimedWay {
                 way: choice.number(),
                 us,
+            });
+            if fewer.is_some_and(|fewer| us <= fewer.enough()) {
+                break;
             }
-        });
-        let mut times: Vec<_> = times.collect();
+            if times.len() == candidates.len() && asks {
+                ask(&mut candidates)?;
+                asks = false;
+            }
+        }
         agree(&mut times)?;
         let times = candidates.into_iter().zip(times);
         // Of equal ones everywhere the same, in whatever order they are.
