@@ -42,9 +42,9 @@ use crate::Activation;
 use chain::ChainKernel;
 pub use chain::{ChainUse, GpuChain, GpuChainEnd};
 use choice::Choice;
-pub use cublas_lt::FP8_CAPABILITY;
 pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{CublasLt, Operands, Shape};
+pub use cublas_lt::{FP8_CAPABILITY, LinearLibrary};
 pub use cuts::LinearCut;
 use hopper::HopperKernels;
 use int4_products::Int4Products;
@@ -138,8 +138,16 @@ impl Linears {
     /// # Errors
     /// [`GpuError`] if the library is missing or does not start, or there are no kernels for this GPU.
     pub fn load(gpu: &Gpu, workspace: GpuSlab) -> Result<Self, GpuError> {
+        Self::load_with(&LinearLibrary::open(gpu)?, gpu, workspace)
+    }
+
+    /// As [`Self::load`], where cuBLASLt is open.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn load_with(library: &LinearLibrary, gpu: &Gpu, workspace: GpuSlab) -> Result<Self, GpuError> {
         let fp8_products = gpu.info().compute_capability >= FP8_CAPABILITY;
-        Self::with_products(gpu, workspace, fp8_products)
+        Self::with_products(library, gpu, workspace, fp8_products)
     }
 
     /// As [`Self::load`] on a GPU whose tensor cores do not know e4m3 values, for tests.
@@ -147,15 +155,20 @@ impl Linears {
     /// # Errors
     /// As [`Self::load`].
     pub fn without_fp8_products(gpu: &Gpu, workspace: GpuSlab) -> Result<Self, GpuError> {
-        Self::with_products(gpu, workspace, false)
+        Self::with_products(&LinearLibrary::open(gpu)?, gpu, workspace, false)
     }
 
-    fn with_products(gpu: &Gpu, workspace: GpuSlab, fp8_products: bool) -> Result<Self, GpuError> {
+    fn with_products(
+        library: &LinearLibrary,
+        gpu: &Gpu,
+        workspace: GpuSlab,
+        fp8_products: bool,
+    ) -> Result<Self, GpuError> {
         exchange::clear(gpu, &workspace)?;
         let workspace = Arc::new(workspace);
         Ok(Self {
             gpu: gpu.clone(),
-            lt: CublasLt::open(gpu, &workspace, fp8_products)?,
+            lt: library.with(&workspace, fp8_products),
             stream: StreamKernels::load(gpu)?,
             hopper: HopperKernels::load(gpu, &workspace, fp8_products)?,
             chain: ChainKernel::load(gpu, &workspace)?,

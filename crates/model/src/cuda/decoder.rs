@@ -13,8 +13,8 @@ use half::bf16;
 use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuTokens, GpuVocabulary, LinearWays,
-    Linears, PrefillKernels, PrefillMaps, SampleKernels, SentRoom,
+    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuTokens, GpuVocabulary, LinearLibrary,
+    LinearWays, Linears, PrefillKernels, PrefillMaps, SampleKernels, SentRoom,
 };
 
 use super::encoder::{EncoderState, Products};
@@ -144,6 +144,7 @@ impl Decoder {
         gpu: &Gpu,
         weights: GpuWeights,
         fused: FusedKernels,
+        library: &LinearLibrary,
         link: Option<RankLink>,
         linear_ways: Option<&LinearWays>,
     ) -> Result<Self, ModelError> {
@@ -179,7 +180,7 @@ impl Decoder {
             },
             experts: Experts::load(gpu, &weights.decoder.layers)?,
             fused,
-            linears: Linears::load(gpu, workspace)?,
+            linears: Linears::load_with(library, gpu, workspace)?,
             measures: false,
             decode: DecodeKernels::load(gpu)?,
             prefill: PrefillKernels::load(gpu)?,
@@ -190,7 +191,7 @@ impl Decoder {
                 .transpose()?,
             weights,
         };
-        laps.end("other kernels and cuBLASLt");
+        laps.end("other kernels");
         decoder.measures = decoder.choose_linear_ways(linear_ways)?;
         laps.end(match decoder.measures {
             true => "measurement of linear layers",

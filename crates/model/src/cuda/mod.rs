@@ -39,7 +39,9 @@ use std::time::Duration;
 
 use plimsoll_core::{BuildError, Component, ExpertLoads, KvConfig, StateConfig, StepError, StepLimits};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
-use plimsoll_kernels::cuda::{DeltaKernels, DeltaSize, FusedKernels, GpuKvElement, HEAD_DIMS, LinearWays};
+use plimsoll_kernels::cuda::{
+    DeltaKernels, DeltaSize, FusedKernels, GpuKvElement, HEAD_DIMS, LinearLibrary, LinearWays,
+};
 
 use crate::blocks::check_formats;
 use crate::encoder::SlowestEncode;
@@ -149,10 +151,13 @@ impl GpuModel {
         description.about.log_what_is_left_out();
         let mut laps = Laps::begin();
         let fused = FusedKernels::load(gpu)?;
+        let library = LinearLibrary::open(gpu)?;
+        // Weights are read meanwhile.
+        library.prepare();
         laps.end("first kernels");
         let weights = GpuWeights::load(&description, spec, &options, kv_element, gpu, &fused, progress)?;
         link.as_ref().map_or(Ok(()), RankLink::agree_to_load)?;
-        let decoder = Decoder::new(gpu, weights, fused, link, options.linear_ways.as_ref())?;
+        let decoder = Decoder::new(gpu, weights, fused, &library, link, options.linear_ways.as_ref())?;
         let encoder = images.map(|spec| Encoder::load(gpu, spec)).transpose()?;
         description.about.config.spec = decoder.spec().clone();
         Ok(Arc::new(Self {

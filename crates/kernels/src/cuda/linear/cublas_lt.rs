@@ -7,6 +7,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, OnceLock};
+use std::thread::Builder;
 
 use cudarc::cublas::sys::cublasOperation_t;
 use cudarc::cublaslt::sys;
@@ -187,20 +188,71 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// The library, opened for one GPU.
+/// cuBLASLt, opened for one GPU.
+#[derive(Clone, Debug)]
+pub struct LinearLibrary(Arc<Handle>);
+
+impl LinearLibrary {
+    /// Opens the library.
+    ///
+    /// # Errors
+    /// [`GpuError`] if it is missing or does not start.
+    pub fn open(gpu: &Gpu) -> Result<Self, GpuError> {
+        Ok(Self(Arc::new(Handle::open(gpu)?)))
+    }
+
+    /// Asks it for products of `bf16` on a thread of its own. It takes long to answer the first time: 100 ms, and 50 ms for sums in `f32` (on
+    /// a machine with an H200).
+    pub fn prepare(&self) {
+        let handle = Arc::clone(&self.0);
+        let ask = move || {
+            for wide in [false, true] {
+                let shape = Shape {
+                    m: 16,
+                    n: 4096,
+                    k: 4096,
+                    wide,
+                    bias: false,
+                    values: GpuValues::Bf16,
+                    pitch: 4096,
+                };
+                // Whoever asks again hears of a failure.
+                let _ = handle.algorithms(&shape, 1);
+            }
+        };
+        // Without a thread, the first who asks waits.
+        let _ = Builder::new().name("ask-cublas".to_owned()).spawn(ask);
+    }
+
+    /// With room for products.
+    pub(super) fn with(&self, workspace: &Arc<GpuSlab>, fp8_products: bool) -> CublasLt {
+        CublasLt {
+            handle: Arc::clone(&self.0),
+            workspace: Arc::clone(workspace),
+            fp8_products,
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Handle {
+    gpu: Gpu,
+    raw: sys::cublasLtHandle_t,
+}
+
+// SAFETY: cuBLASLt's functions may be called from any thread.
+unsafe impl Send for Handle {}
+// SAFETY: by several at a time, too.
+unsafe impl Sync for Handle {}
+
+/// The library, and what a GPU gives to its products.
 #[derive(Debug)]
 pub(super) struct CublasLt {
-    gpu: Gpu,
-    handle: sys::cublasLtHandle_t,
+    handle: Arc<Handle>,
     workspace: Arc<GpuSlab>,
     /// Tensor cores multiply e4m3 values.
     fp8_products: bool,
 }
-
-// SAFETY: cuBLASLt's functions may be called from any thread.
-unsafe impl Send for CublasLt {}
-// SAFETY: by several at a time, too.
-unsafe impl Sync for CublasLt {}
 
 /// Whether the library is on this machine. It stays open: to open it takes a tenth of a second (on a machine with an H200), and as long
 /// each time after nobody had it open.
@@ -220,33 +272,21 @@ pub(in crate::cuda) fn find() -> Result<(), GpuError> {
     }
 }
 
-impl CublasLt {
-    /// Opens the library.
-    pub(super) fn open(gpu: &Gpu, workspace: &Arc<GpuSlab>, fp8_products: bool) -> Result<Self, GpuError> {
+impl Handle {
+    fn open(gpu: &Gpu) -> Result<Self, GpuError> {
         gpu.bind()?;
         find()?;
-        let mut handle = std::ptr::null_mut();
+        let mut raw = std::ptr::null_mut();
         // SAFETY: the library is there; a place to write to.
-        check("cublasLtCreate", unsafe { sys::cublasLtCreate(&mut handle) })?;
+        check("cublasLtCreate", unsafe { sys::cublasLtCreate(&mut raw) })?;
         Ok(Self {
             gpu: gpu.clone(),
-            handle,
-            workspace: Arc::clone(workspace),
-            fp8_products,
+            raw,
         })
     }
 
-    /// Of the library: 10000 × major + 100 × minor + patch.
-    pub(super) fn version(&self) -> usize {
-        // SAFETY: the library is open; the function takes nothing.
-        unsafe { sys::cublasLtGetVersion() }
-    }
-
-    /// Up to `most` algorithms for a product, the one that cuBLAS thinks fastest first; perhaps none.
-    pub(super) fn algorithms(&self, shape: &Shape, most: usize) -> Result<Vec<Algorithm>, GpuError> {
-        if shape.scaling().is_some() && !self.fp8_products {
-            return Ok(Vec::new());
-        }
+    /// As [`CublasLt::algorithms`].
+    fn algorithms(&self, shape: &Shape, most: usize) -> Result<Vec<Algorithm>, GpuError> {
         self.gpu.bind()?;
         let product = Product::new(shape, &Operands::ANYWHERE)?;
         let preference = Preference::new(WORKSPACE)?;
@@ -257,7 +297,7 @@ impl CublasLt {
         // SAFETY: all handles are alive; `found` has as many places as asked for.
         let asked = check("cublasLtMatmulAlgoGetHeuristic", unsafe {
             sys::cublasLtMatmulAlgoGetHeuristic(
-                self.handle,
+                self.raw,
                 product.operation.0,
                 product.weight.0,
                 product.x.0,
@@ -277,6 +317,22 @@ impl CublasLt {
         found.retain(|result| result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
         Ok(found.iter().map(|result| Algorithm(result.algo)).collect())
     }
+}
+
+impl CublasLt {
+    /// Of the library: 10000 × major + 100 × minor + patch.
+    pub(super) fn version(&self) -> usize {
+        // SAFETY: the library is open; the function takes nothing.
+        unsafe { sys::cublasLtGetVersion() }
+    }
+
+    /// Up to `most` algorithms for a product, the one that cuBLAS thinks fastest first; perhaps none.
+    pub(super) fn algorithms(&self, shape: &Shape, most: usize) -> Result<Vec<Algorithm>, GpuError> {
+        if shape.scaling().is_some() && !self.fp8_products {
+            return Ok(Vec::new());
+        }
+        self.handle.algorithms(shape, most)
+    }
 
     /// Whether an algorithm, perhaps found for another number of rows, can compute a product.
     pub(super) fn can(&self, shape: &Shape, algorithm: &Algorithm) -> bool {
@@ -287,7 +343,7 @@ impl CublasLt {
         let (status, result) = unsafe {
             let mut result = std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>();
             let status = sys::cublasLtMatmulAlgoCheck(
-                self.handle,
+                self.handle.raw,
                 product.operation.0,
                 product.weight.0,
                 product.x.0,
@@ -311,7 +367,7 @@ impl CublasLt {
         algorithm: &Algorithm,
         operands: &Operands,
     ) -> Result<(), GpuError> {
-        self.gpu.bind()?;
+        self.handle.gpu.bind()?;
         let product = Product::new(shape, operands)?;
         let (alpha, beta) = (1.0_f32, 0.0_f32);
         let workspace = self.workspace.slice::<u8>().range(0..WORKSPACE);
@@ -320,7 +376,7 @@ impl CublasLt {
         // not read.
         check("cublasLtMatmul", unsafe {
             sys::cublasLtMatmul(
-                self.handle,
+                self.handle.raw,
                 product.operation.0,
                 (&raw const alpha).cast(),
                 address(operands.weight),
@@ -335,17 +391,17 @@ impl CublasLt {
                 &algorithm.0,
                 address(workspace.ptr()),
                 workspace.bytes(),
-                self.gpu.stream().cast(),
+                self.handle.gpu.stream().cast(),
             )
         })
     }
 }
 
-impl Drop for CublasLt {
+impl Drop for Handle {
     fn drop(&mut self) {
         if self.gpu.synchronize().is_ok() {
             // SAFETY: nothing uses the handle any more. A failure means that the context is gone.
-            let _ = unsafe { sys::cublasLtDestroy(self.handle) };
+            let _ = unsafe { sys::cublasLtDestroy(self.raw) };
         }
     }
 }
