@@ -1,6 +1,6 @@
 // A layer of one row with experts, from its mixer's output projection to the projections that the next mixer begins with, in one launch
-// (sm_90a): that product, the router's, the experts' two with their sum, and the next, with residual sums and norms between them. chain.cuh
-// says how. An expert that every row goes to is one more, which the sigmoid of its gate multiplies.
+// (sm_90a): that product, the router's, the experts' two with their sum, and the next one or two, with residual sums and norms between them.
+// chain.cuh says how. An expert that every row goes to is one more, which the sigmoid of its gate multiplies.
 //
 // Each block has its share of the outputs of each product, of all chosen experts as if they were one. Weights are bf16, or e4m3 with scales;
 // those of experts may also be MXFP4 (moe_chain_mxfp4.cuh); inputs are not quantised (pieces.cuh). A warp multiplies whole rows of weights, its
@@ -67,7 +67,7 @@ __device__ __forceinline__ void consume(Experts warps) {
     pdl_wait();
     const Share& own = shared.shares[0];
     if (int(threadIdx.x) < own.count) warps.residual = c.hidden[own.first + threadIdx.x];
-    const int phases = kLast + (c.next_outputs > 0);
+    const int phases = kLast + c.has_next();
 #pragma unroll 1
     for (int phase = kOutput; phase < phases; ++phase) {
         const Source source = shared.sources[phase];
@@ -90,7 +90,7 @@ __device__ __forceinline__ void consume(Experts warps) {
             warps.down();
             continue;
         }
-        const int first = phase == kOutput ? 0 : phase == kRouter ? 1 : kNext, end = phase == kRouter ? kNext : first + 1;
+        const int first = phase == kOutput ? 0 : phase == kRouter ? 1 : kNext, end = phase == kOutput ? 1 : phase == kRouter ? kNext : kLinks;
 #pragma unroll 1
         for (int i = first; i < end; ++i) {
             if (shared.links[i].matrix.is_fp8()) {
@@ -112,7 +112,11 @@ __device__ __forceinline__ void run(const MoeChain& c) {
         shared.links[0] = {c.output, c.output_bias, c.width, c.attended, Take::kAdd, nullptr, 0};
         shared.links[1] = {bf16_rows(c.router_weight), nullptr, c.experts, c.width, Take::kLogits, c.logits, 0};
         shared.links[2] = {bf16_rows(c.shared_gate), nullptr, c.has_shared(), c.width, Take::kLogits, c.shared_logit, c.experts};
-        shared.links[kNext] = {c.next, c.next_bias, c.next_outputs, c.width, Take::kStore, c.out, 0};
+#pragma unroll
+        for (int i = 0; i < kProjections; ++i) {
+            const Projection& next = c.next[i];
+            shared.links[kNext + i] = {next.matrix, next.bias, next.outputs, c.width, Take::kStore, next.out, 0};
+        }
         if (c.has_shared()) shared.slots[c.top_k] = {c.shared_gate_up, c.shared_down, c.shared_activated, 0.0f, 0};
         shared.zeros = {};
         barrier_init(&shared.routed, c.top_k);
@@ -127,7 +131,12 @@ __device__ __forceinline__ void run(const MoeChain& c) {
         shared.sources[kRouter].plain = true;
         shared.sources[kGated] = {};
         shared.sources[kDown] = source(c.exchange->activated, c.slots() * c.inner, {}, c.down.first);
-        shared.sources[kLast] = source(c.exchange->next_hidden, c.width, c.next_norm, c.next);
+        Source& last = shared.sources[kLast];
+        last = {c.exchange->next_hidden, c.next_norm, c.width, false, false};
+#pragma unroll
+        for (const Projection& next : c.next) {
+            if (next.outputs > 0) (next.matrix.is_fp8() ? last.halves : last.plain) = true;
+        }
     }
     if (threadIdx.x < kWarp) {
         __syncwarp();
@@ -139,15 +148,19 @@ __device__ __forceinline__ void run(const MoeChain& c) {
         return;
     }
     // Scales, biases, and weights of norms, wait in L2 for when they are needed.
-    const Share &outputs = shared.shares[0], &next_outputs = shared.shares[kNext];
+    const Share& outputs = shared.shares[0];
     prefetch_scales(c.output, outputs.first, outputs.count);
-    prefetch_scales(c.next, next_outputs.first, next_outputs.count);
     prefetch_biases(c.output_bias, outputs.first, outputs.count);
-    prefetch_biases(c.next_bias, next_outputs.first, next_outputs.count);
+#pragma unroll
+    for (int i = 0; i < kProjections; ++i) {
+        const Share& share = shared.shares[kNext + i];
+        prefetch_scales(c.next[i].matrix, share.first, share.count);
+        prefetch_biases(c.next[i].bias, share.first, share.count);
+    }
     if (blockIdx.x == 0) {
         prefetch_biases(c.router.bias, 0, c.experts);
         prefetch_norm(c.norm.weight, c.width);
-        if (c.next_outputs > 0) prefetch_norm(c.next_norm.weight, c.width);
+        if (c.has_next()) prefetch_norm(c.next_norm.weight, c.width);
     }
     if (threadIdx.x % kWarp == 0) produce<Experts>(c, shared, memory);
 }
@@ -171,8 +184,9 @@ __device__ __forceinline__ void run(const MoeChain& c) {
              int down_stride, const bf16* down_bias, uint64_t next_down, const uint8_t* shared_gate_up,                                     \
              const float* shared_gate_up_scales, const uint8_t* shared_down, const float* shared_down_scales, const bf16* shared_gate,      \
              float* shared_logit, bf16* activated, bf16* shared_activated, const float* next_norm, float next_eps, const uint8_t* next,     \
-             const float* next_scales, int next_stride, const bf16* next_bias, bf16* out, Exchange* exchange, int attended, int width,      \
-             int experts, int top_k, int inner, int next_outputs, int kind, int stage_bytes, int stages, int in_flight,                     \
+             const float* next_scales, int next_stride, const bf16* next_bias, bf16* next_out, int next_outputs, const uint8_t* other,      \
+             const float* other_scales, int other_stride, const bf16* other_bias, bf16* other_out, int other_outputs, Exchange* exchange,   \
+             int attended, int width, int experts, int top_k, int inner, int kind, int stage_bytes, int stages, int in_flight,              \
              int plain_bytes) {                                                                                                             \
         RUN(EXPERTS, MoeChain{x,                                                                                                            \
                               {output, output_scales, output_stride},                                                                       \
@@ -192,16 +206,14 @@ __device__ __forceinline__ void run(const MoeChain& c) {
                               activated,                                                                                                    \
                               shared_activated,                                                                                             \
                               {next_norm, next_eps},                                                                                        \
-                              {next, next_scales, next_stride},                                                                             \
-                              next_bias,                                                                                                    \
-                              out,                                                                                                          \
+                              {{{next, next_scales, next_stride}, next_bias, next_out, next_outputs},                                       \
+                               {{other, other_scales, other_stride}, other_bias, other_out, other_outputs}},                                \
                               exchange,                                                                                                     \
                               attended,                                                                                                     \
                               width,                                                                                                        \
                               experts,                                                                                                      \
                               top_k,                                                                                                        \
                               inner,                                                                                                        \
-                              next_outputs,                                                                                                 \
                               kind,                                                                                                         \
                               stage_bytes,                                                                                                  \
                               stages,                                                                                                       \

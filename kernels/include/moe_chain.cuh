@@ -47,6 +47,17 @@ struct RowNorm {
     float eps;
 };
 
+// A product of the row that the next mixer begins with.
+struct Projection {
+    Matrix matrix;  // [outputs, width]; null for none
+    const bf16* bias;
+    bf16* out;
+    int outputs;
+};
+
+// As crates/kernels/src/cuda/chain.rs has it too: projections with weights of several types are as many products.
+constexpr int kProjections = 2;
+
 struct MoeChain {
     const bf16* x;  // [attended]
     Matrix output;  // [width, attended]
@@ -64,16 +75,15 @@ struct MoeChain {
     bf16* activated;         // [top_k, inner]
     bf16* shared_activated;  // [inner]
     RowNorm next_norm;
-    Matrix next;  // [next_outputs, width]; null for none
-    const bf16* next_bias;
-    bf16* out;
+    Projection next[kProjections];
     Exchange* exchange;
-    int attended, width, experts, top_k, inner, next_outputs, kind;
+    int attended, width, experts, top_k, inner, kind;
     int stage_bytes, stages, in_flight;  // bytes of a stage, how many there are, and bytes that may be on their way
     int plain_bytes;                     // of inputs of products with bf16 weights, behind the stages
 
     __device__ __forceinline__ bool has_shared() const { return shared_gate != nullptr; }
     __device__ __forceinline__ int slots() const { return top_k + has_shared(); }
+    __device__ __forceinline__ bool has_next() const { return next[0].outputs > 0; }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -81,7 +91,7 @@ struct MoeChain {
 // As crates/kernels/src/cuda/moe/chain.rs has them too.
 constexpr int kMostResiduals = 32;  // outputs of a block that are added to the residual stream
 constexpr int kMostGroups = 2 * kConsumers;  // of eight gated outputs of a block, of MXFP4 weights
-constexpr int kStaticBytes = 9 << 10;
+constexpr int kStaticBytes = 10 << 10;
 
 constexpr int kQuad = 4;
 constexpr int kTaken = 3;  // quads of inputs that a thread takes at a time
@@ -101,8 +111,9 @@ struct Link {
     int first_logit;  // where its logits begin in Exchange::logits
 };
 
-constexpr int kLinks = 4;  // the mixer's output, the router, the gate of the expert for all rows, and what follows
+// The mixer's output, the router, the gate of the expert for all rows, and from kNext on what follows.
 constexpr int kNext = 3;
+constexpr int kLinks = kNext + kProjections;
 
 // The outputs of a product that a block computes.
 struct Share {

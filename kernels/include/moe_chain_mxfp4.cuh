@@ -227,7 +227,7 @@ private:
         }
         if (lane < kRowsTogether) {
             const bf16 value = add(row, sum);
-            if (c.next_outputs > 0) publish(c.exchange->next_hidden + share.first + row, value, tag);
+            if (c.has_next()) publish(c.exchange->next_hidden + share.first + row, value, tag);
             c.hidden[share.first + row] = value;
         }
     }

@@ -149,7 +149,7 @@ private:
             if (lane == 0 && has_row) {
                 const bf16 value = add(row, sum);
                 // Without a reader, a store might arrive after the last block has left.
-                if (c.next_outputs > 0) publish(c.exchange->next_hidden + share.first + row, value, tag);
+                if (c.has_next()) publish(c.exchange->next_hidden + share.first + row, value, tag);
                 c.hidden[share.first + row] = value;
             }
             sum = 0.0f;

@@ -5,11 +5,13 @@ use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError};
 
 use super::has_hopper_kernels;
-use super::linear::{GpuLinear, GpuMatrix};
+use super::linear::{GpuChainEnd, GpuLinear, GpuMatrix};
 
 /// Constants of the kernels: inputs of a vector, and most stages.
 pub(super) const VEC: usize = 8;
 const MOST_STAGES: usize = 8;
+/// Most products of the projections that end a chain: those with weights of several types are as many.
+pub(super) const PROJECTIONS: usize = 2;
 /// Copies in bulk are multiples of this.
 pub(super) const PIECE: usize = 16;
 /// Of a stage, unless a row is longer: copies of 32 KiB read as fast as longer ones.
@@ -74,6 +76,37 @@ pub(super) fn matrix_args(linear: &GpuLinear) -> [Arg; 3] {
         _ => panic!("chains have weights in bf16 or e4m3"),
     };
     [weight.into(), scales.into(), (stride as i32).into()]
+}
+
+/// The most bytes of a row of weights of the projections that end a chain, if the kernels can multiply all of them.
+pub(super) fn longest_row(next: &GpuLinear) -> Option<usize> {
+    let products = next.products();
+    let rows = products.iter().map(row_bytes).collect::<Option<Vec<_>>>()?;
+    rows.into_iter().max().filter(|_| products.len() <= PROJECTIONS)
+}
+
+/// Of each product of the projections that end a chain: [`matrix_args`], the bias or null, where its outputs go and how many there are; 0 for
+/// a product that there is not.
+///
+/// # Panics
+/// If [`longest_row`] is `None`, or `out` has no room for the outputs.
+pub(super) fn projection_args(next: Option<GpuChainEnd<'_>>) -> Vec<Arg> {
+    let (mut products, mut first) = (next.map_or(&[][..], |next| next.linear.products()).iter(), 0);
+    let args = (0..PROJECTIONS).flat_map(|_| match (next, products.next()) {
+        (Some(next), Some(product)) => {
+            let [weight, scales, stride] = matrix_args(product);
+            let out = next.out.range(first..first + product.outputs());
+            first += product.outputs();
+            let bias = product.bias().map_or(0, |bias| bias.ptr());
+            let outputs = product.outputs() as i32;
+            [weight, scales, stride, bias.into(), out.into(), outputs.into()]
+        }
+        _ => {
+            let null = || Arg::from(0_u64);
+            [null(), null(), 0_i32.into(), null(), null(), 0_i32.into()]
+        }
+    });
+    args.collect()
 }
 
 /// How the weights of a chain go through shared memory.

@@ -65,7 +65,7 @@ pub struct GpuChain<'a> {
 pub struct GpuChainEnd<'a> {
     /// Of the residual stream.
     pub norm: GpuNorm<'a>,
-    /// The projections.
+    /// The projections, of one product or several.
     pub linear: &'a GpuLinear,
     /// Takes their outputs.
     pub out: GpuSlice<'a, bf16>,

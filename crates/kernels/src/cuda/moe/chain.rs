@@ -21,7 +21,7 @@ const MOST_WIDTH: usize = CONSUMERS * super::WARP * VEC;
 const MOST_RESIDUALS: usize = 32;
 const MOST_ACTIVATED: usize = (MOST_ROUTES + 1) * MOST_INNER;
 /// Shared memory beside the stages and inputs: at least `sizeof(Shared)`.
-const STATIC_BYTES: usize = 9 << 10;
+const STATIC_BYTES: usize = 10 << 10;
 /// Inputs that share a factor: those of 16 bytes of e4m3 weights, `kFp8Piece` of `kernels/include/pieces.cuh`.
 const FP8_PIECE: usize = 16;
 /// Of an expert whose weights are whole rows. Lanes of a warp have the scales of the second projections' blocks, of which the outputs of a block
@@ -261,7 +261,7 @@ impl MoeChainKernel {
             chain::row_bytes(router),
             stored.bytes(gate_up).map(|bytes| 2 * bytes),
             stored.bytes(down),
-            next.map_or(Some(0), chain::row_bytes),
+            next.map_or(Some(0), chain::longest_row),
         ];
         let inputs = InputRoom::default()
             .with(output, output.inputs())
@@ -269,7 +269,8 @@ impl MoeChainKernel {
             .with(first_gate_up, width)
             .with(first_down, slots * inner)
             .with_sums(stored, [width, slots * inner], blocks);
-        let inputs = next.map_or(inputs, |next| inputs.with(next, width));
+        let projections = next.into_iter().flat_map(GpuLinear::products);
+        let inputs = projections.fold(inputs, |inputs, projection| inputs.with(projection, width));
         let room = info.max_shared_bytes.checked_sub(STATIC_BYTES + inputs.bytes())?;
         let ring = Ring::new(stages, room)?;
         fit.then_some((&self.functions[stored as usize], ring, inputs))
@@ -395,20 +396,14 @@ impl MoeKernels {
                 next.map_or_else(null, |next| next.norm.weight.into()),
                 next.map_or(0.0, |next| next.norm.eps).into(),
             ],
-            &next.map_or_else(
-                || [null(), null(), int(0)],
-                |next| chain::matrix_args(next.linear),
-            ),
+            &chain::projection_args(next),
             &[
-                next.map_or_else(null, |next| bias(next.linear)),
-                next.map_or_else(null, |next| next.out.into()),
                 linears.chain_room().into(),
                 int(x.len()),
                 int(width),
                 int(experts),
                 int(layers.top_k),
                 int(inner),
-                int(next.map_or(0, |next| next.linear.outputs())),
                 kind(activation).into(),
                 int(ring.stage_bytes),
                 int(ring.stages),

@@ -2,6 +2,7 @@
 
 mod limits;
 mod logits;
+mod next;
 
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
@@ -18,6 +19,7 @@ use super::weights::{Experts, Format, Table};
 use super::{ACTIVATIONS, activate};
 use crate::chain::{EPS, TOLERANCE, add, normalise};
 use crate::common::{self, wide};
+use next::Next;
 
 const GUARD: usize = 64;
 
@@ -35,6 +37,8 @@ struct Size {
     format: Format,
     /// Of the products around the experts.
     dense: Format,
+    /// So many of the last outputs of what follows are a product of their own, with weights in this format.
+    other: Option<(usize, Format)>,
 }
 
 /// An expert that every row goes to.
@@ -56,7 +60,7 @@ struct Case {
     gate_up: Experts,
     down: Experts,
     shared: Option<Shared>,
-    next: Option<Experts>,
+    next: Option<Next>,
     activation: ExpertActivation,
 }
 
@@ -213,7 +217,7 @@ impl Case {
                 down: of(rng, 1, [width, inner]),
                 gate: Table::random(gpu, rng, [1, width], 2.0),
             }),
-            next: (size.next > 0).then(|| around(rng, [size.next, width])),
+            next: (size.next > 0).then(|| Next::random(gpu, rng, size)),
             activation: *ACTIVATIONS.choose(rng).unwrap(),
         }
     }
@@ -234,7 +238,7 @@ impl Case {
     }
 
     fn next(&self) -> Option<&GpuLinear> {
-        self.next.as_ref().map(|next| &next.linears[0])
+        self.next.as_ref().map(|next| &next.linear)
     }
 
     fn run(&self, gpu: &Gpu, kernels: &MoeKernels, linears: &Linears) -> Outputs {
@@ -267,8 +271,8 @@ impl Case {
         let hidden = add(&hidden, &delta);
         self.close("residual stream", &common::widen(&found.hidden), &hidden);
         if let Some(next) = &self.next {
-            let want = next.product(0, &normalise(&wide(&found.hidden), &self.norms[1]));
-            self.close("what follows", &common::widen(&found.out), &want);
+            let normed = normalise(&wide(&found.hidden), &self.norms[1]);
+            self.check_next(next, &normed, &common::widen(&found.out));
         }
     }
 
@@ -344,6 +348,7 @@ const BF16: Size = Size {
     shared: false,
     format: Format::Bf16,
     dense: Format::Bf16,
+    other: None,
 };
 
 #[test]
