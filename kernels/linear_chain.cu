@@ -6,7 +6,8 @@
 // by the same inputs, which it keeps in registers. Sums of the warps are added in a fixed order.
 //
 // Weights are bf16, or e4m3 with scales. Inputs are not quantised: for e4m3 weights a thread has its inputs as halves, times a power of two that
-// keeps sums of eight products in the range of halves; the two such sums of a piece of 16 weights are added in f32.
+// keeps sums of eight products in the range of halves; the two such sums of a piece of 16 weights are added in f32. Projections that follow may
+// be two layers of the same inputs, and have bf16 weights beside e4m3: these are multiplied by the halves, in f32.
 #include "activation.cuh"
 #include "chain.cuh"
 #include "pieces.cuh"
@@ -19,12 +20,12 @@ constexpr int kChainThreads = (kConsumers + 1) * kWarp;
 // What becomes of sums.
 enum class Take { kAdd, kGlu, kStore };
 
-// The format of all layers' weights: e4m3 has a scale for each row, or one for each 128 x 128 weights.
+// The format of weights: e4m3 has a scale for each row, or one for each 128 x 128 weights.
 enum class Weights { kBf16, kFp8Rows, kFp8Blocks };
 
 // `out[n] = x[k] . weight[n, k]^T (+ bias)`, of the norm of x if there is one.
 struct Link {
-    const bf16* x;
+    const bf16* x;      // null for the inputs of the link before, as it has them
     const float* norm;  // [k]; null for none
     float eps;
     Matrix matrix;
@@ -34,7 +35,7 @@ struct Link {
     bf16* out;  // [n], to which outputs are added, or which takes them
 };
 
-constexpr int kMostLinks = 4;
+constexpr int kMostLinks = 5;
 
 struct Chain {
     Link links[kMostLinks];
@@ -257,21 +258,34 @@ struct Consumer : Consumers<kPieceInputs<kWeights != Weights::kBf16> / kVec> {
         }
     }
 
-    // The sums of each warp of so many outputs from `begin` on, `kRows` rows of weights at a time.
-    template <int kPieces, int kRows>
+    // Adds the products of eight bf16 weights and this thread's `i`th vector of inputs, which are halves.
+    __device__ __forceinline__ void add_wide_products(float& even, float& odd, const uint4& weights, int i) const {
+        const Float8 wide = widen(reinterpret_cast<const Bf16x8&>(weights));
+        const __half2* const halves = reinterpret_cast<const __half2*>(x[i].pair);
+#pragma unroll
+        for (int j = 0; j < kVec / 2; ++j) {
+            const float2 inputs = __half22float2(halves[j]);
+            even = fmaf(wide.at[2 * j], inputs.x, even);
+            odd = fmaf(wide.at[2 * j + 1], inputs.y, odd);
+        }
+    }
+
+    // The sums of each warp of so many outputs from `begin` on, `kRows` rows of weights at a time; `kWide` for bf16 weights where inputs are halves.
+    template <int kPieces, int kRows, bool kWide = false>
     __device__ __forceinline__ void multiply(const Share& share, const Link& l, int begin, int outputs) {
         const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-        const int row_bytes = share.row_bytes, pieces = row_bytes / kPieceBytes, gated = is_gated(l);
+        constexpr int kBytes = kWide ? 2 * kPieceBytes : kPieceBytes;  // of weights for a piece of inputs
+        const int row_bytes = share.row_bytes, pieces = row_bytes / kBytes, gated = is_gated(l);
 #pragma unroll 1
         for (int first = 0; first < outputs; first += share.at_once) {
             const int given = min(share.at_once, outputs - first), rows = given << gated;
             barrier_wait(&shared.barriers.full[ring.place], ring.phase);
-            const uint32_t from = memory + ring.place * c.stage_bytes + threadIdx.x * kPieceBytes;
+            const uint32_t from = memory + ring.place * c.stage_bytes + threadIdx.x * kBytes;
 #pragma unroll 1
             for (int low = 0; low < rows; low += kRows) {
                 float even[kRows] = {}, odd[kRows] = {};
                 const float* scales[kRows];
-                if constexpr (kBlocks) {
+                if constexpr (kBlocks && !kWide) {
 #pragma unroll
                     for (int j = 0; j < kRows; ++j) {
                         // Rows of up lie behind those of the gates.
@@ -284,16 +298,25 @@ struct Consumer : Consumers<kPieceInputs<kWeights != Weights::kBf16> / kVec> {
                     const int piece = threadIdx.x + i * kThreads;
                     if (piece >= pieces) continue;
                     if constexpr (!kFp8 && kPieces > 4) keep_narrow(x[i]);
-                    uint4 weights[kRows];
-                    float scale[kRows];
+                    if constexpr (kWide) {
+                        static_assert(kRows == 1);
 #pragma unroll
-                    for (int j = 0; j < kRows; ++j) {
-                        // Past the last row it is multiplied again, and left.
-                        weights[j] = load_shared16(from + min(low + j, rows - 1) * row_bytes + i * kThreads * kPieceBytes);
-                        scale[j] = kBlocks ? __ldg(scales[j] + i * (kThreads * kPieceInputs<kFp8> / kFp8Block)) : 1.0f;
+                        for (int half = 0; half < 2; ++half) {
+                            const uint32_t at = from + low * row_bytes + i * kThreads * kBytes + half * kPieceBytes;
+                            add_wide_products(even[0], odd[0], load_shared16(at), 2 * i + half);
+                        }
+                    } else {
+                        uint4 weights[kRows];
+                        float scale[kRows];
+#pragma unroll
+                        for (int j = 0; j < kRows; ++j) {
+                            // Past the last row it is multiplied again, and left.
+                            weights[j] = load_shared16(from + min(low + j, rows - 1) * row_bytes + i * kThreads * kPieceBytes);
+                            scale[j] = kBlocks ? __ldg(scales[j] + i * (kThreads * kPieceInputs<kFp8> / kFp8Block)) : 1.0f;
+                        }
+#pragma unroll
+                        for (int j = 0; j < kRows; ++j) add_products(even[j], odd[j], weights[j], i, scale[j]);
                     }
-#pragma unroll
-                    for (int j = 0; j < kRows; ++j) add_products(even[j], odd[j], weights[j], i, scale[j]);
                 }
 #pragma unroll
                 for (int j = 0; j < kRows; ++j) even[j] = (even[j] + odd[j]) * unit;
@@ -309,6 +332,10 @@ struct Consumer : Consumers<kPieceInputs<kWeights != Weights::kBf16> / kVec> {
     }
 
     __device__ __forceinline__ void multiply(const Share& share, const Link& l, int begin, int outputs) {
+        // Only a link with a norm has other weights.
+        if constexpr (kFp8) {
+            if (!l.matrix.is_fp8()) return multiply<kMostNormVecs / 2, 1, true>(share, l, begin, outputs);
+        }
         // As many rows at a time as a stage has of the longest such rows.
         const int pieces = (share.row_bytes + kPieceBytes * kThreads - 1) / (kPieceBytes * kThreads);
         if (pieces <= 1) return multiply<1, 4>(share, l, begin, outputs);
@@ -344,7 +371,7 @@ struct Consumer : Consumers<kPieceInputs<kWeights != Weights::kBf16> / kVec> {
         for (int first = 0; first < share.count; first += share.batch) {
             const int outputs = min(share.batch, share.count - first);
             float scale = 1.0f, up_scale = 1.0f;
-            if (kWeights == Weights::kFp8Rows && at < outputs) {
+            if (kWeights == Weights::kFp8Rows && l.matrix.is_fp8() && at < outputs) {
                 const float* const scales = l.matrix.scales + share.first + first + at;
                 scale = scales[0];
                 if (is_gated(l)) up_scale = scales[l.n];
@@ -365,11 +392,16 @@ struct Consumer : Consumers<kPieceInputs<kWeights != Weights::kBf16> / kVec> {
 #pragma unroll 1
         for (int link = 0; link < c.count; ++link) {
             const Link& l = c.links[link];
-            if (l.norm != nullptr) Base::load_norm(norm, l.norm, l.k);
-            if (link > 0) Base::meet();
-            Base::load(x, l.x, l.k);
-            if (l.norm != nullptr) Base::normalise(x, norm, shared.squares, l.k, l.eps);
-            if constexpr (kFp8) narrow_to_halves(l.k);
+            if (l.x == nullptr) {
+                // Sums of the link before have been read.
+                Base::sync();
+            } else {
+                if (l.norm != nullptr) Base::load_norm(norm, l.norm, l.k);
+                if (link > 0) Base::meet();
+                Base::load(x, l.x, l.k);
+                if (l.norm != nullptr) Base::normalise(x, norm, shared.squares, l.k, l.eps);
+                if constexpr (kFp8) narrow_to_halves(l.k);
+            }
             compute(l, shared.shares[link]);
         }
         Base::leave();
@@ -415,17 +447,19 @@ __device__ __forceinline__ void run(const Chain&) {}
     name(const bf16* x, const uint8_t* output, const float* output_scales, int output_stride, const bf16* output_bias,                \
                  const uint8_t* gate_up, const float* gate_up_scales, int gate_up_stride, const uint8_t* down, const float* down_scales,\
                  int down_stride, const bf16* down_bias, const uint8_t* next, const float* next_scales, int next_stride,              \
-                 const bf16* next_bias, bf16* hidden, const float* norm, const float* next_norm, bf16* activated, bf16* out,          \
-                 unsigned* arrived, int attended, int width, int inner, int next_outputs, float eps, float next_eps, int activation,  \
-                 int stage_bytes, int stages, int in_flight) {                                                                        \
+                 const bf16* next_bias, bf16* next_out, int next_outputs, const uint8_t* other, const float* other_scales,            \
+                 int other_stride, const bf16* other_bias, bf16* other_out, int other_outputs, bf16* hidden, const float* norm,       \
+                 const float* next_norm, bf16* activated, unsigned* arrived, int attended, int width, int inner, float eps,           \
+                 float next_eps, int activation, int stage_bytes, int stages, int in_flight) {                                        \
     const Link links[kMostLinks] = {                                                                                                  \
         {x, nullptr, 0.0f, {output, output_scales, output_stride}, output_bias, width, attended, Take::kAdd, hidden},                 \
         {hidden, norm, eps, {gate_up, gate_up_scales, gate_up_stride}, nullptr, inner, width, Take::kGlu, activated},                 \
         {activated, nullptr, 0.0f, {down, down_scales, down_stride}, down_bias, width, inner, Take::kAdd, hidden},                    \
-        {hidden, next_norm, next_eps, {next, next_scales, next_stride}, next_bias, next_outputs, width, Take::kStore, out},           \
+        {hidden, next_norm, next_eps, {next, next_scales, next_stride}, next_bias, next_outputs, width, Take::kStore, next_out},      \
+        {nullptr, nullptr, 0.0f, {other, other_scales, other_stride}, other_bias, other_outputs, width, Take::kStore, other_out},     \
     };                                                                                                                                \
-    run<weights>({{links[0], links[1], links[2], links[3]},                                                                           \
-         next == nullptr ? 3 : 4,                                                                                                     \
+    run<weights>({{links[0], links[1], links[2], links[3], links[4]},                                                                 \
+         next == nullptr ? 3 : other == nullptr ? 4 : 5,                                                                              \
          arrived,                                                                                                                     \
          Activation(activation),                                                                                                      \
          stage_bytes,                                                                                                                 \

@@ -118,7 +118,9 @@ struct Case {
     output: Layer,
     gate_up: Layer,
     down: Layer,
-    next: Option<Layer>,
+    /// Products of what follows, and that as a whole.
+    next: Vec<Layer>,
+    projections: Option<GpuLinear>,
     activation: Activation,
 }
 
@@ -158,9 +160,26 @@ impl Case {
             output: Layer::random(gpu, rng, fp8, [width, attended], biases[0]),
             gate_up: Layer::random(gpu, rng, fp8, [2 * inner, width], false),
             down: Layer::random(gpu, rng, fp8, [width, inner], biases[1]),
-            next: (next > 0).then(|| Layer::random(gpu, rng, fp8, [next, width], biases[2])),
+            next: Vec::new(),
+            projections: None,
             activation,
         }
+        .followed_by((next > 0).then(|| Layer::random(gpu, rng, fp8, [next, width], biases[2])))
+    }
+
+    /// With one product more of what follows.
+    fn followed_by(mut self, next: Option<Layer>) -> Self {
+        self.next.extend(next);
+        self.projections = match &self.next[..] {
+            [] => None,
+            [one] => Some(one.device.clone()),
+            all => {
+                let parts: Vec<GpuLinear> = all.iter().map(|layer| layer.device.clone()).collect();
+                let outputs = parts.iter().map(GpuLinear::outputs).sum();
+                Some(GpuLinear::new(GpuMatrix::Parts(parts), None, outputs, all[0].k))
+            }
+        };
+        self
     }
 
     fn layers(&self) -> [&GpuLinear; 3] {
@@ -168,7 +187,7 @@ impl Case {
     }
 
     fn next(&self) -> Option<&GpuLinear> {
-        self.next.as_ref().map(|next| &next.device)
+        self.projections.as_ref()
     }
 
     fn run(&self, gpu: &Gpu, linears: &Linears) -> Outputs {
@@ -233,10 +252,13 @@ impl Case {
         close("activated", &found.activated, &activated.collect::<Vec<_>>());
         let hidden = add(&hidden, &self.down.forward(&wide(&found.activated)));
         close("residual stream", &found.hidden, &hidden);
-        if let Some(next) = &self.next {
-            let out = next.forward(&normalise(&wide(&found.hidden), &self.norms[1]));
-            close("what follows", &found.out, &out);
+        let (normed, mut first) = (normalise(&wide(&found.hidden), &self.norms[1]), 0);
+        for next in &self.next {
+            let out = next.forward(&normed);
+            close("what follows", &found.out[first..first + out.len()], &out);
+            first += out.len();
         }
+        assert_eq!(first, found.out.len(), "{}: all that follows", self.what);
     }
 }
 
@@ -272,6 +294,43 @@ fn layers_of_one_row_in_one_launch() {
     ] {
         for size in sizes.iter().flat_map(|size| [size; 2]) {
             let case = Case::random(&gpu, &mut rng, fp8, *size);
+            let chains = linears.can_chain(case.layers(), case.next());
+            assert_eq!(chains, has_hopper_kernels(&gpu), "{}", case.what);
+            if !chains {
+                return;
+            }
+            let found = case.run(&gpu, &linears);
+            case.check(&found);
+            for _ in 0..5 {
+                assert!(case.run(&gpu, &linears) == found, "{}: other bits", case.what);
+            }
+        }
+    }
+}
+
+/// Projections that follow with weights in bf16 beside others, as delta layers have them of quantised checkpoints.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn two_products_follow() {
+    let gpu = common::gpu();
+    let linears = crate::linear::linears(&gpu);
+    let mut rng = common::rng("two_products_follow");
+    for (fp8, size, others) in [
+        // Of Qwen3.5-9B's delta layers the projections; more outputs than sums have room for; the widest row.
+        (Some(Fp8Scaling::Blocks), [4096, 4096, 1024, 12_288], 64),
+        (Some(Fp8Scaling::Blocks), [128, 5120, 640, 80], 96),
+        (Some(Fp8Scaling::Blocks), [128, 128, 256, 16], 20_000),
+        (Some(Fp8Scaling::Rows), [896, 896, 4864, 1152], 9),
+        (Some(Fp8Scaling::Rows), [256, 8192, 272, 16], 300),
+        (Some(Fp8Scaling::Rows), [80, 2064, 6160, 2000], 1000),
+        (None, [80, 2064, 6160, 2000], 1000),
+        (None, [512, 1024, 3072, 1000], 16),
+    ] {
+        for of_bf16 in [true, false] {
+            let case = Case::random(&gpu, &mut rng, fp8, size);
+            let format = fp8.filter(|_| !of_bf16);
+            let other = Layer::random(&gpu, &mut rng, format, [others, size[1]], of_bf16);
+            let case = case.followed_by(Some(other));
             let chains = linears.can_chain(case.layers(), case.next());
             assert_eq!(chains, has_hopper_kernels(&gpu), "{}", case.what);
             if !chains {
@@ -376,6 +435,23 @@ fn layers_that_do_not_fit_together_are_not_chained() {
     assert_eq!(fits, has_hopper_kernels(&gpu));
     let fits = linears.can_chain([&rows[0], &rows[1], &rows_down], Some(&rows_next));
     assert_eq!(fits, has_hopper_kernels(&gpu));
+    // Of products that follow, some may be in bf16 beside others, and there may be two.
+    let products = |products: &[&GpuLinear]| {
+        let outputs = products.iter().map(|product| product.outputs()).sum();
+        let products = products.iter().map(|product| (*product).clone()).collect();
+        GpuLinear::new(GpuMatrix::Parts(products), None, outputs, 64)
+    };
+    for (following, fits) in [
+        (products(&[&rows_next, &next]), true),
+        (products(&[&next, &rows_next]), true),
+        (products(&[&next, &next]), false),
+        (products(&[&rows_next, &next, &rows_next]), false),
+    ] {
+        let can_chain = linears.can_chain([&rows[0], &rows[1], &rows_down], Some(&following));
+        assert_eq!(can_chain, fits && has_hopper_kernels(&gpu), "{following:?}");
+    }
+    let both = products(&[&next, &rows_next]);
+    assert!(!linears.can_chain([&output, &gate_up, &down], Some(&both)));
     // A bias of gates, inputs that are no whole pieces, a row that is too long, other widths, and several formats.
     let others = [
         (

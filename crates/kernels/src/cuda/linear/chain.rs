@@ -83,7 +83,7 @@ pub struct ChainUse<'a> {
 #[derive(Debug)]
 pub(super) struct ChainKernel {
     gpu: Gpu,
-    /// For weights that are such values, which all layers of a chain have; on GPUs of Hopper's generation.
+    /// For weights that are such values, which all layers of a chain up to the end of an MLP have; on GPUs of Hopper's generation.
     functions: Vec<(GpuValues, Function)>,
     workspace: Arc<GpuSlab>,
     /// Up to the end of an MLP, layers that were faster in one launch than one by one.
@@ -117,7 +117,8 @@ impl ChainKernel {
         })
     }
 
-    /// The kernel and its ring for the layers up to the end of an MLP, if it can compute them.
+    /// The kernel and its ring for the layers up to the end of an MLP and these projections, whose weights may be bf16 beside others, if it can
+    /// compute them.
     fn kernel(
         &self,
         [output, gate_up, down]: [&GpuLinear; 3],
@@ -126,10 +127,15 @@ impl ChainKernel {
         let (width, sm_count) = (output.n, self.gpu.info().sm_count);
         let values = output.matrix().values()?;
         let (_, function) = self.functions.iter().find(|(of, _)| *of == values)?;
-        let fit = [Some(gate_up), Some(down), next]
-            .into_iter()
-            .flatten()
-            .all(|linear| linear.matrix().values() == Some(values))
+        let has = |linear: &GpuLinear, values: GpuValues| linear.matrix().values() == Some(values);
+        let is_beside_others = |next: &GpuLinear| {
+            let products = next.products();
+            let is_taken = |linear: &GpuLinear| has(linear, values) || has(linear, GpuValues::Bf16);
+            products.iter().all(is_taken) && products.iter().any(|linear| has(linear, values))
+        };
+        let fit = has(gate_up, values)
+            && has(down, values)
+            && next.is_none_or(is_beside_others)
             && down.n == width
             && gate_up.bias.is_none()
             && gate_up.n == 2 * down.k
@@ -143,7 +149,7 @@ impl ChainKernel {
             row_bytes(output),
             row_bytes(gate_up).map(|bytes| 2 * bytes),
             row_bytes(down),
-            next.map_or(Some(0), row_bytes),
+            next.map_or(Some(0), chain::longest_row),
         ];
         let ring = Ring::new(stages, self.gpu.info().max_shared_bytes - STATIC_BYTES)?;
         fit.then_some((function, ring))
@@ -194,7 +200,12 @@ impl Linears {
         if !layers.iter().all(|layers| fits(*layers)) || ends[4] > room {
             return Ok(None);
         }
-        let known = |linear: &GpuLinear, output: LinearOutput| self.measured_us(linear, 1, output);
+        let known = |linear: &GpuLinear, output: LinearOutput| {
+            let products = linear.products().iter();
+            products
+                .map(|product| self.measured_us(product, 1, output))
+                .sum::<Option<f32>>()
+        };
         let gated = LinearOutput::Glu(activation);
         let apart = [
             known(output, LinearOutput::Bf16),
@@ -289,10 +300,8 @@ impl Linears {
             "rows at multiples of {PIECE} bytes"
         );
         let bias = |linear: &GpuLinear| Arg::from(linear.operands().bias);
-        let null = || Arg::from(0_u64);
         let int = |value: usize| Arg::from(value as i32);
         let [of_output, of_gate_up, of_down] = [output, gate_up, down].map(chain::matrix_args);
-        let of_next = next.map(|next| chain::matrix_args(next.linear));
         let args: Vec<Arg> = [
             &[x.into()][..],
             &of_output,
@@ -300,19 +309,16 @@ impl Linears {
             &of_gate_up,
             &of_down,
             &[bias(down)],
-            &of_next.unwrap_or_else(|| [null(), null(), int(0)]),
+            &chain::projection_args(next),
             &[
-                next.map_or_else(null, |next| bias(next.linear)),
                 hidden.into(),
                 norm.weight.into(),
-                next.map_or_else(null, |next| next.norm.weight.into()),
+                next_weight.into(),
                 activated.into(),
-                next.map_or_else(null, |next| next.out.into()),
                 chain_room(&kernel.workspace).into(),
                 int(x.len()),
                 int(width),
                 int(activated.len()),
-                int(next.map_or(0, |next| next.linear.n)),
                 norm.eps.into(),
                 next.map_or(0.0, |next| next.norm.eps).into(),
                 LinearOutput::Glu(activation).activation().into(),
