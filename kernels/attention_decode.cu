@@ -49,7 +49,6 @@ struct Args {
 };
 
 constexpr int kFanIn = 16;  // partial results that are merged at once
-constexpr int kBatch = 8;   // of these, loaded at once
 
 // Floats of a row of a partial result: the sums, then maximum and sum of weights of a split, then those of several merged.
 __host__ __device__ constexpr int partial_floats(int head_dim) { return head_dim + 4; }
@@ -95,6 +94,9 @@ struct Decode {
     using Products = TileProducts<D, Fp8>;
     static constexpr int kHeld = Products::kHeld;
     static constexpr int kSums = Products::kSums;
+    // Quads of columns of a unit's results that a thread combines at once. Of large heads a block has few threads for many of them, which would
+    // wait for memory in turn.
+    static constexpr int kAtOnce = D > 128 ? 4 : 1;
 
     const Args args;
     char* const rings;
@@ -392,24 +394,31 @@ struct Decode {
         }
         __syncthreads();
         const float* teams = reinterpret_cast<const float*>(rings + kExchange);
-        for (int at = threadIdx.x; at < unit.rows * (D / 4); at += S::kThreads) {
-            const int row = at / (D / 4), column = at % (D / 4) * 4;
-            float largest = states[0][row].x;
+        for (int first = threadIdx.x; first < unit.rows * (D / 4); first += kAtOnce * S::kThreads) {
+            float largest[kAtOnce], weight[kAtOnce] = {};
+            float4 sum[kAtOnce] = {};
 #pragma unroll
-            for (int t = 1; t < S::kTeams; ++t) largest = fmaxf(largest, states[t][row].x);
-            float4 sum = {};
-            float weight = 0.0f;
+            for (int i = 0; i < kAtOnce; ++i) {
+                const auto [row, column] = quad(unit, first, i);
+                largest[i] = states[0][row].x;
 #pragma unroll
-            for (int t = 0; t < S::kTeams; ++t) {
-                const float factor = exp2_fast(states[t][row].x - largest);
-                const float* sums_of = teams + t * (S::kRingBytes / int(sizeof(float))) + row * D;
-                const float4 of_team = *reinterpret_cast<const float4*>(sums_of + (column ^ (row & 3) * 8));
-                add(sum, weight, factor, of_team, states[t][row].y);
+                for (int t = 1; t < S::kTeams; ++t) largest[i] = fmaxf(largest[i], states[t][row].x);
+#pragma unroll
+                for (int t = 0; t < S::kTeams; ++t) {
+                    const float factor = exp2_fast(states[t][row].x - largest[i]);
+                    const float* sums_of = teams + t * (S::kRingBytes / int(sizeof(float))) + row * D;
+                    const float4 of_team = *reinterpret_cast<const float4*>(sums_of + (column ^ (row & 3) * 8));
+                    add(sum[i], weight[i], factor, of_team, states[t][row].y);
+                }
             }
-            if (unit.splits == 1) {
-                store(unit, row, column, sum, largest, weight);
-            } else {
-                store_partial(unit, unit.split, 0, row, column, sum, make_float2(largest, weight));
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const auto [row, column] = quad(unit, first, i);
+                if (unit.splits == 1) {
+                    store(unit, row, column, sum[i], largest[i], weight[i]);
+                } else {
+                    store_partial(unit, unit.split, 0, row, column, sum[i], make_float2(largest[i], weight[i]));
+                }
             }
         }
         if (unit.splits > 1) {
@@ -417,6 +426,17 @@ struct Decode {
         } else {
             __syncthreads();
         }
+    }
+
+    // Four columns of a row of a unit.
+    struct Quad {
+        int row, column;
+    };
+
+    // The `i`th that a thread combines together with number `first` of all. Behind the last it is that again.
+    __device__ __forceinline__ static Quad quad(const Unit& unit, int first, int i) {
+        const int at = min(first + i * S::kThreads, unit.rows * (D / 4) - 1);
+        return {at / (D / 4), at % (D / 4) * 4};
     }
 
     // Merges what is complete with this unit.
@@ -443,36 +463,57 @@ struct Decode {
 
     // Merges `count` results of a level, `step` splits apart, into the output, or into the first one's place.
     __device__ __forceinline__ void merge(const Unit& unit, int first, int step, int count, int level, bool again) const {
-        for (int at = threadIdx.x; at < unit.rows * (D / 4); at += S::kThreads) {
-            const int row = at / (D / 4), column = at % (D / 4) * 4;
-            float largest = -INFINITY, weight = 0.0f;
-            float4 sum = {};
-            for (int i = 0; i < count; i += kBatch) {
-                float4 parts[kBatch];
-                float2 states[kBatch];
-                float grown = largest;
+        if constexpr (kAtOnce > 1) {
+            if (count <= 4) return merge<4, kAtOnce>(unit, first, step, count, level, again);
+        }
+        merge<8, (kAtOnce + 1) / 2>(unit, first, step, count, level, again);
+    }
+
+    // The same, where a thread loads `kBatch` results of `kQuads` quads at once.
+    template <int kBatch, int kQuads>
+    __device__ __forceinline__ void merge(const Unit& unit, int first, int step, int count, int level, bool again) const {
+        for (int at = threadIdx.x; at < unit.rows * (D / 4); at += kQuads * S::kThreads) {
+            float largest[kQuads], weight[kQuads] = {};
+            float4 sum[kQuads] = {};
 #pragma unroll
-                for (int j = 0; j < kBatch; ++j) {
-                    // Repeating the last one changes no maximum.
-                    const float* from = partial_row(unit, first + min(i + j, count - 1) * step, row);
-                    parts[j] = load_fresh4(from + column);
-                    states[j] = load_fresh2(from + D + level * 2);
+            for (float& x : largest) x = -INFINITY;
+            for (int i = 0; i < count; i += kBatch) {
+                float4 parts[kQuads][kBatch];
+                float2 states[kQuads][kBatch];
+#pragma unroll
+                for (int q = 0; q < kQuads; ++q) {
+                    const auto [row, column] = quad(unit, at, q);
+#pragma unroll
+                    for (int j = 0; j < kBatch; ++j) {
+                        // Repeating the last one changes no maximum.
+                        const float* from = partial_row(unit, first + min(i + j, count - 1) * step, row);
+                        parts[q][j] = load_fresh4(from + column);
+                        states[q][j] = load_fresh2(from + D + level * 2);
+                    }
                 }
 #pragma unroll
-                for (int j = 0; j < kBatch; ++j) grown = fmaxf(grown, states[j].x);
-                const float factor = exp2_fast(largest - grown);
-                sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
-                weight *= factor;
-                largest = grown;
+                for (int q = 0; q < kQuads; ++q) {
+                    float grown = largest[q];
 #pragma unroll
-                for (int j = 0; j < kBatch; ++j) {
-                    if (i + j < count) add(sum, weight, exp2_fast(states[j].x - grown), parts[j], states[j].y);
+                    for (int j = 0; j < kBatch; ++j) grown = fmaxf(grown, states[q][j].x);
+                    const float factor = exp2_fast(largest[q] - grown);
+                    sum[q].x *= factor, sum[q].y *= factor, sum[q].z *= factor, sum[q].w *= factor;
+                    weight[q] *= factor;
+                    largest[q] = grown;
+#pragma unroll
+                    for (int j = 0; j < kBatch; ++j) {
+                        if (i + j < count) add(sum[q], weight[q], exp2_fast(states[q][j].x - grown), parts[q][j], states[q][j].y);
+                    }
                 }
             }
-            if (again) {
-                store_partial(unit, first, 1, row, column, sum, make_float2(largest, weight));
-            } else {
-                store(unit, row, column, sum, largest, weight);
+#pragma unroll
+            for (int q = 0; q < kQuads; ++q) {
+                const auto [row, column] = quad(unit, at, q);
+                if (again) {
+                    store_partial(unit, first, 1, row, column, sum[q], make_float2(largest[q], weight[q]));
+                } else {
+                    store(unit, row, column, sum[q], largest[q], weight[q]);
+                }
             }
         }
     }
