@@ -251,6 +251,14 @@ extern "C" __global__ void __launch_bounds__(256) soft_cap(float* x, uint64_t le
     if (thread < len % 4) x[len / 4 * 4 + thread] = capped(x[len / 4 * 4 + thread]);
 }
 
+// Words between the device and pinned memory of the host, past the caches: the host has just written them, or reads them next.
+extern "C" __global__ void __launch_bounds__(256) copy_words(const uint32_t* from, uint32_t* to, int words) {
+    constexpr int kWordsOfVec = 4;
+    const int vecs = words / kWordsOfVec, stride = gridDim.x * blockDim.x, thread = blockIdx.x * blockDim.x + threadIdx.x;
+    for (int i = thread; i < vecs; i += stride) __stcs(reinterpret_cast<uint4*>(to) + i, __ldcv(reinterpret_cast<const uint4*>(from) + i));
+    if (thread < words % kWordsOfVec) to[vecs * kWordsOfVec + thread] = __ldcv(from + vecs * kWordsOfVec + thread);
+}
+
 // out[i] = the first n elements of x[rows[i]], whose rows are `stride` elements apart. One block a row.
 extern "C" __global__ void __launch_bounds__(1024)
     gather_rows(const bf16* x, const int* rows, bf16* out, int n, int stride) {

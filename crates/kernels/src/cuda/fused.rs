@@ -6,8 +6,8 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
-use super::GpuKvElement;
 use super::linear::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuRows};
+use super::{GpuKvElement, HostCopies};
 use crate::Activation;
 
 pub use operands::{
@@ -42,6 +42,7 @@ pub struct FusedKernels {
     gelu_tanh_mul: GluKernels,
     quantise: [Function; 3],
     soft_cap: Function,
+    copy_words: Function,
     gather_rows: Function,
     sum_rows: Function,
     fill_random: Function,
@@ -112,12 +113,18 @@ impl FusedKernels {
             },
             quantise: quantising("quantise_fp8")?,
             soft_cap: module.function("soft_cap")?,
+            copy_words: module.function("copy_words")?,
             gather_rows: module.function("gather_rows")?,
             sum_rows: module.function("sum_rows")?,
             fill_random: module.function("fill_random")?,
             fill_random_e4m3: module.function("fill_random_e4m3")?,
             _modules: [module, rope],
         })
+    }
+
+    /// Copies between the host and the device that are kernels.
+    pub fn host_copies(&self) -> HostCopies {
+        HostCopies::new(&self.gpu, self.copy_words.clone())
     }
 
     /// Rows of `table`, `[vocabulary.count, n]`, by token into `out`, `[tokens, n]`, times `scale` rounded to `bf16`, as Hugging Face's

@@ -13,6 +13,7 @@ mod delta_chunks;
 mod delta_rule;
 mod encoder;
 mod fused;
+mod host_copies;
 mod image;
 mod kv;
 mod linear;
@@ -35,6 +36,7 @@ pub use fused::{
     FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, GpuVocabulary, PairAxes,
     rope_frequencies,
 };
+pub use host_copies::HostCopies;
 pub use image::{check, has_hopper_kernels, has_images, load, open_libraries};
 pub use kv::{GpuKv, GpuKvElement};
 pub use linear::{

@@ -13,6 +13,7 @@ mod encoder;
 mod fp8;
 mod fused;
 mod gguf;
+mod host_copies;
 mod int4;
 mod linear;
 mod linear_many;

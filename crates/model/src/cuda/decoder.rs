@@ -13,8 +13,8 @@ use half::bf16;
 use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuTokens, GpuVocabulary, LinearLibrary,
-    LinearWays, Linears, PrefillKernels, PrefillMaps, SampleKernels, SentRoom,
+    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuTokens, GpuVocabulary, HostCopies,
+    LinearLibrary, LinearWays, Linears, PrefillKernels, PrefillMaps, SampleKernels, SentRoom,
 };
 
 use super::encoder::{EncoderState, Products};
@@ -214,6 +214,11 @@ impl Decoder {
             fused: &self.fused,
             all_reduce: self.all_reduce(),
         })
+    }
+
+    /// Copies of inputs and outputs of steps.
+    pub(super) fn host_copies(&self) -> HostCopies {
+        self.fused.host_copies()
     }
 
     /// As [`plimsoll_core::Executor::state_chunk`].

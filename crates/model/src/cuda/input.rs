@@ -8,7 +8,7 @@ use plimsoll_core::{
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeHeader, DecodeItem, GpuRun, PrefillItem, PrefillPlan, SampleLists, SampleRow, TokenBias,
+    DecodeHeader, DecodeItem, GpuRun, HostCopies, PrefillItem, PrefillPlan, SampleLists, SampleRow, TokenBias,
 };
 
 use super::planners::{AttentionPlanners, Planners};
@@ -256,10 +256,15 @@ impl StepInputs {
     /// Starts to send what was packed.
     ///
     /// # Safety
-    /// Slot `slot` must not be packed again until the copy is done.
-    pub(super) unsafe fn send(&self, slot: usize, input: &StepInput) -> Result<(), GpuError> {
+    /// As [`Staging::send`]: slot `slot` must not be packed again until the copy is done.
+    pub(super) unsafe fn send(
+        &self,
+        slot: usize,
+        input: &StepInput,
+        ahead_of_graph: Option<&HostCopies>,
+    ) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
-        unsafe { self.staging.send(slot, input.bytes) }
+        unsafe { self.staging.send(slot, input.bytes, ahead_of_graph) }
     }
 
     /// Bytes of the largest step, which it takes of device memory.

@@ -72,7 +72,7 @@ impl Masks {
     pub(super) unsafe fn send(&self, slot: usize, rows: usize) -> Result<(), GpuError> {
         let Sections { masks, words, .. } = self.sections;
         // SAFETY: the caller's promise.
-        unsafe { self.staging.send(slot, masks.front(rows * words).end()) }
+        unsafe { self.staging.send(slot, masks.front(rows * words).end(), None) }
     }
 
     /// The device's side of the first `rows` rows, and of their masks.

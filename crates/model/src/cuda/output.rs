@@ -1,7 +1,7 @@
 use plimsoll_core::{Component, Logprobs, Sampled};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
 use plimsoll_kernels::SampleError;
-use plimsoll_kernels::cuda::RowLogprobs;
+use plimsoll_kernels::cuda::{HostCopies, RowLogprobs};
 
 use super::staging::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section};
@@ -9,7 +9,6 @@ use super::staging::{Layout, Section};
 /// What steps sample: on the device, where the next step reads it, and copies on the host, one per step in flight.
 #[derive(Debug)]
 pub(super) struct Outputs {
-    gpu: Gpu,
     device: GpuSlab,
     host: Vec<[PinnedSlab; 2]>,
     tokens: Section<i32>,
@@ -27,7 +26,6 @@ impl Outputs {
             ])
         });
         Ok(Self {
-            gpu: gpu.clone(),
             host: host.collect::<Result<_, DeviceError>>()?,
             device: gpu.alloc(Component::Staging, bytes)?,
             tokens,
@@ -59,17 +57,21 @@ impl Outputs {
     }
 
     /// Starts to copy the first `samples` rows for step slot `slot`, which nobody reads until the step has ended.
-    pub(super) fn fetch(&mut self, slot: usize, samples: usize, logprobs: bool) -> Result<(), GpuError> {
+    pub(super) fn fetch(
+        &mut self,
+        copies: &HostCopies,
+        slot: usize,
+        samples: usize,
+        logprobs: bool,
+    ) -> Result<(), GpuError> {
         let tokens = self.tokens.of(&self.device).range(0..samples).cast();
         let rows = self.logprobs.of(&self.device).range(0..samples).cast();
         let [host_tokens, host_rows] = &mut self.host[slot];
         // SAFETY: the slot's last step has ended and was read; whoever drops this waits for the stream.
         unsafe {
-            if samples > 0 {
-                self.gpu.download_async(tokens, host_tokens)?;
-            }
+            copies.download(tokens, host_tokens)?;
             if logprobs {
-                self.gpu.download_async(rows, host_rows)?;
+                copies.download(rows, host_rows)?;
             }
         }
         Ok(())

@@ -9,6 +9,7 @@ use plimsoll_core::{
 };
 use plimsoll_device::cuda::{DeviceError, GpuArena, GpuError, GpuSlab, Graph};
 use plimsoll_kernels::SampleError;
+use plimsoll_kernels::cuda::HostCopies;
 
 use super::GpuModel;
 use super::clock::Clocks;
@@ -39,6 +40,7 @@ pub struct GpuRunner {
     bounds: Bounds,
     state: StepState,
     arena: GpuArena,
+    copies: HostCopies,
     graphs: Graphs,
     canary: Option<GpuSlab>,
     /// Rows of `sampled` that the step launched last fills, by request.
@@ -125,6 +127,7 @@ impl GpuRunner {
             },
             state,
             arena: GpuArena::new(gpu, config.scratch)?,
+            copies: model.decoder().host_copies(),
             graphs: Graphs::none(gpu),
             canary,
             last: HashMap::new(),
@@ -165,7 +168,7 @@ impl GpuRunner {
             progress(0, sizes.len());
             let input = state.inputs.padding(size);
             // SAFETY: nothing is in flight.
-            unsafe { state.inputs.send(0, &input)? };
+            unsafe { state.inputs.send(0, &input, None)? };
             decoder.warm_up(&input, state, arena)?;
             gpu.synchronize()?;
         }
@@ -262,7 +265,7 @@ impl GpuRunner {
         self.agree(Some(&input), guard)?;
         self.encode_image(0, image)?;
         // SAFETY: nothing is in flight.
-        unsafe { self.state.inputs.send(0, &input) }.map_err(failed)?;
+        unsafe { self.state.inputs.send(0, &input, None) }.map_err(failed)?;
         let decoder = self.model.decoder();
         decoder.step(&input, &mut self.state, &mut self.arena, Some(&mut logits))?;
         self.model.gpu().synchronize().map_err(failed)?;
@@ -378,20 +381,23 @@ impl GpuRunner {
     /// Launches a packed step.
     fn launch_input(&mut self, step: usize, input: StepInput, batch: &Batch) -> Result<(), DeviceError> {
         let slot = step % STEPS_IN_FLIGHT;
-        // SAFETY: the slot is packed again two steps from now, when this step has ended.
-        unsafe { self.state.inputs.send(slot, &input)? };
+        let inputs = &self.state.inputs;
         match self.graph(batch) {
             Some(graph) => {
+                // SAFETY: the slot is packed again two steps from now, when this step has ended.
+                unsafe { inputs.send(slot, &input, Some(&self.copies))? };
                 graph.launch()?;
                 if input.late_rows.is_some() {
                     let decoder = self.model.decoder();
                     decoder.sample_behind(&input, &mut self.state, &mut self.arena)?;
                 }
             }
-            None => self
-                .model
-                .decoder()
-                .step(&input, &mut self.state, &mut self.arena, None)?,
+            None => {
+                // SAFETY: as above.
+                unsafe { inputs.send(slot, &input, None)? };
+                let decoder = self.model.decoder();
+                decoder.step(&input, &mut self.state, &mut self.arena, None)?;
+            }
         }
         self.state.loads.fetch(step)?;
         let logprobs = batch.runs.iter().any(|run| matches!(run.sample, Some((_, true))));
@@ -405,7 +411,7 @@ impl GpuRunner {
             });
             return Ok(());
         }
-        self.state.outputs.fetch(slot, samples, logprobs)?;
+        self.state.outputs.fetch(&self.copies, slot, samples, logprobs)?;
         Ok(())
     }
 
@@ -425,7 +431,9 @@ impl GpuRunner {
         unsafe { self.state.masks.send(slot, rows.len())? };
         let decoder = self.model.decoder();
         decoder.sample_behind(input, &mut self.state, &mut self.arena)?;
-        self.state.outputs.fetch(slot, *samples, *logprobs)?;
+        self.state
+            .outputs
+            .fetch(&self.copies, slot, *samples, *logprobs)?;
         Ok(())
     }
 

@@ -6,6 +6,7 @@ use std::ops::Range;
 use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
+use plimsoll_kernels::cuda::HostCopies;
 
 /// Steps launched and not finished at most: while the GPU runs one, the host prepares the next.
 pub(super) const STEPS_IN_FLIGHT: usize = 2;
@@ -155,13 +156,23 @@ impl Staging {
         section.of(&self.device)
     }
 
-    /// Starts to send the first `bytes` of step `slot`.
+    /// Starts to send the first `bytes` of step `slot`, by a kernel where a graph follows.
     ///
     /// # Safety
-    /// The host's side of `slot` must not be written until the copy is done.
-    pub(crate) unsafe fn send(&self, slot: usize, bytes: usize) -> Result<(), GpuError> {
-        // SAFETY: the caller's promise.
-        unsafe { self.send_range(slot, 0..bytes) }
+    /// The host's side of `slot` must not be written until the copy is done. Behind a copy `ahead_of_graph`, a graph must be launched next.
+    pub(crate) unsafe fn send(
+        &self,
+        slot: usize,
+        bytes: usize,
+        ahead_of_graph: Option<&HostCopies>,
+    ) -> Result<(), GpuError> {
+        let Some(copies) = ahead_of_graph else {
+            // SAFETY: the caller's promise.
+            return unsafe { self.send_range(slot, 0..bytes) };
+        };
+        let to = self.device.slice::<u8>().range(0..bytes);
+        // SAFETY: the caller's promise; the memory lives as long as `self`, whose drop waits for the stream.
+        unsafe { copies.upload(&self.host[slot], 0..bytes, to) }
     }
 
     /// Starts to send these bytes of step `slot`.
