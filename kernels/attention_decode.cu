@@ -413,6 +413,7 @@ struct Decode {
             }
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
+                if (first + i * S::kThreads >= unit.rows * (D / 4)) break;
                 const auto [row, column] = quad(unit, first, i);
                 if (unit.splits == 1) {
                     store(unit, row, column, sum[i], largest[i], weight[i]);
@@ -508,6 +509,8 @@ struct Decode {
             }
 #pragma unroll
             for (int q = 0; q < kQuads; ++q) {
+                // What lies behind the last quad is another thread's, which may have written the first split's place already.
+                if (at + q * S::kThreads >= unit.rows * (D / 4)) break;
                 const auto [row, column] = quad(unit, at, q);
                 if (again) {
                     store_partial(unit, first, 1, row, column, sum[q], make_float2(largest[q], weight[q]));

@@ -332,7 +332,7 @@ struct Consumer : Consumers<kPieceInputs<kWeights != Weights::kBf16> / kVec> {
     }
 
     __device__ __forceinline__ void multiply(const Share& share, const Link& l, int begin, int outputs) {
-        // Only a link with a norm has other weights.
+        // Only the projections at the end have other weights. Their inputs are a row that was normalised, so there are at most these pieces.
         if constexpr (kFp8) {
             if (!l.matrix.is_fp8()) return multiply<kMostNormVecs / 2, 1, true>(share, l, begin, outputs);
         }

@@ -62,6 +62,7 @@ impl Loaded {
         }
         let linear_key = model_key
             .clone()
+            .filter(|_| backend.kind() == "cuda")
             .map(|model| plans::linear_key(model, &*backend, settings));
         let find_ways = |key| plans::find_linear_ways(&settings.plans, key);
         let earlier = linear_key.as_ref().map_or_else(Vec::new, find_ways);

@@ -105,10 +105,9 @@ pub(super) fn keep_linear_ways(plans: &PlanCache, key: &LinearKey, ways: &[Linea
             path.display()
         ),
         Ok(None) => {}
-        // The same directory is warned of where the plan cannot be kept.
-        Err(error) => {
-            tracing::debug!("profile-cache of=linear-layers outcome=not-stored problem=\"{error}\"");
-        }
+        Err(error) => tracing::warn!(
+            "profile-cache of=linear-layers outcome=not-stored problem=\"{error}\": the next start measures linear layers again"
+        ),
     }
 }
 

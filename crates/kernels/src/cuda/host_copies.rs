@@ -1,3 +1,5 @@
+//! Inputs and outputs of steps that graphs replay.
+
 use std::ops::Range;
 
 use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch, PinnedSlab};
@@ -35,7 +37,7 @@ impl HostCopies {
     ///
     /// # Safety
     /// `from` must live and not be written until the copy is done (an [`Event`](plimsoll_device::cuda::Event) recorded after it passed). A
-    /// kernel that starts before the one ahead of it has ended must not be launched next.
+    /// kernel that starts before the one ahead of it has ended must not be launched next: it might read what is not copied yet.
     pub unsafe fn upload(
         &self,
         from: &PinnedSlab,

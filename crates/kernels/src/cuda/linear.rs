@@ -44,7 +44,7 @@ pub use chain::{ChainUse, GpuChain, GpuChainEnd};
 use choice::Choice;
 pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{CublasLt, Operands, Shape};
-pub use cublas_lt::{FP8_CAPABILITY, LinearLibrary};
+pub use cublas_lt::{FP8_CAPABILITY, LinearLibrary, Preparing};
 pub use cuts::LinearCut;
 use hopper::HopperKernels;
 use int4_products::Int4Products;

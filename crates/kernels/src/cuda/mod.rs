@@ -44,7 +44,7 @@ pub use linear::{
     GpuFp8Rows, GpuInputs, GpuLinear, GpuMatrix, GpuResidual, GpuRows, GpuValues, GpuWeight, INT4_ROWS,
     INT4_WINDOW, Int4Group, Int4Kernels, LinearChoice, LinearCut, LinearLibrary, LinearOutput, LinearPath,
     LinearRoom, LinearScratch, LinearTile, LinearUse, LinearWays, Linears, MOST_DEQUANTISED, PART_OUTPUTS,
-    StaleWays, TimedWay, dequantised_room, expert_int4_pitch, int4_pitch, mxfp4_pitch, mxfp4_word,
+    Preparing, StaleWays, TimedWay, dequantised_room, expert_int4_pitch, int4_pitch, mxfp4_pitch, mxfp4_word,
 };
 pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
 pub use moe::{

@@ -350,7 +350,13 @@ fn check(test: &str, run: impl Fn(&Case) -> Vec<f32>, tolerance: f64) {
         }
     }
     // Many splits, merged in two levels.
-    for (head_dim, group, least) in [(64, 9, 140_000), (128, 4, 140_000), (512, 3, 20_000)] {
+    for (head_dim, group, least) in [
+        (64, 9, 140_000),
+        (128, 4, 140_000),
+        (256, 1, 40_000),
+        (256, 2, 40_000),
+        (512, 3, 20_000),
+    ] {
         let layout = KvLayout {
             kv_heads: 1,
             head_dim,

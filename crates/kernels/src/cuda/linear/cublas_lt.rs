@@ -7,7 +7,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, OnceLock};
-use std::thread::Builder;
+use std::thread::{Builder, JoinHandle};
 
 use cudarc::cublas::sys::cublasOperation_t;
 use cudarc::cublaslt::sys;
@@ -188,6 +188,18 @@ impl fmt::Display for Algorithm {
     }
 }
 
+/// The thread of [`LinearLibrary::prepare`]. Whoever drops this waits for it: a process that ends meanwhile would take the library from under it.
+#[derive(Debug)]
+#[must_use]
+pub struct Preparing(Option<JoinHandle<()>>);
+
+impl Drop for Preparing {
+    fn drop(&mut self) {
+        // It neither panics nor has a result.
+        let _ = self.0.take().map(JoinHandle::join);
+    }
+}
+
 /// cuBLASLt, opened for one GPU.
 #[derive(Clone, Debug)]
 pub struct LinearLibrary(Arc<Handle>);
@@ -203,7 +215,7 @@ impl LinearLibrary {
 
     /// Asks it for products of `bf16` on a thread of its own. It takes long to answer the first time: 100 ms, and 50 ms for sums in `f32` (on
     /// a machine with an H200).
-    pub fn prepare(&self) {
+    pub fn prepare(&self) -> Preparing {
         let handle = Arc::clone(&self.0);
         let ask = move || {
             for wide in [false, true] {
@@ -221,7 +233,7 @@ impl LinearLibrary {
             }
         };
         // Without a thread, the first who asks waits.
-        let _ = Builder::new().name("ask-cublas".to_owned()).spawn(ask);
+        Preparing(Builder::new().name("ask-cublas".to_owned()).spawn(ask).ok())
     }
 
     /// With room for products.

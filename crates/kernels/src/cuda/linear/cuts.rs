@@ -105,8 +105,8 @@ pub(super) struct Cuts {
 }
 
 impl Cuts {
-    /// The cuts that can compute a product, the likeliest first.
-    pub(super) fn of(&self, shape: &Shape, output: LinearOutput) -> Vec<LinearCut> {
+    /// The cuts that can compute a product.
+    pub(super) fn possible(&self, shape: &Shape, output: LinearOutput) -> Vec<LinearCut> {
         let cuts = LinearCut::SIZES.into_iter().flat_map(|(row_warps, cluster)| {
             [1, 2].map(|blocks_per_sm| LinearCut {
                 row_warps,
@@ -114,7 +114,12 @@ impl Cuts {
                 blocks_per_sm,
             })
         });
-        let mut cuts: Vec<_> = cuts.filter(|cut| self.can(shape, output, *cut)).collect();
+        cuts.filter(|cut| self.can(shape, output, *cut)).collect()
+    }
+
+    /// Those of them that are worth a measurement, the likeliest first.
+    pub(super) fn of(&self, shape: &Shape, output: LinearOutput) -> Vec<LinearCut> {
+        let mut cuts = self.possible(shape, output);
         // A block's part of x should fit, and no multiprocessor should be without a block.
         if cuts.iter().any(|cut| self.fills(shape, output, *cut)) {
             cuts.retain(|cut| self.fills(shape, output, *cut));

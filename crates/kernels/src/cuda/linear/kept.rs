@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use plimsoll_device::cuda::GpuError;
 use serde::{Deserialize, Serialize};
 
+use super::cublas_lt::Shape;
 use super::tune::{Kind, Measured, Measurements};
 use super::{Choice, GpuLinear, Key, LinearOutput, LinearScratch, LinearUse, Linears, Operands};
 
@@ -39,10 +40,10 @@ pub enum StaleWays {
         now: usize,
     },
     /// Layers of another model, or measured for other numbers of rows.
-    #[error("none is known for {0}")]
+    #[error("no choice is stored for {0}")]
     Unknown(String),
     /// Another GPU's.
-    #[error("this GPU does not have the one of {0}")]
+    #[error("this GPU cannot compute {0} that way")]
     Refused(String),
     /// A product failed.
     #[error("{product}: {error}")]
@@ -163,14 +164,18 @@ impl Linears {
         self.known().clear();
     }
 
-    /// Whether a measurement could have come to this.
+    /// Whether this GPU can compute a product so. Which cuts fill a GPU may differ between two of a kind, so any that is possible will do.
     fn can_take(&self, key: &Key, choice: Choice, scratch: &LinearScratch<'_>) -> bool {
         let own = self.own_ways(key);
+        let (shape, cuts) = (&key.shape, &self.stream.cuts);
         match choice {
             Choice::Lt(algorithm) => {
                 self.asks_library(key, &own, scratch) && self.lt.can(&key.shape.first_slice(), &algorithm)
             }
-            Choice::Stream(cut) if own.is_empty() => self.slow_cut(key).is_ok_and(|slow| slow == cut),
+            Choice::Stream(cut) => {
+                let m = shape.m.min(cuts.most_rows(shape.values));
+                cuts.possible(&Shape { m, ..*shape }, key.output).contains(&cut)
+            }
             choice => own.contains(&choice),
         }
     }
@@ -288,13 +293,13 @@ mod tests {
             let mut keys = keys.clone();
             change(&mut keys[1]);
             let unknown = stale(ways.of(&keys, VERSION, |_, _| true));
-            assert!(unknown.starts_with("none is known for"), "{unknown}");
+            assert!(unknown.starts_with("no choice is stored for"), "{unknown}");
         }
         // A way of each kind that this GPU does not have.
         for (refused, choice, _) in measured() {
             let Some(choice) = choice else { continue };
             let stale = stale(ways.of(&keys, VERSION, |key, way| *key != refused || way != choice));
-            assert_eq!(stale, format!("this GPU does not have the one of {refused}"));
+            assert_eq!(stale, format!("this GPU cannot compute {refused} that way"));
         }
     }
 

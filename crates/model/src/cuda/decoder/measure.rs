@@ -167,7 +167,7 @@ impl Decoder {
             }
         }
         for choice in self.linears.choices() {
-            tracing::debug!(%choice, "linear layer");
+            tracing::debug!(%choice, measured = !holds, "linear layer");
         }
         for LinearUse { layers, output, .. } in uses.iter().chain(&shared) {
             let first = layers[0];
