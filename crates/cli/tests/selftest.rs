@@ -16,7 +16,7 @@ const BINARY: &str = env!("CARGO_BIN_EXE_plimsoll");
 
 /// `plimsoll serve sim` with limits that are quick to reach.
 fn sim() -> Server {
-    let limits = "--max-model-len 256 --max-num-seqs 4 --max-num-batched-tokens 64";
+    let limits = "--max-model-len 256 --max-num-seqs 4 --max-num-batched-tokens 64 --no-profile-cache";
     Server::start(&limits.split(' ').collect::<Vec<_>>())
 }
 

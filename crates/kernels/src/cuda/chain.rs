@@ -2,10 +2,10 @@
 //! (`kernels/include/chain.cuh`).
 
 use half::bf16;
-use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError};
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice};
 
-use super::has_hopper_kernels;
-use super::linear::{GpuChainEnd, GpuLinear, GpuMatrix};
+use super::linear::{GpuLinear, GpuMatrix};
+use super::{GpuNorm, has_hopper_kernels};
 
 /// Constants of the kernels: inputs of a vector, and most stages.
 pub(super) const VEC: usize = 8;
@@ -107,6 +107,17 @@ pub(super) fn projection_args(next: Option<GpuChainEnd<'_>>) -> Vec<Arg> {
         }
     });
     args.collect()
+}
+
+/// The last layer of a [`GpuChain`](crate::cuda::GpuChain) or a [`GpuMoeChain`](crate::cuda::GpuMoeChain).
+#[derive(Clone, Copy, Debug)]
+pub struct GpuChainEnd<'a> {
+    /// Of the residual stream.
+    pub norm: GpuNorm<'a>,
+    /// The projections, of one product or several.
+    pub linear: &'a GpuLinear,
+    /// Takes their outputs.
+    pub out: GpuSlice<'a, bf16>,
 }
 
 /// How the weights of a chain go through shared memory.

@@ -8,10 +8,11 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Lau
 
 use super::cublas_lt::WORKSPACE;
 use super::exchange;
-use super::tune::{Kind, Timer};
+use super::key::Kind;
+use super::tune::Timer;
 use super::{Fp8Scaling, GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
 use crate::Activation;
-use crate::cuda::chain::{self, BYTES_IN_FLIGHT, PIECE, Ring, VEC};
+use crate::cuda::chain::{self, BYTES_IN_FLIGHT, GpuChainEnd, PIECE, Ring, VEC};
 use crate::cuda::{GpuNorm, has_hopper_kernels};
 
 /// Constants of the kernel: threads that multiply and all threads, most vectors of a thread, and of one whose inputs are normalised, and
@@ -58,17 +59,6 @@ pub struct GpuChain<'a> {
     pub down: &'a GpuLinear,
     /// What follows, if it is to be computed too.
     pub next: Option<GpuChainEnd<'a>>,
-}
-
-/// The last layer of a [`GpuChain`] or a [`GpuMoeChain`](crate::cuda::GpuMoeChain).
-#[derive(Clone, Copy, Debug)]
-pub struct GpuChainEnd<'a> {
-    /// Of the residual stream.
-    pub norm: GpuNorm<'a>,
-    /// The projections, of one product or several.
-    pub linear: &'a GpuLinear,
-    /// Takes their outputs.
-    pub out: GpuSlice<'a, bf16>,
 }
 
 /// Layers of a chain to be measured.

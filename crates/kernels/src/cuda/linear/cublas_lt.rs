@@ -16,7 +16,7 @@ use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::{Fp8Scaling, GpuLinear, GpuValues, LinearScratch};
+use super::{Fp8Scaling, GpuValues};
 
 /// Bytes of workspace that cuBLAS wants on recent GPUs.
 pub(super) const WORKSPACE: usize = 32 << 20;
@@ -89,18 +89,6 @@ impl Operands {
             room: 0,
         }
     };
-
-    /// For measurements: a layer with inputs and outputs in scratch memory.
-    pub(super) fn within(scratch: &LinearScratch<'_>, layer: &GpuLinear) -> Self {
-        Self {
-            x: scratch.x.ptr(),
-            // Any number will do.
-            x_scales: scratch.x.ptr(),
-            out: scratch.out.ptr(),
-            room: scratch.weights.ptr(),
-            ..layer.operands()
-        }
-    }
 }
 
 /// How cuBLASLt computes a product; good for other `m` too, unless it says no.

@@ -1,6 +1,6 @@
 //! What is known of a product with more rows from those with fewer.
 
-use super::tune::Kind;
+use super::key::Kind;
 use super::{Choice, Key};
 
 /// Up to so many rows, products are measured with a small kernel after each, except those that apply the activation. With 16 and 32 rows

@@ -6,7 +6,8 @@ use plimsoll_device::cuda::GpuError;
 use serde::{Deserialize, Serialize};
 
 use super::cublas_lt::Shape;
-use super::tune::{Kind, Measured, Measurements};
+use super::key::Kind;
+use super::tune::{Measured, Measurements};
 use super::{Choice, GpuLinear, Key, LinearOutput, LinearScratch, LinearUse, Linears, Operands};
 
 /// The ways of linear layers that a process measured: good for GPUs of the same kind and the same kernels.

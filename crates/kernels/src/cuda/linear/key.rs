@@ -2,8 +2,10 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 use super::cublas_lt::Shape;
-use super::{GpuLinear, LinearOutput};
+use super::{GpuLinear, GpuValues, LinearOutput};
 
 /// Products that are computed alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -16,6 +18,32 @@ impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Shape { m, n, k, values, .. } = &self.shape;
         write!(f, "[{m}, {k}]{} -> {n} {:?}", values.suffix(), self.output)
+    }
+}
+
+/// Layers that are computed alike, but for the number of rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Kind {
+    pub(super) n: usize,
+    pub(super) k: usize,
+    bias: bool,
+    pub(super) values: GpuValues,
+    pub(super) output: LinearOutput,
+}
+
+impl From<&Key> for Kind {
+    fn from(key: &Key) -> Self {
+        let Shape {
+            n, k, bias, values, ..
+        } = key.shape;
+        Self {
+            n,
+            k,
+            bias,
+            values,
+            output: key.output,
+        }
     }
 }
 

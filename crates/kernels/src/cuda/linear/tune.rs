@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::cublas_lt::{Operands, Shape};
 use super::fewer_rows::{FewerRows, Found, PAUSED_ROWS, is_paused};
+use super::key::Kind;
 use super::{Choice, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products};
 
 /// A measurement reads about this many bytes of weights, in at most so many products: enough to outweigh that the first product has no
@@ -119,32 +120,6 @@ impl fmt::Display for LinearChoice {
     }
 }
 
-/// Layers that are computed alike, but for the number of rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Kind {
-    n: usize,
-    k: usize,
-    bias: bool,
-    values: GpuValues,
-    output: LinearOutput,
-}
-
-impl From<&Key> for Kind {
-    fn from(key: &Key) -> Self {
-        let Shape {
-            n, k, bias, values, ..
-        } = key.shape;
-        Self {
-            n,
-            k,
-            bias,
-            values,
-            output: key.output,
-        }
-    }
-}
-
 /// The fastest way for some number of rows; none where `activation(gate) * up` should be a kernel of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -192,6 +167,20 @@ impl Measurements {
         let mut list: Vec<_> = entries.collect();
         list.sort_by_key(|choice| (choice.n, choice.k, choice.output.mode(), choice.rows));
         list
+    }
+}
+
+impl Operands {
+    /// For measurements: a layer with inputs and outputs in scratch memory.
+    pub(super) fn within(scratch: &LinearScratch<'_>, layer: &GpuLinear) -> Self {
+        Self {
+            x: scratch.x.ptr(),
+            // Any number will do.
+            x_scales: scratch.x.ptr(),
+            out: scratch.out.ptr(),
+            room: scratch.weights.ptr(),
+            ..layer.operands()
+        }
     }
 }
 

@@ -5,10 +5,9 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
 
 use super::{GpuExperts, GpuRouter, MOST_ROUTES, MoeKernels, address_of, int, kind};
 use crate::cuda::GpuNorm;
-use crate::cuda::chain::{self, BYTES_IN_FLIGHT, PIECE, Ring, VEC};
+use crate::cuda::chain::{self, BYTES_IN_FLIGHT, GpuChainEnd, PIECE, Ring, VEC};
 use crate::cuda::linear::{
-    EXPERT_WINDOW, FP8_BLOCK, Fp8Scaling, GpuChainEnd, GpuLinear, GpuMatrix, GpuValues, INT4_ROWS, Linears,
-    mxfp4_pitch,
+    EXPERT_WINDOW, FP8_BLOCK, Fp8Scaling, GpuLinear, GpuMatrix, GpuValues, INT4_ROWS, Linears, mxfp4_pitch,
 };
 use crate::{ExpertActivation, RouterSoftmax};
 
