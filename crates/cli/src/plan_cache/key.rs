@@ -19,9 +19,9 @@ use sha2::{Digest, Sha256};
 
 use crate::hardware;
 
-/// What something that is kept was made for.
+/// What a stored file was measured for.
 pub(crate) trait CacheKey: Serialize {
-    /// Of the names of such files.
+    /// Extension of such files.
     const EXTENSION: &'static str;
 
     fn to_json(&self) -> Value {

@@ -93,12 +93,12 @@ impl RankLink {
         self.lock().agree_in_time().map_err(not_loaded)
     }
 
-    /// Whether something is so on all ranks.
+    /// Whether all ranks say that a condition holds.
     ///
     /// # Errors
     /// As [`Self::agree_to_load`].
-    pub(super) fn is_so_on_all(&self, is_so: bool) -> Result<bool, ModelError> {
-        is_so_on_all(&mut self.lock(), is_so)
+    pub(super) fn holds_on_all_ranks(&self, holds: bool) -> Result<bool, ModelError> {
+        holds_on_all_ranks(&mut self.lock(), holds)
     }
 
     /// Replaces the microseconds of each way of a product by the longest of all ranks, infinite where one has no such way: so all
@@ -116,12 +116,12 @@ impl RankLink {
     }
 }
 
-/// See [`RankLink::is_so_on_all`].
-fn is_so_on_all(exchange: &mut Exchange, is_so: bool) -> Result<bool, ModelError> {
+/// See [`RankLink::holds_on_all_ranks`].
+fn holds_on_all_ranks(exchange: &mut Exchange, holds: bool) -> Result<bool, ModelError> {
     let mut all = vec![0.0; exchange.ranks()];
     exchange.agree_in_time().map_err(not_loaded)?;
     exchange
-        .gather(&[f32::from(u8::from(is_so))], 1, &mut all)
+        .gather(&[f32::from(u8::from(holds))], 1, &mut all)
         .map_err(not_loaded)?;
     Ok(all.iter().all(|one| *one == 1.0))
 }
@@ -243,10 +243,10 @@ mod tests {
             let found: Vec<bool> = thread::scope(|scope| {
                 let ranks = Exchange::group(3).into_iter().zip(ranks);
                 let threads: Vec<_> = ranks
-                    .map(|(mut exchange, is_so)| {
+                    .map(|(mut exchange, holds)| {
                         scope.spawn(move || {
                             exchange.begin_step();
-                            is_so_on_all(&mut exchange, is_so).unwrap()
+                            holds_on_all_ranks(&mut exchange, holds).unwrap()
                         })
                     })
                     .collect();

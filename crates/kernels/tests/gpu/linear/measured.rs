@@ -1,11 +1,72 @@
 //! Choices that are measured, and taken over from another measurement.
 
 use half::bf16;
+use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::Activation;
-use plimsoll_kernels::cuda::{LinearOutput, LinearScratch, LinearUse, LinearWays, StaleWays};
+use plimsoll_kernels::cuda::{
+    GpuLinear, LinearOutput, LinearScratch, LinearUse, LinearWays, Linears, StaleWays,
+};
+use rand::rngs::StdRng;
 
 use super::{Case, check, linears};
 use crate::common;
+
+/// Rows that are measured, and others between and behind them.
+const ROWS: [usize; 5] = [1, 8, 32, 64, 256];
+const CHECKED_ROWS: [usize; 8] = [1, 5, 8, 30, 33, 100, 256, 300];
+const N: usize = 1040;
+const K: usize = 512;
+
+/// A layer, and device memory to measure it in.
+struct Bench {
+    case: Case,
+    layer: GpuLinear,
+    x: GpuSlab,
+    out: GpuSlab,
+}
+
+impl Bench {
+    fn random(gpu: &Gpu, rng: &mut StdRng) -> Self {
+        let case = Case::random(rng, 1, N, K, false);
+        Self {
+            layer: case.layer(gpu),
+            case,
+            x: common::poisoned::<bf16>(gpu, 256 * K),
+            out: common::poisoned::<f32>(gpu, 256 * N),
+        }
+    }
+
+    fn scratch(&self) -> LinearScratch<'_> {
+        LinearScratch {
+            x: self.x.slice(),
+            out: self.out.slice(),
+            weights: self.x.slice().range(0..0),
+        }
+    }
+
+    /// Calls `run` with gate and up, unfused and fused, and logits.
+    fn with_uses<T>(&self, rows: &[usize], run: impl FnOnce(&[LinearUse<'_>]) -> T) -> T {
+        let layers = [&self.layer];
+        let outputs = [LinearOutput::Glu(Activation::Silu), LinearOutput::F32];
+        run(&outputs.map(|output| LinearUse {
+            layers: &layers,
+            output,
+            rows,
+        }))
+    }
+
+    /// Checks the products of all these numbers of rows.
+    fn check(&self, gpu: &Gpu, linears: &Linears, rng: &mut StdRng, what: &str) {
+        for m in CHECKED_ROWS {
+            let case = Case {
+                m,
+                x: common::random(rng, m * K),
+                ..self.case.clone()
+            };
+            check(gpu, linears, &case, what);
+        }
+    }
+}
 
 /// Whatever is measured to be fastest, for the measured numbers of rows and those between.
 #[test]
@@ -14,38 +75,13 @@ fn measured_choices() {
     let gpu = common::gpu();
     let mut rng = common::rng("linear, measured");
     let mut linears = linears(&gpu);
-    let (n, k) = (1040, 512);
-    let rows = [1, 8, 32, 64, 256];
-    let (x, out) = (
-        common::poisoned::<bf16>(&gpu, 256 * k),
-        common::poisoned::<f32>(&gpu, 256 * n),
-    );
-    let case = Case::random(&mut rng, 1, n, k, false);
-    let layer = case.layer(&gpu);
-    let layers = [&layer];
-    let outputs = [LinearOutput::Glu(Activation::Silu), LinearOutput::F32];
-    let uses = outputs.map(|output| LinearUse {
-        layers: &layers,
-        output,
-        rows: &rows,
-    });
-    let scratch = LinearScratch {
-        x: x.slice(),
-        out: out.slice(),
-        weights: x.slice().range(0..0),
-    };
-    linears.measure(&uses, scratch).expect("measurements");
+    let bench = Bench::random(&gpu, &mut rng);
+    let measured = bench.with_uses(&ROWS, |uses| linears.measure(uses, bench.scratch()));
+    measured.expect("measurements");
     // Unfused and fused gate and up, and logits.
     let choices = linears.choices();
-    assert_eq!(choices.len(), 3 * rows.len(), "{choices:?}");
-    for m in [1, 5, 8, 30, 33, 100, 256, 300] {
-        let case = Case {
-            m,
-            x: common::random(&mut rng, m * k),
-            ..case.clone()
-        };
-        check(&gpu, &linears, &case, "measured");
-    }
+    assert_eq!(choices.len(), 3 * ROWS.len(), "{choices:?}");
+    bench.check(&gpu, &linears, &mut rng, "measured");
 }
 
 /// Who takes over what another measured chooses as that one did, or takes over nothing.
@@ -54,58 +90,32 @@ fn measured_choices() {
 fn measured_choices_are_taken_over() {
     let gpu = common::gpu();
     let mut rng = common::rng("linear, taken over");
-    let (n, k) = (1040, 512);
-    let (x, out) = (
-        common::poisoned::<bf16>(&gpu, 256 * k),
-        common::poisoned::<f32>(&gpu, 256 * n),
-    );
-    let case = Case::random(&mut rng, 1, n, k, false);
-    let layer = case.layer(&gpu);
-    let layers = [&layer];
-    let outputs = [LinearOutput::Glu(Activation::Silu), LinearOutput::F32];
-    let uses_of = |rows: &'static [usize]| {
-        outputs.map(|output| LinearUse {
-            layers: &layers,
-            output,
-            rows,
-        })
-    };
-    let scratch = LinearScratch {
-        x: x.slice(),
-        out: out.slice(),
-        weights: x.slice().range(0..0),
-    };
-    let uses = uses_of(&[1, 8, 32, 64, 256]);
+    let bench = Bench::random(&gpu, &mut rng);
     let mut measured = linears(&gpu);
-    measured.measure(&uses, scratch).expect("measurements");
+    let done = bench.with_uses(&ROWS, |uses| measured.measure(uses, bench.scratch()));
+    done.expect("measurements");
     let json = serde_json::to_value(measured.ways()).unwrap();
-    let ways = |json: &serde_json::Value| serde_json::from_value::<LinearWays>(json.clone()).unwrap();
 
     let mut linears = linears(&gpu);
-    linears
-        .take_over(&ways(&json), &uses, scratch)
-        .expect("the same GPU");
+    let take_over = |linears: &mut Linears, json: &serde_json::Value, rows: &[usize]| {
+        let ways: LinearWays = serde_json::from_value(json.clone()).unwrap();
+        bench.with_uses(rows, |uses| linears.take_over(&ways, uses, bench.scratch()))
+    };
+    take_over(&mut linears, &json, &ROWS).expect("the same GPU");
     assert_eq!(linears.choices(), measured.choices());
-    for m in [1, 5, 8, 30, 33, 100, 256, 300] {
-        let case = Case {
-            m,
-            x: common::random(&mut rng, m * k),
-            ..case.clone()
-        };
-        check(&gpu, &linears, &case, "taken over");
-    }
+    bench.check(&gpu, &linears, &mut rng, "taken over");
 
     linears.forget();
-    let mut fails = |json: &serde_json::Value, uses: &[LinearUse<'_>]| {
-        let stale = linears.take_over(&ways(json), uses, scratch).unwrap_err();
+    let mut fails = |json: &serde_json::Value, rows: &[usize]| {
+        let stale = take_over(&mut linears, json, rows).unwrap_err();
         assert!(linears.choices().is_empty(), "{stale}");
         stale
     };
-    let more = fails(&json, &uses_of(&[1, 16]));
+    let more = fails(&json, &[1, 16]);
     assert!(matches!(more, StaleWays::Unknown(_)), "{more}");
     let mut other = json.clone();
     other["cublas_lt"] = 1.into();
-    let version = fails(&other, &uses);
+    let version = fails(&other, &ROWS);
     assert!(matches!(version, StaleWays::Library { then: 1, .. }), "{version}");
     // Ways that no GPU has.
     for never in [
@@ -119,7 +129,7 @@ fn measured_choices_are_taken_over() {
         for layers in other["layers"].as_array_mut().unwrap() {
             layers["ways"][4]["choice"] = never.clone();
         }
-        let refused = fails(&other, &uses);
+        let refused = fails(&other, &ROWS);
         assert!(matches!(refused, StaleWays::Refused(_)), "{never}: {refused}");
     }
 }

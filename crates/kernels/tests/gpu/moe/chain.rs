@@ -360,7 +360,6 @@ const BF16: Size = Size {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_layer_with_experts_in_one_launch() {
     let gpu = common::gpu();
-    let (linears, kernels) = (crate::linear::linears(&gpu), MoeKernels::load(&gpu).unwrap());
     let mut rng = common::rng("a_layer_with_experts_in_one_launch");
     let [blocks, rows] = [Format::Fp8Blocks, Format::Fp8].map(|format| Size {
         format,
@@ -485,20 +484,23 @@ fn a_layer_with_experts_in_one_launch() {
             ..MXFP4
         },
     ];
-    for size in sizes {
-        let case = Case::random(&gpu, &mut rng, size);
+    check_all(&gpu, &mut rng, &sizes);
+}
+
+/// Random layers of these sizes, each in one launch where the GPU can, with the same bits every time.
+fn check_all(gpu: &Gpu, rng: &mut StdRng, sizes: &[Size]) {
+    let (linears, kernels) = (crate::linear::linears(gpu), MoeKernels::load(gpu).unwrap());
+    for &size in sizes {
+        let case = Case::random(gpu, rng, size);
         let chains = kernels.can_chain(&case.layers(), case.next());
-        assert_eq!(chains, has_hopper_kernels(&gpu), "{size:?}");
+        assert_eq!(chains, has_hopper_kernels(gpu), "{size:?}");
         if !chains {
             return;
         }
-        let found = case.run(&gpu, &kernels, &linears);
+        let found = case.run(gpu, &kernels, &linears);
         case.check(&found);
         for _ in 0..5 {
-            assert!(
-                case.run(&gpu, &kernels, &linears) == found,
-                "{size:?}: other bits"
-            );
+            assert!(case.run(gpu, &kernels, &linears) == found, "{size:?}: other bits");
         }
     }
 }

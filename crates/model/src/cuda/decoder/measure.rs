@@ -154,7 +154,7 @@ impl Decoder {
             );
         }
         let holds = matches!(earlier, Some(Ok(())));
-        let holds = (self.link.as_ref()).map_or(Ok(holds), |link| link.is_so_on_all(holds))?;
+        let holds = (self.link.as_ref()).map_or(Ok(holds), |link| link.holds_on_all_ranks(holds))?;
         if !holds {
             self.linears.forget();
             self.linears.measure(&uses, scratch)?;

@@ -5,7 +5,7 @@ use plimsoll_kernels::cuda::{GpuLinear, GpuMatrix, MoeKernels, has_hopper_kernel
 use rand::Rng;
 use rand::rngs::StdRng;
 
-use super::{BF16, Case, Experts, Format, MXFP4, Size};
+use super::{BF16, Case, Experts, Format, MXFP4, Size, check_all};
 use crate::common;
 
 /// What follows a layer.
@@ -74,7 +74,6 @@ const SMALL: Size = Size {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn projections_with_weights_in_two_formats_end_the_launch() {
     let gpu = common::gpu();
-    let (linears, kernels) = (crate::linear::linears(&gpu), MoeKernels::load(&gpu).unwrap());
     let mut rng = common::rng("projections_with_weights_in_two_formats_end_the_launch");
     let [blocks, rows] = [Format::Fp8Blocks, Format::Fp8].map(|format| Size {
         format,
@@ -121,22 +120,7 @@ fn projections_with_weights_in_two_formats_end_the_launch() {
             ..MXFP4
         },
     ];
-    for size in sizes {
-        let case = Case::random(&gpu, &mut rng, size);
-        let chains = kernels.can_chain(&case.layers(), case.next());
-        assert_eq!(chains, has_hopper_kernels(&gpu), "{size:?}");
-        if !chains {
-            return;
-        }
-        let found = case.run(&gpu, &kernels, &linears);
-        case.check(&found);
-        for _ in 0..5 {
-            assert!(
-                case.run(&gpu, &kernels, &linears) == found,
-                "{size:?}: other bits"
-            );
-        }
-    }
+    check_all(&gpu, &mut rng, &sizes);
 }
 
 /// Three products, and a product in a format that chains do not have, are launches of their own.
