@@ -61,7 +61,7 @@ impl CacheKey for Key {
     const EXTENSION: &'static str = "plan";
 }
 
-/// What the choices of linear layers are for: steps of any shape, in any part of the device's memory. cuBLASLt's version is among the
+/// What stored choices of linear layers are valid for, whatever the limits and the granted memory. cuBLASLt's version is stored with the
 /// choices, as it is known only once the library is open.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct LinearKey {

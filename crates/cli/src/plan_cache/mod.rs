@@ -1,5 +1,5 @@
 //! What the auto-profile measured, kept on disk: the next start of the same model, build, device and shape need not measure
-//! again. It still proves the size. So are the choices of linear layers, which do not depend on the shape.
+//! again. It still proves the size. Choices of linear layers are kept likewise; they do not depend on the shape.
 //!
 //! One file per key, named by its hash. Nothing in a file is believed without its checksum, and nothing that goes wrong
 //! here ends a start: a file that cannot be used is a miss, a directory that cannot be written a warning.

@@ -85,8 +85,8 @@ pub(super) fn longest_row(next: &GpuLinear) -> Option<usize> {
     rows.into_iter().max().filter(|_| products.len() <= PROJECTIONS)
 }
 
-/// Of each product of the projections that end a chain: [`matrix_args`], the bias or null, where its outputs go and how many there are; 0 for
-/// a product that there is not.
+/// Of each product of the projections that end a chain: [`matrix_args`], the bias or null, where its outputs go and how many there are; 0
+/// where there is no such product.
 ///
 /// # Panics
 /// If [`longest_row`] is `None`, or `out` has no room for the outputs.

@@ -176,7 +176,7 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// The thread of [`LinearLibrary::prepare`]. Whoever drops this waits for it: a process that ends meanwhile would take the library from under it.
+/// The thread of [`LinearLibrary::prepare`]. Dropping this waits for the thread: a process must not end while it is inside the library.
 #[derive(Debug)]
 #[must_use]
 pub struct Preparing(Option<JoinHandle<()>>);
@@ -216,11 +216,11 @@ impl LinearLibrary {
                     values: GpuValues::Bf16,
                     pitch: 4096,
                 };
-                // Whoever asks again hears of a failure.
+                // If this fails, the next call says so.
                 let _ = handle.algorithms(&shape, 1);
             }
         };
-        // Without a thread, the first who asks waits.
+        // If no thread can be started, the first measurement takes that time.
         Preparing(Builder::new().name("ask-cublas".to_owned()).spawn(ask).ok())
     }
 

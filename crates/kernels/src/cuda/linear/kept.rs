@@ -1,4 +1,4 @@
-//! What was measured of linear layers, in a form that outlives the process: who takes it over need not measure, and chooses alike.
+//! Measured choices of linear layers in a form that can be stored: a later start that takes them over measures nothing and chooses alike.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use super::key::Kind;
 use super::tune::{Measured, Measurements};
 use super::{Choice, GpuLinear, Key, LinearOutput, LinearScratch, LinearUse, Linears, Operands};
 
-/// The ways of linear layers that a process measured: good for GPUs of the same kind and the same kernels.
+/// The fastest ways of linear layers, as measured: valid for GPUs of the same kind and the same kernels.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinearWays {
@@ -29,21 +29,21 @@ struct KeptLayers {
     ways: Vec<Measured>,
 }
 
-/// Why ways that were kept are of no use.
+/// Why stored ways cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StaleWays {
-    /// Of another version of the library.
+    /// Measured with another version of the library.
     #[error("they were measured with version {then} of cuBLASLt, and this is {now}")]
     Library {
-        /// That of the ways.
+        /// The version that they were measured with.
         then: usize,
-        /// That of this process.
+        /// The version of this process.
         now: usize,
     },
     /// Layers of another model, or measured for other numbers of rows.
     #[error("no choice is stored for {0}")]
     Unknown(String),
-    /// Another GPU's.
+    /// A way that this GPU does not have.
     #[error("this GPU cannot compute {0} that way")]
     Refused(String),
     /// A product failed.
@@ -60,7 +60,7 @@ impl LinearWays {
     fn new(cublas_lt: usize, measured: &Measurements, chains: impl Iterator<Item = [Kind; 3]>) -> Self {
         let layers = measured.0.iter().map(|(kind, entries)| KeptLayers {
             layers: *kind,
-            // A time without end cannot be written as JSON; who does without measures again.
+            // JSON has no infinite numbers. Without such a way, the next start measures again.
             ways: (entries.iter().copied())
                 .filter(|entry| entry.us.is_finite())
                 .collect(),
