@@ -50,6 +50,29 @@ __device__ __forceinline__ float wait_value(const uint64_t* from, uint32_t tag) 
     }
 }
 
+// Values that are waited for at once.
+template <int N>
+__device__ __forceinline__ void wait_values(float (&values)[N], const uint64_t* const (&from)[N], uint32_t tag) {
+    uint64_t words[N];
+    bool are_here[N] = {}, all = false;
+    for (int looks = 0; !all; ++looks) {
+        if (looks == kMostLooks) __trap();
+        if (looks > 0) __nanosleep(kLookPause);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if (!are_here[i]) asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(words[i]) : "l"(from[i]) : "memory");
+        }
+        all = true;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            are_here[i] = are_here[i] || uint32_t(words[i] >> 32) == tag;
+            all = all && are_here[i];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = __uint_as_float(uint32_t(words[i]));
+}
+
 // Four words, each loaded atomically but not together.
 __device__ __forceinline__ uint4 look_at_words(const uint32_t* from) {
     uint4 v;

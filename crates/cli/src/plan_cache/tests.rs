@@ -396,6 +396,7 @@ fn linear_ways() -> Vec<LinearWays> {
                 ],
             }],
             "chains": [],
+            "whole_layers": [],
         })
     };
     let ranks = [10.7, 10.9].map(|us| serde_json::from_value(rank(us)).unwrap());

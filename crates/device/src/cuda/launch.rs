@@ -55,7 +55,26 @@ impl Gpu {
     pub unsafe fn launch(&self, function: &Function, launch: Launch, args: &[Arg]) -> Result<(), GpuError> {
         self.bind()?;
         // SAFETY: the caller's promise.
-        unsafe { launch.run(function, self.stream(), &[], args) }
+        unsafe { launch.run(function, self.stream(), args.iter().map(Arg::as_ptr)) }
+    }
+
+    /// As [`Self::launch`], of a kernel whose only argument is a struct.
+    ///
+    /// # Errors
+    /// As [`Self::launch`].
+    ///
+    /// # Safety
+    /// As [`Self::launch`]; the struct is the kernel's.
+    pub unsafe fn launch_with_struct<T: Pod>(
+        &self,
+        function: &Function,
+        launch: Launch,
+        argument: &T,
+    ) -> Result<(), GpuError> {
+        self.bind()?;
+        let argument = std::ptr::from_ref(argument).cast_mut().cast();
+        // SAFETY: the caller's promise.
+        unsafe { launch.run(function, self.stream(), [argument].into_iter()) }
     }
 
     /// As [`Self::launch`], of a kernel whose first arguments are tensor maps.
@@ -74,7 +93,10 @@ impl Gpu {
     ) -> Result<(), GpuError> {
         self.bind()?;
         // SAFETY: the caller's promise.
-        unsafe { launch.run(function, self.stream(), maps, args) }
+        unsafe {
+            let maps = maps.iter().map(|map| map.as_ptr().cast_mut().cast());
+            launch.run(function, self.stream(), maps.chain(args.iter().map(Arg::as_ptr)))
+        }
     }
 }
 
@@ -266,8 +288,7 @@ impl Launch {
         self,
         function: &Function,
         stream: sys::CUstream,
-        maps: &[&TensorMap],
-        args: &[Arg],
+        args: impl Iterator<Item = *mut c_void>,
     ) -> Result<(), GpuError> {
         let mut attributes = [const { std::mem::MaybeUninit::<sys::CUlaunchAttribute>::zeroed() }; 2];
         let mut count = 0;
@@ -300,13 +321,10 @@ impl Launch {
             numAttrs: count as u32,
         };
         const MAX_ARGS: usize = 64;
-        let total = maps.len() + args.len();
-        assert!(total <= MAX_ARGS, "{total} kernel arguments");
-        let maps = maps.iter().map(|map| map.as_ptr().cast_mut().cast());
-        let args = args.iter().map(|arg| (&raw const arg.0).cast_mut().cast());
         let mut params = [std::ptr::null_mut::<c_void>(); MAX_ARGS];
-        for (param, arg) in params.iter_mut().zip(maps.chain(args)) {
-            *param = arg;
+        for (at, arg) in args.enumerate() {
+            assert!(at < MAX_ARGS, "more than {MAX_ARGS} kernel arguments");
+            params[at] = arg;
         }
         // SAFETY: the caller's promise; the driver copies the arguments before it returns.
         check("cuLaunchKernelEx", unsafe {
@@ -323,6 +341,12 @@ impl Launch {
 /// One kernel argument of up to eight bytes: the driver reads as many of them as the kernel declares.
 #[derive(Clone, Copy, Debug)]
 pub struct Arg(u64);
+
+impl Arg {
+    fn as_ptr(&self) -> *mut c_void {
+        (&raw const self.0).cast_mut().cast()
+    }
+}
 
 impl From<u32> for Arg {
     fn from(value: u32) -> Self {

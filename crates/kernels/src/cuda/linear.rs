@@ -1,7 +1,7 @@
 //! Every linear layer: cuBLASLt, and for few rows kernels of our own that stream the weights: `kernels/linear.cu`, for weights of four
 //! bits `kernels/linear_int4_few.cu` too, and on Hopper `kernels/linear_hopper.cu` and `kernels/linear_hopper_int4.cu` for up to 32 rows,
 //! `kernels/linear_int4_rows.cu` for up to 24, and `kernels/linear_hopper_many.cu` for 65 to 512 rows in bf16 and for 33 to 512 in e4m3
-//! with factors of rows. There, layers of one row that follow each other can be one launch ([`GpuChain`]).
+//! with factors of rows. There, layers of one row that follow each other can be one launch ([`GpuChain`], small ones [`GpuRowLayers`]).
 //!
 //! With e4m3 weights, cuBLASLt, `linear_hopper.cu` and `linear_hopper_many.cu` take inputs quantised to e4m3, and `linear.cu` takes bf16
 //! inputs. On GPUs whose tensor cores do not know e4m3, `linear.cu` computes any number of rows, in parts. Weights of four bits and in
@@ -23,6 +23,7 @@ mod int4_products;
 mod int4_rows;
 mod kept;
 mod key;
+mod layers;
 mod many;
 mod matrix;
 mod mxfp4;
@@ -49,6 +50,8 @@ pub use cuts::LinearCut;
 use hopper::HopperKernels;
 use int4_products::Int4Products;
 use int4_rows::Int4RowsKernels;
+use layers::LayerKernels;
+pub use layers::{GpuRowAttention, GpuRowLayer, GpuRowLayers, RowLayerProducts, RowLayersUse};
 use many::ManyKernels;
 use matrix::pitch;
 use stream::{NormOperands, StreamKernels};
@@ -78,6 +81,7 @@ pub struct Linears {
     stream: StreamKernels,
     hopper: HopperKernels,
     chain: ChainKernel,
+    layers: LayerKernels,
     int4: Int4Kernels,
     int4_rows: Int4RowsKernels,
     int4_products: Int4Products,
@@ -131,7 +135,8 @@ pub enum LinearPath {
 
 impl Linears {
     /// Bytes of device memory that [`Self::load`] wants.
-    pub const WORKSPACE_BYTES: usize = cublas_lt::WORKSPACE + exchange::BYTES + chain::CHAIN_BYTES;
+    pub const WORKSPACE_BYTES: usize =
+        cublas_lt::WORKSPACE + exchange::BYTES + chain::CHAIN_BYTES + layers::LAYER_BYTES;
 
     /// Opens cuBLASLt and loads the kernels. `workspace` is used by every product.
     ///
@@ -172,6 +177,7 @@ impl Linears {
             stream: StreamKernels::load(gpu)?,
             hopper: HopperKernels::load(gpu, &workspace, fp8_products)?,
             chain: ChainKernel::load(gpu, &workspace)?,
+            layers: LayerKernels::load(gpu, &workspace)?,
             int4: Int4Kernels::load(gpu)?,
             int4_rows: Int4RowsKernels::load(gpu, &workspace)?,
             int4_products: Int4Products::load(gpu)?,

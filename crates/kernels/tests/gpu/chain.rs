@@ -21,17 +21,23 @@ pub(crate) const EPS: f32 = 1e-5;
 pub(crate) const TOLERANCE: f64 = 8e-3;
 
 /// A layer of which the weights keep the size of their inputs, near enough.
-struct Layer {
+pub(crate) struct Layer {
     /// `[n, k]`.
     weight: Vec<f64>,
     bias: Option<Vec<bf16>>,
     k: usize,
-    device: GpuLinear,
+    pub(crate) device: GpuLinear,
 }
 
 impl Layer {
     /// In bf16, or in e4m3 with such scales.
-    fn random(gpu: &Gpu, rng: &mut StdRng, fp8: Option<Fp8Scaling>, [n, k]: [usize; 2], bias: bool) -> Self {
+    pub(crate) fn random(
+        gpu: &Gpu,
+        rng: &mut StdRng,
+        fp8: Option<Fp8Scaling>,
+        [n, k]: [usize; 2],
+        bias: bool,
+    ) -> Self {
         if let Some(scaling) = fp8 {
             let codes = (0..n * k).map(|_| e4m3_from_f32(rng.random_range(-448.0..448.0)));
             let codes: Vec<u8> = codes.collect();
@@ -83,7 +89,7 @@ impl Layer {
         }
     }
 
-    fn forward(&self, x: &[f64]) -> Vec<f64> {
+    pub(crate) fn forward(&self, x: &[f64]) -> Vec<f64> {
         common::product(x, &self.weight, self.k, self.bias.as_deref())
     }
 }
@@ -93,7 +99,7 @@ fn typical(k: usize) -> f32 {
     (3.0 / k as f32).sqrt()
 }
 
-fn round(x: f64) -> f64 {
+pub(crate) fn round(x: f64) -> f64 {
     bf16::from_f64(x).to_f64()
 }
 

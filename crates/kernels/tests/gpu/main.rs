@@ -19,6 +19,7 @@ mod linear;
 mod linear_many;
 mod moe;
 mod pool;
+mod row_layers;
 mod sample;
 mod sigmoid_gate;
 mod soft_cap;

@@ -83,7 +83,7 @@ impl GpuRope<'_> {
     ///
     /// # Panics
     /// If one has some of its numbers.
-    pub(super) fn rows(&self) -> usize {
+    pub(in crate::cuda) fn rows(&self) -> usize {
         let numbers = self.axes.map_or(1, |_| PairAxes::NUMBERS);
         assert!(
             self.positions.len().is_multiple_of(numbers),

@@ -1,6 +1,6 @@
 //! Measured choices of linear layers in a form that can be stored: a later start that takes them over measures nothing and chooses alike.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use plimsoll_device::cuda::GpuError;
 use serde::{Deserialize, Serialize};
@@ -19,6 +19,8 @@ pub struct LinearWays {
     layers: Vec<KeptLayers>,
     /// Up to the end of an MLP, layers that were faster in one launch than one by one.
     chains: Vec<[Kind; 3]>,
+    /// Products of whole layers that were faster in one launch with their attention than these products alone otherwise.
+    whole_layers: Vec<[Kind; 4]>,
 }
 
 /// Layers that are computed alike, and their ways by rising number of rows.
@@ -57,7 +59,12 @@ pub enum StaleWays {
 }
 
 impl LinearWays {
-    fn new(cublas_lt: usize, measured: &Measurements, chains: impl Iterator<Item = [Kind; 3]>) -> Self {
+    fn new(
+        cublas_lt: usize,
+        measured: &Measurements,
+        chains: &HashSet<[Kind; 3]>,
+        whole_layers: &HashSet<[Kind; 4]>,
+    ) -> Self {
         let layers = measured.0.iter().map(|(kind, entries)| KeptLayers {
             layers: *kind,
             // JSON has no infinite numbers. Without such a way, the next start measures again.
@@ -68,7 +75,8 @@ impl LinearWays {
         Self {
             cublas_lt,
             layers: layers.collect(),
-            chains: chains.collect(),
+            chains: chains.iter().copied().collect(),
+            whole_layers: whole_layers.iter().copied().collect(),
         }
     }
 
@@ -105,8 +113,8 @@ impl LinearWays {
 impl Linears {
     /// What was measured, to be kept.
     pub fn ways(&self) -> LinearWays {
-        let chains = self.chain.faster.iter().copied();
-        LinearWays::new(self.lt.version(), &self.measurements, chains)
+        let (chains, whole) = (&self.chain.faster, &self.layers.faster);
+        LinearWays::new(self.lt.version(), &self.measurements, chains, whole)
     }
 
     /// Takes over what another process measured for these uses, all of it or nothing: each product is computed once, by which libraries
@@ -154,6 +162,7 @@ impl Linears {
         }
         self.measurements = found;
         self.chain.faster = ways.chains.iter().copied().collect();
+        self.layers.faster = ways.whole_layers.iter().copied().collect();
         self.known().clear();
         Ok(())
     }
@@ -162,6 +171,7 @@ impl Linears {
     pub fn forget(&mut self) {
         self.measurements = Measurements::default();
         self.chain.faster.clear();
+        self.layers.faster.clear();
         self.known().clear();
     }
 
@@ -263,7 +273,8 @@ mod tests {
         }
         let keys: Vec<Key> = measured().into_iter().map(|(key, ..)| key).collect();
         let chain = [&keys[0], &keys[4], &keys[5]].map(Kind::from);
-        let ways = LinearWays::new(VERSION, &measurements, [chain].into_iter());
+        let whole = [&keys[0], &keys[1], &keys[3], &keys[2]].map(Kind::from);
+        let ways = LinearWays::new(VERSION, &measurements, &[chain].into(), &[whole].into());
         (keys, measurements, ways)
     }
 
@@ -274,7 +285,7 @@ mod tests {
         let read: LinearWays = serde_json::from_str(&text).unwrap();
         assert_eq!(read, ways);
         assert_eq!(read.of(&keys, VERSION, |_, _| true).unwrap(), measurements);
-        assert_eq!(read.chains.len(), 1);
+        assert_eq!((read.chains.len(), read.whole_layers.len()), (1, 1));
         // Only what is asked for.
         let one = read.of(&keys[..1], VERSION, |_, _| true).unwrap();
         assert!(one.find(&keys[0]).is_some() && one.find(&keys[4]).is_none());
@@ -310,7 +321,7 @@ mod tests {
         let mut measurements = Measurements::default();
         let key = key(64, GpuValues::Bf16, LinearOutput::Glu(Activation::Silu));
         measurements.insert(&key, None, f32::INFINITY);
-        let ways = LinearWays::new(VERSION, &measurements, std::iter::empty());
+        let ways = LinearWays::new(VERSION, &measurements, &HashSet::new(), &HashSet::new());
         let text = serde_json::to_string(&ways).unwrap();
         let read: LinearWays = serde_json::from_str(&text).unwrap();
         assert!(matches!(
@@ -330,6 +341,9 @@ mod tests {
         refused(&|json| json["more"] = 1.into());
         refused(&|json| json["cublas_lt"] = "130100".into());
         refused(&|json| json["layers"][0]["ways"][0]["rows"] = (-1).into());
+        // Those of a build that did not measure whole layers say nothing of them.
+        refused(&|json| drop(json.as_object_mut().unwrap().remove("whole_layers")));
+        refused(&|json| drop(json["whole_layers"][0].as_array_mut().unwrap().pop()));
         refused(&|json| json["layers"][0]["ways"][0]["choice"] = serde_json::json!({ "Magic": 1 }));
         for words in ["", "1 2 3 4 5 6 7 8 9", "1 g", "1 10000000000000000"] {
             refused(&|json| json["layers"][0]["ways"][0]["choice"] = serde_json::json!({ "Lt": words }));
