@@ -4,11 +4,11 @@ use crate::spec::{AttentionSpec, LayerSpec, Projections, Values};
 /// Attention and the norms around it.
 #[derive(Clone, Debug)]
 pub(crate) struct Attention<L, V> {
-    norm: V,
+    pub(crate) norm: V,
     /// q, its gates if it has any, k and v, stacked, as far as the layer has them.
     pub(crate) qkv: L,
     /// Of the heads of q and of k.
-    qk_norm: Option<[V; 2]>,
+    pub(crate) qk_norm: Option<[V; 2]>,
     /// Of the heads of q, where keys and values are another layer's.
     q_norm: Option<V>,
     /// A logit of each query head that has no value.

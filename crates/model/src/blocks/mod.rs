@@ -274,6 +274,14 @@ impl<L, V> Mixer<L, V> {
         }
     }
 
+    /// If it is attention.
+    pub(crate) fn attention(&self) -> Option<&Attention<L, V>> {
+        match self {
+            Self::Attention(block) => Some(block),
+            Self::DeltaNet(_) => None,
+        }
+    }
+
     /// Its last projection.
     pub(crate) fn output(&self) -> &L {
         match self {

@@ -426,7 +426,7 @@ impl Decoder {
             rows: input.rows,
             first: 0,
             is_fresh: true,
-            chain: None,
+            chain: Vec::new(),
             sum: DeltaSum::Done,
             unsettled: None,
             are_given: false,

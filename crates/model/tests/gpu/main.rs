@@ -11,6 +11,7 @@ mod kv;
 mod memory;
 mod ranks;
 mod reference;
+mod row_layers;
 mod rows;
 mod sampling;
 mod scheduling;

@@ -145,12 +145,12 @@ struct Seen {
     sampled: Sampled,
 }
 
-fn random_tokens(rng: &mut StdRng, len: usize) -> Vec<TokenId> {
+pub(crate) fn random_tokens(rng: &mut StdRng, len: usize) -> Vec<TokenId> {
     (0..len).map(|_| rng.random_range(0..VOCAB as TokenId)).collect()
 }
 
 /// Greedy, with the most log-probabilities that there can be.
-fn sample(runner: &mut GpuRunner, mut runs: Vec<Run>) -> Vec<Sampled> {
+pub(crate) fn sample(runner: &mut GpuRunner, mut runs: Vec<Run>) -> Vec<Sampled> {
     let options = SamplingOptions {
         temperature: Some(0.0),
         logprobs: Some(20),
@@ -204,7 +204,7 @@ fn a_row_does_not_see_its_neighbours_experts() {
 /// Relative, by norm: what other orders of summation make of a model in bf16, or as much as transformers' rounding to bf16, if that is
 /// more. A sum that is off by the last bit of an f32 now and then rounds to another bf16, and a few layers later all roundings are
 /// others.
-const ROUNDING: f64 = 0.015;
+pub(crate) const ROUNDING: f64 = 0.015;
 /// As [`ROUNDING`] where products of many rows take inputs of eight bits, and those of few rows take them as they are.
 const FP8_ROUNDING: f64 = 0.03;
 

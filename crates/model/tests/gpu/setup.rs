@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use plimsoll_core::{KvConfig, Scratch, StateConfig, StepError, StepLimits, StepPlan};
 use plimsoll_device::cuda::Gpu;
+use plimsoll_kernels::cuda::LinearWays;
 use plimsoll_model::cuda::{GpuModel, GpuOptions, GpuRunner};
 use plimsoll_model::{LoadFormat, LoadOptions};
 
@@ -87,10 +88,16 @@ pub(crate) fn load_file(gpu: &Gpu, path: &Path) -> Arc<GpuModel> {
 
 /// A model of this configuration with random weights.
 pub(crate) fn load_dummy(gpu: &Gpu, config: &str) -> Arc<GpuModel> {
+    load_dummy_with(gpu, config, None)
+}
+
+/// The same with linear layers as they were measured earlier.
+pub(crate) fn load_dummy_with(gpu: &Gpu, config: &str, linear_ways: Option<LinearWays>) -> Arc<GpuModel> {
     let directory = tempfile::TempDir::new().unwrap();
     std::fs::write(directory.path().join("config.json"), config).unwrap();
     let options = LoadOptions {
         format: LoadFormat::Dummy { seed: 1 },
+        linear_ways,
         ..Default::default()
     };
     GpuModel::load(directory.path(), options, gpu, &mut |_| ()).unwrap()

@@ -6,7 +6,7 @@ use plimsoll_kernels::cuda::{
     DecodeArgs, GpuAttentionOptions, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, PrefillArgs,
 };
 
-use super::layers::Step;
+use super::layers::{AttentionChoice, Step};
 use crate::cuda::weights::GpuVector;
 use crate::spec::{AttentionSpec, LayerSpec, Values};
 
@@ -18,8 +18,13 @@ impl<'b> Step<'_, 'b> {
 
     /// What positions do to the layer's heads.
     fn rope(&self, spec: &AttentionSpec) -> GpuRope<'b> {
+        self.rope_of(self.attention(), spec)
+    }
+
+    /// The same of layers with that choice.
+    pub(super) fn rope_of(&self, choice: &AttentionChoice, spec: &AttentionSpec) -> GpuRope<'b> {
         let weights = &self.decoder.weights;
-        let own = self.attention().rope;
+        let own = choice.rope;
         let table = own.map(|[rope, table]| &weights.ropes[rope][table]);
         GpuRope {
             positions: self.state.inputs.device(self.input.positions),

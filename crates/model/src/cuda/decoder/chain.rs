@@ -1,16 +1,19 @@
 //! Layers of a step of one row whose products, from a mixer's output to the next mixer's projections, are one launch.
 
+use plimsoll_core::BlockSize;
 use plimsoll_device::cuda::GpuError;
-use plimsoll_kernels::ExpertActivation;
 use plimsoll_kernels::cuda::{
-    GpuChain, GpuChainEnd, GpuLinear, GpuMoeChain, GpuRouter, MoeChainLayers, SharedExpertLayers,
+    GpuChain, GpuChainEnd, GpuKvElement, GpuLinear, GpuMoeChain, GpuNorm, GpuQkNorm, GpuRouter,
+    GpuRowAttention, GpuRowLayer, GpuRowLayers, Linears, MoeChainLayers, RowLayerProducts,
+    SharedExpertLayers,
 };
+use plimsoll_kernels::{ExpertActivation, KvLayout};
 
-use super::Decoder;
 use super::layers::{Step, norm};
-use crate::blocks::{MlpKind, Norms};
+use super::{Decoder, StepState};
+use crate::blocks::{Attention, MlpKind, Norms};
 use crate::cuda::weights::{GpuLayer, GpuVector};
-use crate::spec::{DenseMlpSpec, Mlp, MoeSpec};
+use crate::spec::{AttentionSpec, DenseMlpSpec, Mlp, MoeSpec, Values};
 
 /// The products of a layer from its mixer's output on, where nothing but residual sums and norms lies between them and, with experts, their
 /// choice.
@@ -27,6 +30,49 @@ pub(super) fn dense_chain_of(layer: &GpuLayer) -> Option<(&DenseMlpSpec, [&GpuLi
         return None;
     };
     is_plain(layer).then_some((spec, [layer.mixer.output(), &mlp.gate_up, &mlp.down]))
+}
+
+/// A layer that can be a part of a launch as a whole.
+pub(super) struct WholeLayer<'a> {
+    pub(super) spec: &'a AttentionSpec,
+    pub(super) attention: &'a Attention<GpuLinear, GpuVector>,
+    pub(super) mlp: &'a DenseMlpSpec,
+    pub(super) products: RowLayerProducts<'a>,
+}
+
+impl<'a> WholeLayer<'a> {
+    /// If its attention is as [`GpuRowAttention`] has it.
+    pub(super) fn of(layer: &'a GpuLayer) -> Option<Self> {
+        let (mlp, [output, gate_up, down]) = dense_chain_of(layer)?;
+        let (spec, attention) = (layer.spec.attention()?, layer.mixer.attention()?);
+        let rope = spec.rope.as_deref()?;
+        let is_plain = spec.window.is_none()
+            && (rope.rotary_dim, rope.query_scale, rope.sections) == (spec.head_dim, None, None)
+            && spec.values == Values::Projected
+            && spec.shares_kv.is_none()
+            && spec.soft_cap.is_none()
+            && !spec.sinks
+            && !spec.gated;
+        is_plain.then_some(Self {
+            spec,
+            attention,
+            mlp,
+            products: RowLayerProducts {
+                projections: &attention.qkv,
+                output,
+                gate_up,
+                down,
+            },
+        })
+    }
+
+    pub(super) fn layout(&self, block_size: BlockSize) -> KvLayout {
+        KvLayout {
+            kv_heads: self.spec.kv_heads,
+            head_dim: self.spec.head_dim,
+            block_size,
+        }
+    }
 }
 
 fn is_plain(layer: &GpuLayer) -> bool {
@@ -68,19 +114,47 @@ impl Decoder {
             _ => false,
         }
     }
+
+    /// Whether layers like this one are one launch as a whole in a decode step of one row.
+    pub(super) fn chains_whole(&self, index: usize, state: &StepState) -> bool {
+        let layer = WholeLayer::of(&self.weights.decoder.layers[index]);
+        let Some(layer) = layer.filter(|_| self.all_reduce().is_none()) else {
+            return false;
+        };
+        let layout = layer.layout(state.places[index].page().slice_size);
+        state.kv_element == GpuKvElement::Bf16
+            && self
+                .linears
+                .chains_layer(&layer.products, layer.spec.heads, &layout)
+    }
 }
 
 impl Step<'_, '_> {
-    /// Launches the products of the layer that waits, and with them these projections of what follows, if they can be a part of it.
-    /// Returns whether they were.
+    /// Whether the whole layer is a part of a launch. What it attends to is not there then for others, nor are rows left out.
+    pub(super) fn chains_whole(&self) -> bool {
+        self.kind().chains_whole && self.can_chain_whole()
+    }
+
+    /// Whether the step is one where layers can be.
+    fn can_chain_whole(&self) -> bool {
+        let input = self.input;
+        self.images.is_none() && input.decode.is_some() && input.sample_at.is_none() && input.samples > 0
+    }
+
+    /// Launches the layers that wait, and with them these projections of what follows, if they can be a part of it; or lets them wait on,
+    /// if the layer that follows can be one launch with them. Returns whether the projections were, or will be, computed.
     pub(super) fn launch_chain(
         &mut self,
         next: Option<(&Norms<'_, GpuVector>, &GpuLinear)>,
     ) -> Result<bool, GpuError> {
-        let Some(index) = self.chain.take() else {
+        let Some(&index) = self.chain.first() else {
             return Ok(false);
         };
         let decoder = self.decoder;
+        if self.kinds[decoder.kind_of[index]].chains_whole && self.can_chain_whole() {
+            return self.launch_whole(next);
+        }
+        self.chain.clear();
         let layer = &decoder.weights.decoder.layers[index];
         let chain = decoder
             .chain_of(index)
@@ -144,6 +218,80 @@ impl Step<'_, '_> {
             }
         }
         // As the norm ahead of projections leaves it: what a mixer gives is to be added next.
+        self.is_fresh = next.is_none();
+        Ok(next.is_some())
+    }
+
+    /// As [`Self::launch_chain`], of whole layers.
+    fn launch_whole(&mut self, next: Option<(&Norms<'_, GpuVector>, &GpuLinear)>) -> Result<bool, GpuError> {
+        let (decoder, state) = (self.decoder, self.state);
+        let of = |index: usize| {
+            let layer = &decoder.weights.decoder.layers[index];
+            let whole = WholeLayer::of(layer).expect("only such layers wait");
+            (layer, whole, state.places[index].page())
+        };
+        let (first, page) = (self.chain[0], state.places[self.chain[0]].page());
+        let is_alike = |index: usize| {
+            decoder.kind_of[index] == decoder.kind_of[first] && state.places[index].page().table == page.table
+        };
+        if next.is_some()
+            && self.chains_whole()
+            && is_alike(self.layer)
+            && self.chain.len() < Linears::MOST_ROW_LAYERS
+        {
+            return Ok(true);
+        }
+        let waiting = std::mem::take(&mut self.chain);
+        let (layer, whole, _) = of(first);
+        let (spec, eps) = (whole.spec, layer.spec.norm.eps);
+        let layers = waiting.iter().map(|&index| {
+            let (layer, whole, page) = of(index);
+            GpuRowLayer {
+                products: whole.products,
+                qk_norm: whole.attention.qk_norm.as_ref().map(|[q, k]| GpuQkNorm {
+                    q: q.slice(),
+                    k: k.slice(),
+                    eps,
+                }),
+                kv: state.layer_kv(page, whole.spec, decoder.weights.kv_scales[index]),
+                norm: GpuNorm {
+                    weight: layer.mlp.norm().slice(),
+                    eps,
+                },
+                first_norm: GpuNorm {
+                    weight: whole.attention.norm.slice(),
+                    eps,
+                },
+            }
+        });
+        let layers: Vec<_> = layers.collect();
+        let projected = whole.products.projections;
+        let next = next
+            .filter(|(norms, linear)| linear.is_like(projected) && norms.eps == eps)
+            .map(|(norms, linear)| GpuChainEnd {
+                norm: norm(norms),
+                linear,
+                out: self.rows(self.act.qkv, linear.outputs()),
+            });
+        let (input, inputs) = (self.input, &state.inputs);
+        let decode = input.decode.as_ref().expect("of a decode step");
+        let choice = self.kinds[decoder.kind_of[first]].attention.as_ref();
+        decoder.linears.forward_row_layers(&GpuRowLayers {
+            layers: &layers,
+            attention: GpuRowAttention {
+                heads: spec.heads,
+                layout: whole.layout(page.slice_size),
+                scale: spec.scale,
+                rope: self.rope_of(choice.expect("a layer with attention"), spec),
+                run: inputs.device(decode.runs[page.table]),
+                blocks: inputs.device(input.blocks),
+                slot: inputs.device(input.slots[page.table]),
+            },
+            activation: whole.mlp.activation,
+            projected: self.rows(self.act.qkv, projected.outputs()),
+            hidden: self.rows(self.act.hidden, whole.products.output.outputs()),
+            next,
+        })?;
         self.is_fresh = next.is_none();
         Ok(next.is_some())
     }

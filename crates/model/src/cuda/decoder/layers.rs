@@ -25,13 +25,15 @@ use crate::tables::LayerPage;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kind {
     /// Of a layer with attention.
-    attention: Option<AttentionChoice>,
+    pub(super) attention: Option<AttentionChoice>,
     /// Of what the mixer begins with.
     projections: Fusion,
     /// Of the MLP that every row goes through.
     gate_up: Fusion,
     /// All products from the mixer's output on are one launch.
     chains: bool,
+    /// And so is what comes before, attention too, with layers that follow.
+    pub(super) chains_whole: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -61,6 +63,7 @@ impl Kind {
             projections: Fusion::new(linears, rows, projections, LinearOutput::Bf16),
             gate_up: Self::gate_up(decoder, layer, rows),
             chains: decoder.chains(index, rows),
+            chains_whole: rows == 1 && decoder.chains_whole(index, state),
         }
     }
 
@@ -135,8 +138,8 @@ pub(super) struct Step<'a, 'b> {
     pub(super) first: usize,
     /// Nothing is to be added to the residual stream yet.
     pub(super) is_fresh: bool,
-    /// The layer whose products from its mixer's output on wait for those that follow, to be one launch with them.
-    pub(super) chain: Option<usize>,
+    /// Layers that wait for what follows, to be one launch with it: one from its mixer's output on, or any number of whole ones.
+    pub(super) chain: Vec<usize>,
     /// How far what is to be added to the residual stream has been summed.
     pub(super) sum: DeltaSum<'a>,
     /// What the residual stream becomes before anything else reads it.
@@ -147,7 +150,7 @@ pub(super) struct Step<'a, 'b> {
 }
 
 impl<'a, 'b> Step<'a, 'b> {
-    fn kind(&self) -> &Kind {
+    pub(super) fn kind(&self) -> &Kind {
         &self.kinds[self.decoder.kind_of[self.layer]]
     }
 
@@ -381,7 +384,10 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         spec: &AttentionSpec,
         qk_norm: Option<&[GpuVector; 2]>,
     ) -> Result<(), GpuError> {
-        self.put_kv(layer, spec, qk_norm)
+        match self.chains_whole() {
+            true => Ok(()),
+            false => self.put_kv(layer, spec, qk_norm),
+        }
     }
 
     fn rotate_queries(
@@ -394,7 +400,10 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     fn attend(&mut self, spec: &AttentionSpec, sinks: Option<&GpuVector>) -> Result<(), GpuError> {
-        self.attend_to(spec, sinks)
+        match self.chains_whole() {
+            true => Ok(()),
+            false => self.attend_to(spec, sinks),
+        }
     }
 
     fn apply_delta_rule(
@@ -474,8 +483,8 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     fn project_output(&mut self, output: &GpuLinear) -> Result<(), GpuError> {
-        if self.kind().chains && self.images.is_none() {
-            self.chain = Some(self.layer);
+        if self.chains_whole() || self.kind().chains && self.images.is_none() {
+            self.chain.push(self.layer);
             return Ok(());
         }
         let width = output.outputs();
@@ -488,7 +497,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         norms: &Norms<'_, GpuVector>,
         gate_up: &GpuLinear,
     ) -> Result<(), GpuError> {
-        if self.chain.is_some() {
+        if !self.chain.is_empty() {
             return Ok(());
         }
         let fusion = self.kind().gate_up;
@@ -501,7 +510,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     fn project_down(&mut self, mlp: &DenseMlpSpec, down: &GpuLinear) -> Result<(), GpuError> {
-        if self.chain.is_some() {
+        if !self.chain.is_empty() {
             return Ok(());
         }
         let (inner, fusion) = (mlp.intermediate_size, self.kind().gate_up);
@@ -533,7 +542,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         norms: &Norms<'_, GpuVector>,
         moe: &Moe<GpuLinear>,
     ) -> Result<(), GpuError> {
-        if self.chain.is_some() {
+        if !self.chain.is_empty() {
             return Ok(());
         }
         let normed = self.rows(self.act.normed, moe.router.inputs());

@@ -1,12 +1,14 @@
 //! Which way is fastest for each linear layer, measured once the weights are there.
 
 use half::bf16;
-use plimsoll_core::Component;
+use plimsoll_core::{BlockSize, Component};
 use plimsoll_kernels::Activation;
-use plimsoll_kernels::cuda::{ChainUse, GpuLinear, LinearOutput, LinearScratch, LinearUse, LinearWays};
+use plimsoll_kernels::cuda::{
+    ChainUse, GpuLinear, LinearOutput, LinearScratch, LinearUse, LinearWays, RowLayersUse,
+};
 
 use super::Decoder;
-use super::chain::dense_chain_of;
+use super::chain::{WholeLayer, dense_chain_of};
 use crate::blocks::{LayerInput, Widths};
 use crate::cuda::experts::Experts;
 use crate::cuda::step::{dequantised, dequantised_head};
@@ -208,13 +210,28 @@ impl Decoder {
                 layers: &alike,
                 activation: mlp.activation,
             };
-            if let Some([together, apart]) = self.linears.measure_chain(of, scratch)? {
-                tracing::debug!(
-                    kind,
-                    together,
-                    apart,
-                    "microseconds of a layer's products for one row"
-                );
+            let Some([together, apart]) = self.linears.measure_chain(of, scratch)? else {
+                continue;
+            };
+            tracing::debug!(
+                kind,
+                together,
+                apart,
+                "microseconds of a layer's products for one row"
+            );
+            let whole = (0..layers.len()).filter(|index| self.kind_of[*index] == kind);
+            let whole: Vec<_> = whole.filter_map(|index| WholeLayer::of(&layers[index])).collect();
+            let Some(first) = whole.first() else { continue };
+            let products: Vec<_> = whole.iter().map(|layer| layer.products).collect();
+            let of = RowLayersUse {
+                layers: &products[..products.len().min(MEASURED_CHAINS)],
+                heads: first.spec.heads,
+                layout: first.layout(BlockSize::default()),
+                activation: first.mlp.activation,
+                apart: together.min(apart),
+            };
+            if let Some(whole) = self.linears.measure_row_layers(of, scratch)? {
+                tracing::debug!(kind, whole, "microseconds of a whole layer for one row");
             }
         }
         Ok(())
