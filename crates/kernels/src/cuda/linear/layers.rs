@@ -257,6 +257,9 @@ impl Linears {
     /// Layers of a launch of [`Self::forward_row_layers`].
     pub const MOST_ROW_LAYERS: usize = MOST_LAYERS;
 
+    /// Cached tokens up to which [`Self::forward_row_layers`] is fast: it reads keys and values once for each query head.
+    pub const LONGEST_ROW_CONTEXT: usize = 8192;
+
     /// Whether [`Self::forward_row_layers`] can compute layers like this one.
     pub fn can_chain_layer(&self, products: &RowLayerProducts<'_>, heads: usize, layout: &KvLayout) -> bool {
         self.layers.kernel(products, heads, layout).is_some()

@@ -127,6 +127,12 @@ impl Decoder {
                 .linears
                 .chains_layer(&layer.products, layer.spec.heads, &layout)
     }
+
+    /// Tokens of context up to which a request that decodes alone is fastest as one row, where layers are one launch as a whole then.
+    pub(in crate::cuda) fn longest_row(&self, state: &StepState) -> Option<usize> {
+        let chains = self.kinds.iter().any(|&first| self.chains_whole(first, state));
+        chains.then_some(Linears::LONGEST_ROW_CONTEXT)
+    }
 }
 
 impl Step<'_, '_> {

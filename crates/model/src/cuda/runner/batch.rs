@@ -1,7 +1,8 @@
 //! What becomes of the rows of a plan.
 
-use plimsoll_core::{Pooling, RequestId, ScoreSpec, StepPlan};
+use plimsoll_core::{Pooling, RequestId, Run, ScoreSpec, StepPlan};
 
+use crate::cuda::decoder::{Decoder, StepState};
 use crate::cuda::graphs::Graphs;
 use crate::cuda::input::StepInput;
 use crate::cuda::shape::BatchShape;
@@ -45,8 +46,9 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// A step of decoding requests takes the graph of its size. Prompts may be computed `in_chunks`.
-    pub(super) fn new(plan: &StepPlan, graphs: &Graphs, in_chunks: bool) -> Self {
+    /// A step of decoding requests takes a graph, if there is one.
+    pub(super) fn new(plan: &StepPlan, graphs: &Graphs, decoder: &Decoder, state: &StepState) -> Self {
+        let in_chunks = decoder.state_chunk() > 1;
         let decodes = plan
             .runs
             .iter()
@@ -55,7 +57,8 @@ impl Batch {
             && !(in_chunks && plan.runs.iter().any(|run| run.state.is_some_and(|state| state.in_chunks)))
             // Graphs know nothing of images, whose last row may be that which is sampled from.
             && images::rows_of(plan).is_none();
-        let size = graphs.size_for(plan.runs.len()).filter(|_| decodes);
+        let size = decodes.then(|| graph_rows(&plan.runs, decoder.longest_row(state)));
+        let size = size.and_then(|rows| graphs.size_for(rows));
         let (mut row, mut at, mut scored) = (0, Vec::new(), 0);
         let runs = plan.runs.iter().map(|run| {
             row += run.input.len();
@@ -115,6 +118,47 @@ impl Batch {
             samples: 0,
             runs,
             shape: BatchShape::Pool((!all).then_some(at), spans),
+        }
+    }
+}
+
+/// The rows whose graph decodes these: as many, or two where whole layers of one row are one launch up to the context `longest_row`, and there
+/// is more. Attention has kernels of its own with two rows, and without a graph.
+fn graph_rows(runs: &[Run], longest_row: Option<usize>) -> usize {
+    match (runs, longest_row) {
+        ([run], Some(longest)) if run.end() > longest => 2,
+        _ => runs.len(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_core::RunInput;
+
+    use super::*;
+
+    #[test]
+    fn one_row_with_a_long_context_takes_the_graph_of_two() {
+        let run = |context: usize| Run {
+            request: RequestId(0),
+            start: context - 1,
+            input: RunInput::LastSampled,
+            images: None,
+            tables: Vec::new(),
+            state: None,
+            sample: None,
+            score: None,
+            pool: None,
+        };
+        for (contexts, longest, rows) in [
+            (&[8192][..], Some(8192), 1),
+            (&[8193], Some(8192), 2),
+            (&[8193], None, 1),
+            (&[8193, 1], Some(8192), 2),
+            (&[1, 9000, 20_000], Some(8192), 3),
+        ] {
+            let runs: Vec<Run> = contexts.iter().map(|&context| run(context)).collect();
+            assert_eq!(graph_rows(&runs, longest), rows, "{contexts:?}, {longest:?}");
         }
     }
 }
