@@ -7,8 +7,8 @@
 // cores multiply, though only an eighth of their products is needed. The shares of a layer are so small that shared memory holds almost all of
 // them: the copying thread is about a layer ahead. A head's attention is a block's, or with longer contexts several blocks', whose cached tokens
 // come through the same ring; the current token's key and value are rotated where they are needed. Blocks exchange tagged words (tagged.cuh)
-// that each thread waits for itself; every layer has its own tag. A word is written again by every layer only after all blocks have read it:
-// between two layers each block has waited for all others, as each has outputs of the products that are added and of the projections.
+// that each thread waits for itself; every layer has its own tag. Every layer writes the same words, each only after all blocks have read what
+// the layer before wrote there: each block has outputs of the products that are added and of the projections, so it is waited for in between.
 #include "activation.cuh"
 #include "layer_chain_attention.cuh"
 

@@ -1,4 +1,5 @@
-// Layers of one row that follow each other in one launch (sm_90a): what linear_chain.cu and moe_chain.cu share.
+// Layers of one row that follow each other in one launch (sm_90a): what linear_chain.cu and moe_chain.cu share. layer_chain.cu works so too, but
+// with a ring of its own, whose chunks are of any size.
 //
 // One block runs on each multiprocessor. One thread of it copies the block's shares of the weights to a ring of stages by the copy engine, one
 // layer after the other; bulk copies of 16 KiB and more read at 4.6 TB/s on an H200, copies of 16 bytes a lane at 4.3. The ring is deep, but
@@ -64,7 +65,7 @@ struct Producer {
     }
 };
 
-// The sums over a warp of one, two or four values; a lane gets that of value `lane * kValues / kWarp`.
+// The sums over a warp of one, two, four or eight values; a lane gets that of value `lane * kValues / kWarp`.
 template <int kValues>
 __device__ __forceinline__ float sum_values(float (&x)[kValues]) {
     int offset = kWarp / 2;

@@ -3,8 +3,8 @@
 // the loads of weights. So blocks also count those that have written, and one thread of each block polls the count first. The count is only a
 // hint, without order: words may arrive after it.
 //
-// Launches use the tags 1 to kLastTag in turn. Words are 0 at first, and the launch with the last tag clears all of them at its end. So a word
-// with a launch's tag was written by that launch, whatever ran in between.
+// Launches use the tags 1 to kLastTag in turn; those of layer_chain.cu one for each layer. Words are 0 at first, and the launch behind which no
+// tags, or too few, are left clears all of them at its end. So a word with a launch's or layer's tag was written by it, whatever ran in between.
 #pragma once
 
 #include "common.cuh"
