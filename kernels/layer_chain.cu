@@ -290,6 +290,7 @@ struct Consumer : AttentionConsumer<kDim, kHeld> {
         if (threadIdx.x == 0) {
             __threadfence();
             const bool is_last = atomicAdd(&exchange.arrived, 1) + 1 == gridDim.x;
+            if (clears) __threadfence();
             if (is_last) exchange.arrived = 0, exchange.last_tag = clears ? 0 : tag;
             shared.is_last = is_last;
         }
