@@ -1,4 +1,5 @@
-//! Layers of a step of one row whose products, from a mixer's output to the next mixer's projections, are one launch.
+//! Layers of a step of one row whose products, from a mixer's output to the next mixer's projections, are one launch, and layers that are one
+//! as a whole.
 
 use plimsoll_core::BlockSize;
 use plimsoll_device::cuda::GpuError;
@@ -136,12 +137,12 @@ impl Decoder {
 }
 
 impl Step<'_, '_> {
-    /// Whether the whole layer is a part of a launch. What it attends to is not there then for others, nor are rows left out.
+    /// Whether the whole layer is a part of a launch: what it attends to is written nowhere then.
     pub(super) fn chains_whole(&self) -> bool {
         self.kind().chains_whole && self.can_chain_whole()
     }
 
-    /// Whether the step is one where layers can be.
+    /// Whether the step is one where layers can be: all its rows decode and are given out.
     fn can_chain_whole(&self) -> bool {
         let input = self.input;
         self.images.is_none() && input.decode.is_some() && input.sample_at.is_none() && input.samples > 0
