@@ -3,13 +3,15 @@ use std::sync::{Mutex, PoisonError};
 use plimsoll_core::BlockSize;
 use plimsoll_device::cuda::{DeviceError, Gpu, Graph};
 
+use super::shape::DecodeStep;
+
 /// Decode steps recorded as CUDA graphs, one per batch size of a ladder: a step of fewer requests runs the next larger one,
 /// with padding rows.
 #[derive(Debug)]
 pub(super) struct Graphs {
     gpu: Gpu,
     /// Ascending.
-    ladder: Vec<(usize, Graph)>,
+    ladder: Vec<(DecodeStep, Graph)>,
 }
 
 impl Graphs {
@@ -21,22 +23,22 @@ impl Graphs {
         }
     }
 
-    /// Captures one graph for each of `sizes`, which ascend, the largest first; before each, `progress` gets how many are done,
-    /// and of how many. Every size must have run once: what a first run loads is not the graphs'.
+    /// Captures one graph for each of `steps`, which ascend, the largest first; before each, `progress` gets how many are done,
+    /// and of how many. Every step must have run once: what a first run loads is not the graphs'.
     ///
     /// # Errors
     /// As `capture`, or [`DeviceError::Oom`] if the account has no room for what they took.
     pub(super) fn capture(
         gpu: &Gpu,
-        sizes: &[usize],
+        steps: &[DecodeStep],
         progress: &mut dyn FnMut(usize, usize),
-        mut capture: impl FnMut(usize) -> Result<Graph, DeviceError>,
+        mut capture: impl FnMut(DecodeStep) -> Result<Graph, DeviceError>,
     ) -> Result<Self, DeviceError> {
         let mut graphs = Self::none(gpu);
         gpu.capture_graphs(|| {
-            for &size in sizes.iter().rev() {
-                progress(graphs.ladder.len(), sizes.len());
-                graphs.ladder.push((size, capture(size)?));
+            for &step in steps.iter().rev() {
+                progress(graphs.ladder.len(), steps.len());
+                graphs.ladder.push((step, capture(step)?));
             }
             Ok(())
         })?;
@@ -44,15 +46,16 @@ impl Graphs {
         Ok(graphs)
     }
 
-    /// The batch size whose graph serves a step of `runs` decoding requests.
-    pub(super) fn size_for(&self, runs: usize) -> Option<usize> {
-        let at = self.ladder.partition_point(|(size, _)| *size < runs);
-        self.ladder.get(at).map(|(size, _)| *size)
+    /// The step whose graph serves so many decoding requests, of one long context as `is_long` says.
+    pub(super) fn step_for(&self, runs: usize, is_long: bool) -> Option<DecodeStep> {
+        let wanted = DecodeStep { rows: runs, is_long };
+        let at = self.ladder.partition_point(|(step, _)| *step < wanted);
+        self.ladder.get(at).map(|(step, _)| *step)
     }
 
-    /// The graph of that batch size.
-    pub(super) fn get(&self, size: usize) -> Option<&Graph> {
-        let at = self.ladder.binary_search_by_key(&size, |(size, _)| *size);
+    /// The graph of that step.
+    pub(super) fn get(&self, step: DecodeStep) -> Option<&Graph> {
+        let at = self.ladder.binary_search_by_key(&step, |(step, _)| *step);
         at.ok().map(|at| &self.ladder[at].1)
     }
 }
@@ -100,6 +103,24 @@ pub(super) fn ladder(max: usize) -> Vec<usize> {
     sizes
 }
 
+/// The decode steps that get a graph: of the batch sizes of [`ladder`], and of one row with a long context, if that is a step of its own.
+pub(super) fn steps(max: usize, has_long_row: bool) -> Vec<DecodeStep> {
+    let mut steps: Vec<_> = ladder(max)
+        .into_iter()
+        .map(|rows| DecodeStep { rows, is_long: false })
+        .collect();
+    if has_long_row {
+        steps.insert(
+            1,
+            DecodeStep {
+                rows: 1,
+                is_long: true,
+            },
+        );
+    }
+    steps
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -122,5 +143,17 @@ mod tests {
         assert_eq!(ladder(1), [1]);
         assert_eq!(ladder(24), [1, 2, 4, 8, 16, 24]);
         assert_eq!(ladder(256).len(), 35);
+    }
+
+    #[test]
+    fn one_row_with_a_long_context_is_a_step_of_its_own_where_layers_are_whole() {
+        let decode = |(rows, is_long)| DecodeStep { rows, is_long };
+        let expected = [(1, false), (1, true), (2, false), (4, false), (8, false)];
+        assert_eq!(steps(8, true), expected.map(decode));
+        assert_eq!(steps(1, true), [(1, false), (1, true)].map(decode));
+        assert_eq!(steps(2, false), [(1, false), (2, false)].map(decode));
+        for max in 1..1200 {
+            assert!(steps(max, true).is_sorted_by(|a, b| a < b), "{max}");
+        }
     }
 }

@@ -12,7 +12,7 @@ use plimsoll_kernels::cuda::{
 };
 
 use super::planners::{AttentionPlanners, Planners};
-use super::shape::{BatchShape, ImageInputs, Sampling, padded_rows};
+use super::shape::{BatchShape, DecodeStep, ImageInputs, Sampling, padded_rows};
 use super::staging::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section, Staging};
 use super::states::{StateCounts, StateInput, StateLists};
@@ -25,6 +25,8 @@ use crate::tables::PageTable;
 pub(super) struct StepInput {
     /// Rows of the batch, padding included.
     pub(super) rows: usize,
+    /// As in [`DecodeStep`].
+    pub(super) is_long: bool,
     /// Rows that are given out: sampled from, padding included, or pooled.
     pub(super) samples: usize,
     pub(super) tokens: Section<i32>,
@@ -128,15 +130,14 @@ impl StepInputs {
         })
     }
 
-    /// A decode step of `size` padding rows in slot 0.
-    pub(super) fn padding(&mut self, size: usize) -> StepInput {
-        self.pack(
-            0,
-            &StepPlan::default(),
-            &HashMap::new(),
-            &BatchShape::Decode(size),
-            &[],
-        )
+    /// A decode step of padding rows in slot 0.
+    pub(super) fn padding(&mut self, step: DecodeStep) -> StepInput {
+        let shape = BatchShape::Decode(step);
+        let packed = self.pack(0, &StepPlan::default(), &HashMap::new(), &shape, &[]);
+        StepInput {
+            is_long: step.is_long,
+            ..packed
+        }
     }
 
     /// Packs a checked plan into the memory of step slot `slot`, whose last copy is done. `image_rows` are its rows of an image: of
@@ -152,7 +153,7 @@ impl StepInputs {
         let pages = self.split_runs(plan, shape);
         if self.kv.groups.state_layers() > 0 {
             let padded = match *shape {
-                BatchShape::Decode(size) => size,
+                BatchShape::Decode(step) => step.rows,
                 BatchShape::Exact(_) | BatchShape::Pool(..) => 0,
             };
             self.states.fill(plan, padded);
@@ -238,7 +239,7 @@ impl StepInputs {
             rows.push(if spec.constrained { row.masked() } else { row });
         }
         let len = match shape {
-            BatchShape::Decode(size) => *size,
+            BatchShape::Decode(step) => step.rows,
             // Fewer specs than rows where logits are asked for, and nothing is sampled.
             BatchShape::Exact(at) => at.len(),
             BatchShape::Pool(..) => 0,
@@ -333,12 +334,12 @@ impl StepInputs {
                 first_row += run.input.len();
                 pages += slices.len();
             }
-            if let BatchShape::Decode(size) = *shape {
+            if let BatchShape::Decode(step) = *shape {
                 let padding = |row: usize| GpuRun {
                     first_row: row as i32,
                     ..Default::default()
                 };
-                decode.extend((decode.len()..size).map(padding));
+                decode.extend((decode.len()..step.rows).map(padding));
             }
         }
         pages
@@ -548,6 +549,7 @@ fn layout(counts: &Counts, planners: &[AttentionPlanners]) -> StepInput {
     let mut layout = Layout::default();
     let mut input = StepInput {
         rows: counts.rows,
+        is_long: false,
         samples: counts.samples,
         tokens: layout.section(counts.rows),
         real_rows: layout.section(1),

@@ -1,4 +1,5 @@
 mod batch;
+mod recording;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use super::GpuModel;
 use super::clock::Clocks;
 use super::decoder::StepState;
 use super::encoder::{EncoderState, PlacedImage};
-use super::graphs::{Graphs, ladder};
+use super::graphs::Graphs;
 use super::input::{StepInput, StepInputs};
 use super::link::{Abandon, RankLink};
 use super::loads::Loads;
@@ -142,54 +143,6 @@ impl GpuRunner {
     /// Whether its steps sample: those of a model for embeddings are prompts, which no graph replays.
     pub(super) fn samples(&self) -> bool {
         self.state.vectors.is_none()
-    }
-
-    /// Takes what decode steps will take from the arena, so that none of them runs out of it.
-    pub(super) fn reserve_for_graphs(&mut self) -> Result<(), DeviceError> {
-        let Self {
-            model, state, arena, ..
-        } = self;
-        for size in ladder(self.bounds.limits.max_num_seqs).into_iter().rev() {
-            let input = state.inputs.padding(size);
-            model.decoder().reserve(&input, state, arena)?;
-        }
-        Ok(())
-    }
-
-    /// Runs what a decode step of each batch size of the ladder launches once for real: libraries load what they need. The arena has
-    /// been reserved.
-    pub(super) fn warm_up(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<(), DeviceError> {
-        let Self {
-            model, state, arena, ..
-        } = self;
-        let (gpu, decoder) = (model.gpu(), model.decoder());
-        let sizes = ladder(self.bounds.limits.max_num_seqs);
-        for &size in sizes.iter().rev() {
-            progress(0, sizes.len());
-            let input = state.inputs.padding(size);
-            // SAFETY: nothing is in flight.
-            unsafe { state.inputs.send(0, &input, None)? };
-            decoder.warm_up(&input, state, arena)?;
-            gpu.synchronize()?;
-        }
-        Ok(())
-    }
-
-    /// Records a decode step of each batch size of the ladder, all of which have run.
-    pub(super) fn capture_graphs(
-        &mut self,
-        progress: &mut dyn FnMut(usize, usize),
-    ) -> Result<(), DeviceError> {
-        let Self {
-            model, state, arena, ..
-        } = self;
-        let (gpu, decoder) = (model.gpu(), model.decoder());
-        let sizes = ladder(self.bounds.limits.max_num_seqs);
-        self.graphs = Graphs::capture(gpu, &sizes, progress, |size| {
-            let input = state.inputs.padding(size);
-            gpu.capture(|| decoder.step(&input, state, arena, None))
-        })?;
-        Ok(())
     }
 
     /// Gives the canary's memory back: the last thing before serving.
@@ -373,7 +326,7 @@ impl GpuRunner {
     /// The graph that replays such a batch, if it is one of decoding requests and there are graphs.
     fn graph(&self, batch: &Batch) -> Option<&Graph> {
         match batch.shape {
-            BatchShape::Decode(size) => self.graphs.get(size),
+            BatchShape::Decode(step) => self.graphs.get(step),
             BatchShape::Exact(_) | BatchShape::Pool(..) => None,
         }
     }

@@ -5,11 +5,20 @@ use plimsoll_kernels::cuda::PairAxes;
 
 use crate::ModelConfig;
 
+/// Which of the steps that have a graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct DecodeStep {
+    /// Rows, padding included.
+    pub(super) rows: usize,
+    /// One row whose context is too long for whole layers in one launch.
+    pub(super) is_long: bool,
+}
+
 /// Size of a step's batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum BatchShape {
     /// A graph's: one row per run, each sampled from, padded to so many.
-    Decode(usize),
+    Decode(DecodeStep),
     /// As many rows as there are tokens, see [`padded_rows`], and those sampled from.
     Exact(Vec<i32>),
     /// A list of the rows that are given out, padded as those of [`Self::Exact`]; without one all are, and there is no padding. Then which of
@@ -30,7 +39,7 @@ impl BatchShape {
     /// Rows of a step of so many tokens.
     pub(super) fn rows(&self, tokens: usize) -> usize {
         match *self {
-            Self::Decode(size) => size,
+            Self::Decode(step) => step.rows,
             Self::Exact(_) | Self::Pool(Some(_), _) => padded_rows(tokens),
             Self::Pool(None, _) => tokens,
         }
@@ -125,17 +134,21 @@ impl ImageInputs {
 
 #[cfg(test)]
 mod tests {
-    use super::{BatchShape, padded_rows};
+    use super::{BatchShape, DecodeStep, padded_rows};
 
     #[test]
     fn only_rows_that_nobody_is_given_are_padding() {
         let shapes = |tokens: usize| {
             let given = vec![tokens as i32 - 1];
+            let decode = DecodeStep {
+                rows: tokens,
+                is_long: false,
+            };
             [
                 (BatchShape::Exact(given.clone()), true),
                 (BatchShape::Pool(Some(given), vec![[0, 1]]), true),
                 (BatchShape::Pool(None, vec![[0, tokens as i32]]), false),
-                (BatchShape::Decode(tokens), false),
+                (BatchShape::Decode(decode), false),
             ]
         };
         for tokens in (1..80).chain([1021, 8189, 8192]) {

@@ -15,27 +15,27 @@ use crate::setup::{Setup, gpu, load_dummy_with, report};
 /// Layers of Qwen2.5-0.5B, but more of them than a launch takes.
 const CONFIG: &str = r#"{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896,
     "intermediate_size": 4864, "num_hidden_layers": 34, "num_attention_heads": 14, "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "vocab_size": 2048, "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "vocab_size": 2048, "max_position_embeddings": 16384,
     "tie_word_embeddings": true}"#;
 
 const LIMITS: StepLimits = StepLimits {
-    max_num_batched_tokens: 1024,
+    max_num_batched_tokens: 16_384,
     max_num_seqs: 2,
-    max_model_len: 1024,
+    max_model_len: 16_384,
 };
 
-/// Log-probabilities of a request that decodes alone, whose layers are one launch, and beside another, where they are not: both are those of
-/// the kernels for any step.
+/// Log-probabilities of a request that decodes alone, whose layers are one launch unless its context is long, and beside another, where they
+/// are not: both are those of the kernels for any step.
 fn decode(model: &Arc<GpuModel>) -> Vec<Sampled> {
     let setup = Setup {
         block_size: 16,
-        tokens: 1024,
+        tokens: 16_384,
         enforce_eager: false,
     };
     let mut runner = setup.build_for(model, &LIMITS, Scratch::Growable);
-    let text = random_tokens(&mut StdRng::seed_from_u64(5), 1001);
-    let (own, other) = (blocks(0..63), blocks(63..64));
-    let contexts = [1, 2, 17, 250, 1001];
+    let text = random_tokens(&mut StdRng::seed_from_u64(5), 12_001);
+    let (own, other) = (blocks(0..1023), blocks(1023..1024));
+    let contexts = [1, 2, 17, 250, 1001, 8065, 12_001];
     let decoded = contexts.map(|context| {
         let (prompt, last) = text[..context].split_at(context - 1);
         if !prompt.is_empty() {

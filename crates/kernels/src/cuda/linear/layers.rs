@@ -42,6 +42,11 @@ const KERNELS: [(usize, usize, &str); 4] = [
     (128, 1024, "layer_chain_128_4"),
     (128, MOST_WIDTH, "layer_chain_128_8"),
 ];
+/// `kMostSplits`: blocks that attend for one head at most.
+const MOST_SPLITS: usize = 9;
+/// Cached tokens for each block that attends, up to which layers were faster in one launch: heads of 14, 16 (of 128) and 32 (of 64) took as
+/// long as with kernels of their own at 1,290, 1,200 and 925 (`tests/bench/h200/kernels.md`).
+const MOST_TOKENS: usize = 896;
 /// Tokens that a measurement attends to.
 const MEASURED_CONTEXT: usize = 256;
 /// A measurement makes so many calls.
@@ -257,8 +262,11 @@ impl Linears {
     /// Layers of a launch of [`Self::forward_row_layers`].
     pub const MOST_ROW_LAYERS: usize = MOST_LAYERS;
 
-    /// Cached tokens up to which [`Self::forward_row_layers`] is fast: it reads keys and values once for each query head.
-    pub const LONGEST_ROW_CONTEXT: usize = 8192;
+    /// Cached tokens up to which [`Self::forward_row_layers`] is faster with so many query heads: it reads keys and values once for each of
+    /// them.
+    pub fn longest_row_context(&self, heads: usize) -> usize {
+        (self.gpu.info().sm_count / heads).min(MOST_SPLITS) * MOST_TOKENS
+    }
 
     /// Whether [`Self::forward_row_layers`] can compute layers like this one.
     pub fn can_chain_layer(&self, products: &RowLayerProducts<'_>, heads: usize, layout: &KvLayout) -> bool {

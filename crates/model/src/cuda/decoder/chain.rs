@@ -129,10 +129,15 @@ impl Decoder {
                 .chains_layer(&layer.products, layer.spec.heads, &layout)
     }
 
-    /// Tokens of context up to which a request that decodes alone is fastest as one row, where layers are one launch as a whole then.
-    pub(in crate::cuda) fn longest_row(&self, state: &StepState) -> Option<usize> {
-        let chains = self.kinds.iter().any(|&first| self.chains_whole(first, state));
-        chains.then_some(Linears::LONGEST_ROW_CONTEXT)
+    /// Tokens of context up to which layers are fastest as a whole, if some are one launch so: longer ones take a graph of their own.
+    pub(in crate::cuda) fn longest_whole(&self, state: &StepState) -> Option<usize> {
+        let whole = self
+            .kinds
+            .iter()
+            .filter(|&&first| self.chains_whole(first, state));
+        let heads =
+            whole.filter_map(|&first| Some(self.weights.decoder.layers[first].spec.attention()?.heads));
+        heads.map(|heads| self.linears.longest_row_context(heads)).min()
     }
 }
 
@@ -145,7 +150,11 @@ impl Step<'_, '_> {
     /// Whether the step is one where layers can be: all its rows decode and are given out.
     fn can_chain_whole(&self) -> bool {
         let input = self.input;
-        self.images.is_none() && input.decode.is_some() && input.sample_at.is_none() && input.samples > 0
+        !input.is_long
+            && self.images.is_none()
+            && input.decode.is_some()
+            && input.sample_at.is_none()
+            && input.samples > 0
     }
 
     /// Launches the layers that wait, and with them these projections of what follows, if they can be a part of it; or lets them wait on,

@@ -57,8 +57,8 @@ impl Batch {
             && !(in_chunks && plan.runs.iter().any(|run| run.state.is_some_and(|state| state.in_chunks)))
             // Graphs know nothing of images, whose last row may be that which is sampled from.
             && images::rows_of(plan).is_none();
-        let size = decodes.then(|| graph_rows(&plan.runs, decoder.longest_row(state)));
-        let size = size.and_then(|rows| graphs.size_for(rows));
+        let is_long = is_long_row(&plan.runs, || decoder.longest_whole(state));
+        let step = graphs.step_for(plan.runs.len(), is_long).filter(|_| decodes);
         let (mut row, mut at, mut scored) = (0, Vec::new(), 0);
         let runs = plan.runs.iter().map(|run| {
             row += run.input.len();
@@ -81,7 +81,7 @@ impl Batch {
         Self {
             samples: at.len(),
             runs,
-            shape: size.map_or(BatchShape::Exact(at), BatchShape::Decode),
+            shape: step.map_or(BatchShape::Exact(at), BatchShape::Decode),
         }
     }
 
@@ -122,12 +122,11 @@ impl Batch {
     }
 }
 
-/// The rows whose graph decodes these: as many, or two where whole layers of one row are one launch up to the context `longest_row`, and there
-/// is more. Attention has kernels of its own with two rows, and without a graph.
-fn graph_rows(runs: &[Run], longest_row: Option<usize>) -> usize {
-    match (runs, longest_row) {
-        ([run], Some(longest)) if run.end() > longest => 2,
-        _ => runs.len(),
+/// Whether this is one row with more context than `longest` tokens, if there is such a bound.
+fn is_long_row(runs: &[Run], longest: impl FnOnce() -> Option<usize>) -> bool {
+    match runs {
+        [run] => longest().is_some_and(|longest| run.end() > longest),
+        _ => false,
     }
 }
 
@@ -138,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_row_with_a_long_context_takes_the_graph_of_two() {
+    fn one_row_alone_may_have_a_long_context() {
         let run = |context: usize| Run {
             request: RequestId(0),
             start: context - 1,
@@ -150,15 +149,19 @@ mod tests {
             score: None,
             pool: None,
         };
-        for (contexts, longest, rows) in [
-            (&[8192][..], Some(8192), 1),
-            (&[8193], Some(8192), 2),
-            (&[8193], None, 1),
-            (&[8193, 1], Some(8192), 2),
-            (&[1, 9000, 20_000], Some(8192), 3),
+        for (contexts, longest, is_long) in [
+            (&[8192][..], Some(8192), false),
+            (&[8193], Some(8192), true),
+            (&[8193], None, false),
+            (&[8193, 1], Some(8192), false),
+            (&[1, 9000, 20_000], Some(8192), false),
         ] {
             let runs: Vec<Run> = contexts.iter().map(|&context| run(context)).collect();
-            assert_eq!(graph_rows(&runs, longest), rows, "{contexts:?}, {longest:?}");
+            assert_eq!(
+                is_long_row(&runs, || longest),
+                is_long,
+                "{contexts:?}, {longest:?}"
+            );
         }
     }
 }

@@ -1,0 +1,66 @@
+//! How the graphs of decode steps come to be.
+
+use plimsoll_device::cuda::DeviceError;
+
+use super::GpuRunner;
+use crate::cuda::graphs::{self, Graphs};
+use crate::cuda::shape::DecodeStep;
+
+impl GpuRunner {
+    /// Those that get a graph.
+    fn decode_steps(&self) -> Vec<DecodeStep> {
+        let has_long_row = self.model.decoder().longest_whole(&self.state).is_some();
+        graphs::steps(self.bounds.limits.max_num_seqs, has_long_row)
+    }
+
+    /// Takes what decode steps will take from the arena, so that none of them runs out of it.
+    pub(in crate::cuda) fn reserve_for_graphs(&mut self) -> Result<(), DeviceError> {
+        let steps = self.decode_steps();
+        let Self {
+            model, state, arena, ..
+        } = self;
+        for step in steps.into_iter().rev() {
+            let input = state.inputs.padding(step);
+            model.decoder().reserve(&input, state, arena)?;
+        }
+        Ok(())
+    }
+
+    /// Runs what each decode step that gets a graph launches once for real: libraries load what they need. The arena has been reserved.
+    pub(in crate::cuda) fn warm_up(
+        &mut self,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<(), DeviceError> {
+        let steps = self.decode_steps();
+        let Self {
+            model, state, arena, ..
+        } = self;
+        let (gpu, decoder) = (model.gpu(), model.decoder());
+        for &step in steps.iter().rev() {
+            progress(0, steps.len());
+            let input = state.inputs.padding(step);
+            // SAFETY: nothing is in flight.
+            unsafe { state.inputs.send(0, &input, None)? };
+            decoder.warm_up(&input, state, arena)?;
+            gpu.synchronize()?;
+        }
+        Ok(())
+    }
+
+    /// Records the decode steps that get a graph, all of which have run.
+    pub(in crate::cuda) fn capture_graphs(
+        &mut self,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<(), DeviceError> {
+        let steps = self.decode_steps();
+        let Self {
+            model, state, arena, ..
+        } = self;
+        let (gpu, decoder) = (model.gpu(), model.decoder());
+        self.graphs = Graphs::capture(gpu, &steps, progress, |step| {
+            let input = state.inputs.padding(step);
+            gpu.capture(|| decoder.step(&input, state, arena, None))
+        })?;
+        Ok(())
+    }
+}
