@@ -62,6 +62,7 @@ pub use report::{ComponentLine, Memory, Report, Suggestion};
 pub use results::{Attempt, Bound, Disabled, Measured, Origin, Outcome, ScenarioResult};
 pub use scenario::{
     LeftOut, Scenario, ScenarioKind, ScenarioShape, probe_scenarios, scenario_shapes, scenarios,
+    short_probe_scenarios,
 };
 pub use setting::Setting;
 pub use spec::{

@@ -16,6 +16,8 @@ pub enum ScenarioKind {
     /// One new prompt that fills the step, where there is no [`Self::LongPrefix`].
     Prefill,
     /// A chunk that fills the step and ends at the longest context, sampling with everything a client can ask for.
+    ///
+    /// In a probe of a device on which contexts take no memory of a step the prefix is short.
     LongPrefix,
     /// As many rows as may run, one token each: as many of them at the longest context as the cache holds, the others short. All are
     /// at the longest context where there is no [`Self::Mixed`].
@@ -107,6 +109,16 @@ pub fn probe_scenarios(
     pooling: Option<Pooling>,
 ) -> (Vec<Scenario>, Vec<LeftOut>) {
     worst_steps(Contexts::Held, limits, vocab_size, kv, pooling)
+}
+
+/// The same where a step takes as much however far its rows look back: see [`ScenarioKind::LongPrefix`].
+pub fn short_probe_scenarios(
+    limits: &StepLimits,
+    vocab_size: usize,
+    kv: KvConfig,
+    pooling: Option<Pooling>,
+) -> (Vec<Scenario>, Vec<LeftOut>) {
+    worst_steps(Contexts::Short, limits, vocab_size, kv, pooling)
 }
 
 fn worst_steps(
@@ -231,6 +243,8 @@ enum Contexts {
     All,
     /// As many as the cache holds of requests that share nothing, but at least one.
     Held,
+    /// So many too, but the prefix of [`ScenarioKind::LongPrefix`] is short.
+    Short,
 }
 
 /// Tokens `start..end` of one request.
@@ -328,10 +342,17 @@ impl Shapes {
             ScenarioKind::LongPrefix if context <= batched => Err(format!(
                 "a request of {context} tokens is never split: a step has room for {batched} (--max-num-batched-tokens)"
             )),
-            ScenarioKind::LongPrefix => Ok(vec![Row {
-                start: context - self.longest_row(),
-                end: context,
-            }]),
+            ScenarioKind::LongPrefix => {
+                let (row, longest) = (self.longest_row(), context - self.longest_row());
+                let start = match self.contexts {
+                    Contexts::All | Contexts::Held => longest,
+                    Contexts::Short => longest.min(SHORT_PREFIX),
+                };
+                Ok(vec![Row {
+                    start,
+                    end: start + row,
+                }])
+            }
             ScenarioKind::Mixed | ScenarioKind::PromptLogprobs if context == 1 => {
                 Err("no request is longer than one token".into())
             }
@@ -363,7 +384,7 @@ impl Shapes {
         let held = self.blocks() / self.kv.block_size.blocks_for(context);
         let longest = match contexts {
             Contexts::All => rows,
-            Contexts::Held => held.max(1),
+            Contexts::Held | Contexts::Short => held.max(1),
         };
         (0..rows).map(move |index| {
             let start = if index < longest {
@@ -548,6 +569,9 @@ impl Shapes {
 /// Blocks that all contexts of a worst step share. What a step allocates follows from the number of keys, not from where they lie;
 /// few blocks stay in the device's cache, so that reading hundreds of contexts of the longest length does not take seconds.
 const SHARED_BLOCKS: usize = 64;
+
+/// Tokens of a prefix that is short.
+const SHORT_PREFIX: usize = 1024;
 
 /// Distance between the tokens of neighbouring rows at the same position. A prime, so that rows rarely have the same token.
 const TOKENS_APART: usize = 7919;

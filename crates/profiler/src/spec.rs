@@ -49,6 +49,9 @@ pub struct ProfileSpec {
     pub plan: Option<Plan>,
     /// Steps in flight while steps are timed after the proof, as when serving. 0: they are not timed.
     pub timed_in_flight: usize,
+    /// Whether a step may take more memory of the device the longer its contexts are. Where it takes as much for the same rows and tokens, a
+    /// probe computes no long prefix; the proof does all the same.
+    pub contexts_take_memory: bool,
     /// Device memory while the model was loaded; for reports.
     pub loading: Option<Loading>,
     /// What this start does without; the report lists it.
@@ -84,6 +87,7 @@ impl ProfileSpec {
             gives_advice: true,
             plan: None,
             timed_in_flight: 0,
+            contexts_take_memory: true,
             loading: None,
             disabled: Vec::new(),
         }
@@ -189,6 +193,7 @@ impl ProfileSpec {
             self.state_slots(),
             size,
             self.gives_advice,
+            self.contexts_take_memory,
         )
     }
 

@@ -8,7 +8,7 @@ use plimsoll_core::{
 };
 
 use crate::profiler::Profiler;
-use crate::scenario::{LeftOut, Scenario, ScenarioKind, probe_scenarios, scenarios};
+use crate::scenario::{LeftOut, Scenario, ScenarioKind, probe_scenarios, scenarios, short_probe_scenarios};
 use crate::{
     Attempt, DiscardReason, DiscardedPlan, Outcome, Phase, ProfileError, ProfileSpec, RankLost,
     ScenarioProgress, ScenarioResult, StepRecord, Target, Verdict,
@@ -223,7 +223,8 @@ impl<T: Target> Profiler<'_, T> {
     ) -> Result<Stress, Stop> {
         let worst_steps = match phase {
             Phase::Validate => scenarios,
-            _ => probe_scenarios,
+            _ if spec.contexts_take_memory => probe_scenarios,
+            _ => short_probe_scenarios,
         };
         let (scenarios, left_out) = worst_steps(&spec.limits, spec.vocab_size, kv, spec.pooling);
         let of = scenarios.len();

@@ -28,6 +28,8 @@ fn defaults(total: u64) -> Defaults {
         max_num_seqs: if total >= LARGE_GPU { 1024 } else { 512 },
         max_num_batched_tokens: 8192,
         steps_in_flight: 2,
+        // What a step takes follows from its rows, tokens and samples; partial results of attention have room for any step.
+        contexts_take_memory: false,
         useful_tokens: None,
     }
 }

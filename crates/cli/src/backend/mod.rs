@@ -255,6 +255,8 @@ pub struct Defaults {
     pub max_num_batched_tokens: usize,
     /// One where the executor computes inside `launch`; on a GPU the host prepares the next step meanwhile.
     pub steps_in_flight: usize,
+    /// Whether a step may take more memory the longer its contexts are.
+    pub contexts_take_memory: bool,
     /// Tokens of the KV cache, or of one request if that is more, where no flag says how much memory it may take. A larger one
     /// is of little use at the device's speed, but would take memory from others.
     pub useful_tokens: Option<usize>,
@@ -265,6 +267,7 @@ const CPU_DEFAULTS: Defaults = Defaults {
     max_num_seqs: 32,
     max_num_batched_tokens: 512,
     steps_in_flight: 1,
+    contexts_take_memory: true,
     useful_tokens: Some(1 << 15),
 };
 

@@ -15,7 +15,7 @@ use plimsoll_server::{EmbeddingInfo, StartPhase};
 use super::disabled::disabled;
 use super::spec::{Limits, limits, profile_spec};
 use super::{StartTimes, Text, plans};
-use crate::backend::{Backend, LoadedModel, weights_bytes};
+use crate::backend::{Backend, Defaults, LoadedModel, weights_bytes};
 use crate::bytes::Bytes;
 use crate::error::Error;
 use crate::images;
@@ -145,8 +145,14 @@ impl Loaded {
     pub(super) fn spec(&self) -> ProfileSpec {
         let total = self.backend.account().meters().total;
         let disabled: &[Disabled] = &self.model.disabled;
+        let Defaults {
+            steps_in_flight,
+            contexts_take_memory,
+            ..
+        } = self.backend.defaults();
         ProfileSpec {
-            timed_in_flight: self.backend.defaults().steps_in_flight,
+            timed_in_flight: steps_in_flight,
+            contexts_take_memory,
             loading: self.loading,
             disabled: disabled.to_vec(),
             ..profile_spec(

@@ -6,7 +6,7 @@ use plimsoll_cli::start::{Started, predict};
 use plimsoll_core::{Component, Meters, StepError};
 use plimsoll_device::cuda::{Gpu, GpuLimit, GpuOptions};
 use plimsoll_engine::Drained;
-use plimsoll_profiler::{Origin, Outcome, ProfileError};
+use plimsoll_profiler::{Origin, Outcome, ProfileError, ScenarioKind, ScenarioResult};
 use plimsoll_server::Memory;
 
 use crate::recovery::{PATIENCE, read, submit, until_ready};
@@ -327,6 +327,14 @@ async fn parts_sum_to_what_the_gpu_reports_and_are_predicted() {
         let parts = memory.attributed + memory.peers;
         assert!(parts.abs_diff(memory.device_used) <= 64 << 20, "{memory:?}");
     }
+    // Worst steps take as much of the arena in the proof, with the longest contexts, as in the probe.
+    let taken = |steps: &[ScenarioResult]| -> Vec<_> {
+        let steps = steps.iter();
+        steps.map(|step| (step.kind, step.scratch_bytes)).collect()
+    };
+    let probed = taken(&report.probe_scenarios);
+    assert_eq!(taken(&report.attempts.last().unwrap().scenarios), probed);
+    assert!(probed.iter().any(|(kind, _)| *kind == ScenarioKind::LongPrefix));
     let tokens = prediction.kv_tokens as f64 / report.kv_tokens as f64;
     assert!((tokens - 1.0).abs() < 0.03, "{:?}", prediction.compare(report));
 }

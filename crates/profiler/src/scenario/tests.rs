@@ -137,6 +137,27 @@ fn as_many_contexts_are_the_longest_as_the_cache_holds() {
     assert_eq!(shapes(&alone, ScenarioKind::SampleSort), [long; 8]);
 }
 
+/// Where contexts take no memory, a probe computes no long prefix, and all else as ever.
+#[test]
+fn a_probe_may_have_a_short_prefix() {
+    for (context, start) in [(8192, 1024), (1600, 1024), (1500, 988)] {
+        let (limits, kv) = (limits(512, 8, context), kv(900));
+        let (short, left_out) = short_probe_scenarios(&limits, 1000, kv, None);
+        let (long, also_left_out) = probe_scenarios(&limits, 1000, kv, None);
+        assert_eq!(left_out, also_left_out);
+        for Scenario { kind, plan } in &long {
+            let rows = shapes(&short, *kind);
+            if *kind == ScenarioKind::LongPrefix {
+                assert_eq!(rows, [(start, start + 512)]);
+                assert_eq!(shapes(&long, *kind), [(context - 512, context)]);
+            } else {
+                assert_eq!(rows, shapes(&long, *kind), "{kind}");
+            }
+            assert_eq!(plan.runs.len(), rows.len());
+        }
+    }
+}
+
 #[test]
 fn the_worst_step_scores_every_prompt_token_it_has() {
     let scored = |kind, batched, seqs| {
@@ -238,6 +259,7 @@ fn plans_are_legal_under_any_limits() {
         let final_size = spec.kv(spec.request_pages() + up_to(200) - 1);
         for (kv, worst_steps) in [
             (probe, probe_scenarios as fn(&_, _, _, _) -> _),
+            (probe, short_probe_scenarios),
             (probe, scenarios),
             (final_size, scenarios),
         ] {

@@ -61,6 +61,32 @@ fn the_longest_context_is_measured_before_it_is_proved() {
     }
 }
 
+/// The probe of a device on which contexts take no memory computes no long prefix, and finds the same size; where they do, the proof finds
+/// out.
+#[test]
+fn what_a_short_prefix_hides_is_found_by_the_proof() {
+    let probed = |prefix, contexts_take_memory| {
+        let device = DeviceModel {
+            step: StepMemory {
+                prefix,
+                ..step_memory()
+            },
+            ..model()
+        };
+        let spec = ProfileSpec {
+            limits: limits(512, 16, 8192),
+            contexts_take_memory,
+            ..spec()
+        };
+        run(device, &spec).map(|proved| (proved.config(), proved.report().attempts.len()))
+    };
+    let [long, short] = [true, false].map(|contexts_take_memory| probed(0, contexts_take_memory).unwrap());
+    assert_eq!((short, short.1), (long, 1));
+    assert!(probed(2000, true).is_ok());
+    let hidden = probed(2000, false);
+    assert!(matches!(hidden, Err(ProfileError::DoesNotFit(_))), "{hidden:?}");
+}
+
 #[test]
 fn there_is_one_line_a_phase() {
     let mut lines = Lines::default();
