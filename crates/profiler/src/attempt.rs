@@ -5,16 +5,17 @@ use std::time::Instant;
 use plimsoll_core::{Component, KvConfig, Meters, Scratch, StateConfig};
 
 use crate::profiler::{Profiler, seconds};
-use crate::stress::{Stop, Stress};
+use crate::stress::{Stop, WorstSteps};
 use crate::{
     Arithmetic, Attempt, Bound, DiscardedPlan, LeftOut, Measured, Origin, Outcome, Phase, Plan, ProfileError,
     ScenarioResult, StepTimes, Target,
 };
 
-/// A state of the size to prove, with its canary.
+/// A state of the size to prove, with its canary, and what it has to compute.
 struct Rebuilt<S> {
     state: S,
     config: StateConfig,
+    steps: WorstSteps,
 }
 
 /// A state whose size passed; nothing but [`Profiler::validate`] makes one.
@@ -87,7 +88,7 @@ impl<T: Target> Profiler<'_, T> {
             scratch,
             canary_bytes: self.spec.margins.canary_bytes,
         };
-        let state = self.build(Phase::Rebuild, &config)?;
+        let (state, steps) = self.build_with_steps(Phase::Rebuild, self.spec, &config)?;
         let meters = self.target.meters();
         let fields = vec![
             ("outcome", "built".to_owned()),
@@ -99,7 +100,7 @@ impl<T: Target> Profiler<'_, T> {
             ("seconds", seconds(started)),
         ];
         self.log(Phase::Rebuild, fields);
-        Ok(Rebuilt { state, config })
+        Ok(Rebuilt { state, config, steps })
     }
 
     fn validate(
@@ -108,11 +109,16 @@ impl<T: Target> Profiler<'_, T> {
         passed: &mut Vec<ScenarioResult>,
     ) -> Result<Validated<T::State>, Stop> {
         let started = Instant::now();
-        let Rebuilt { mut state, config } = rebuilt;
-        let stress = match self.prove(&mut state, &config, passed) {
-            Ok(stress) => stress,
+        let Rebuilt {
+            mut state,
+            config,
+            steps,
+        } = rebuilt;
+        let scratch_bytes = match self.prove(&mut state, &config, &steps, passed) {
+            Ok(bytes) => bytes,
             Err(stop) => return Err(self.give_up(Phase::Validate, Some(state), stop)),
         };
+        let WorstSteps { left_out, .. } = steps;
         let step_times = match self.time_steps(&mut state, config.kv, started.elapsed()) {
             Ok(times) => times,
             Err(stop) => return Err(self.give_up(Phase::Timing, Some(state), stop)),
@@ -133,7 +139,7 @@ impl<T: Target> Profiler<'_, T> {
         self.log(Phase::Validate, fields);
         let scratch = match config.scratch {
             Scratch::Fixed(bytes) => bytes,
-            Scratch::Growable => stress.scratch_bytes,
+            Scratch::Growable => scratch_bytes,
         };
         Ok(Validated {
             state,
@@ -142,27 +148,26 @@ impl<T: Target> Profiler<'_, T> {
                 canary_bytes: 0,
                 ..config
             },
-            left_out: stress.left_out,
+            left_out,
             step_times,
         })
     }
 
-    /// The worst steps. A growing arena settles in a first pass; the proof is a pass in which it no longer grows.
+    /// The worst steps. A growing arena settles in a first pass; the proof is a pass in which it no longer grows. Returns the most bytes of
+    /// it that one took.
     fn prove(
         &mut self,
         state: &mut T::State,
         config: &StateConfig,
+        steps: &WorstSteps,
         passed: &mut Vec<ScenarioResult>,
-    ) -> Result<Stress, Stop> {
+    ) -> Result<u64, Stop> {
         let mut settled = 0;
         if config.scratch == Scratch::Growable {
-            let first = self.stress(Phase::Validate, self.spec, config.kv, state, passed)?;
-            settled = first.scratch_bytes;
+            settled = self.stress(Phase::Validate, steps, state, passed)?;
             passed.clear();
         }
-        let mut stress = self.stress(Phase::Validate, self.spec, config.kv, state, passed)?;
-        stress.scratch_bytes = stress.scratch_bytes.max(settled);
-        Ok(stress)
+        Ok(settled.max(self.stress(Phase::Validate, steps, state, passed)?))
     }
 
     fn release_canary(&mut self, state: &mut T::State, held: &Meters) -> Result<(), ProfileError> {

@@ -122,10 +122,10 @@ impl<T: Target> Profiler<'_, T> {
             scratch: Scratch::Growable,
             canary_bytes: 0,
         };
-        let mut state = self.build(phase, &config)?;
+        let (mut state, steps) = self.build_with_steps(phase, spec, &config)?;
         let mut scenarios = Vec::new();
-        let stress = match self.stress(phase, spec, kv, &mut state, &mut scenarios) {
-            Ok(stress) => stress,
+        let scratch_bytes = match self.stress(phase, &steps, &mut state, &mut scenarios) {
+            Ok(bytes) => bytes,
             Err(stop) => return Err(self.give_up(phase, Some(state), stop)),
         };
         let meters = self.target.meters();
@@ -136,7 +136,7 @@ impl<T: Target> Profiler<'_, T> {
             peak_used: meters.used_high,
             kv_bytes: meters.by_component.get(Component::Kv),
             kv_tokens: kv.capacity_tokens(),
-            scratch_bytes: stress.scratch_bytes,
+            scratch_bytes,
         };
         let mut fields = vec![
             ("kv_tokens", measured.kv_tokens.to_string()),
@@ -145,7 +145,7 @@ impl<T: Target> Profiler<'_, T> {
             ("peak_used", measured.peak_used.to_string()),
             ("scratch", measured.scratch_bytes.to_string()),
             ("scenarios", scenarios.len().to_string()),
-            ("left_out", stress.left_out.len().to_string()),
+            ("left_out", steps.left_out.len().to_string()),
             ("seconds", seconds(started)),
         ];
         if phase == Phase::Advise {

@@ -1,5 +1,7 @@
 //! What every built state goes through, on all ranks or on none: the worst steps, then the leak guard.
 
+use std::panic::resume_unwind;
+use std::thread::{Builder, scope};
 use std::time::Instant;
 
 use plimsoll_core::{
@@ -148,10 +150,23 @@ impl Exhausted {
     }
 }
 
-/// What every worst step left on the meters.
-pub(crate) struct Stress {
+/// The worst steps of a state.
+pub(crate) struct WorstSteps {
+    scenarios: Vec<Scenario>,
     pub(crate) left_out: Vec<LeftOut>,
-    pub(crate) scratch_bytes: u64,
+}
+
+impl WorstSteps {
+    /// For a KV cache of `kv`.
+    fn new(phase: Phase, spec: &ProfileSpec, kv: KvConfig) -> Self {
+        let worst_steps = match phase {
+            Phase::Rebuild | Phase::Validate => scenarios,
+            _ if spec.contexts_take_memory => probe_scenarios,
+            _ => short_probe_scenarios,
+        };
+        let (scenarios, left_out) = worst_steps(&spec.limits, spec.vocab_size, kv, spec.pooling);
+        Self { scenarios, left_out }
+    }
 }
 
 impl<T: Target> Profiler<'_, T> {
@@ -176,6 +191,28 @@ impl<T: Target> Profiler<'_, T> {
             Verdict::OutOfMemory => Stop::exhausted(phase, scenario, Shortage::Rank(rank)),
             _ => Stop::Failed(ProfileError::OtherRank { rank, phase }),
         })
+    }
+
+    /// Builds a state on every rank, and makes its worst steps meanwhile: together the rows at the longest context have millions of tokens.
+    pub(crate) fn build_with_steps(
+        &mut self,
+        phase: Phase,
+        spec: &ProfileSpec,
+        config: &StateConfig,
+    ) -> Result<(T::State, WorstSteps), Stop> {
+        let make = || WorstSteps::new(phase, spec, config.kv);
+        let (built, steps) = scope(|scope| {
+            let maker = Builder::new().name("worst-steps".to_owned());
+            let made = maker.spawn_scoped(scope, make);
+            let built = self.build(phase, config);
+            // If no thread can be started, they are made now.
+            let steps = made.map_or_else(
+                |_| make(),
+                |thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
+            );
+            (built, steps)
+        });
+        Ok((built?, steps))
     }
 
     /// Builds a state on every rank.
@@ -212,24 +249,17 @@ impl<T: Target> Profiler<'_, T> {
         }
     }
 
-    /// Runs every worst step once; what passes is added to `passed`.
+    /// Runs every worst step once; what passes is added to `passed`. Returns the most bytes of the arena that one took.
     pub(crate) fn stress(
         &mut self,
         phase: Phase,
-        spec: &ProfileSpec,
-        kv: KvConfig,
+        steps: &WorstSteps,
         state: &mut T::State,
         passed: &mut Vec<ScenarioResult>,
-    ) -> Result<Stress, Stop> {
-        let worst_steps = match phase {
-            Phase::Validate => scenarios,
-            _ if spec.contexts_take_memory => probe_scenarios,
-            _ => short_probe_scenarios,
-        };
-        let (scenarios, left_out) = worst_steps(&spec.limits, spec.vocab_size, kv, spec.pooling);
-        let of = scenarios.len();
+    ) -> Result<u64, Stop> {
+        let of = steps.scenarios.len();
         let mut scratch_bytes = 0;
-        for (done, Scenario { kind, plan }) in scenarios.into_iter().enumerate() {
+        for (done, &Scenario { kind, ref plan }) in steps.scenarios.iter().enumerate() {
             self.observer.progress(ScenarioProgress {
                 phase,
                 scenario: kind,
@@ -239,13 +269,13 @@ impl<T: Target> Profiler<'_, T> {
             let started = Instant::now();
             let stop = |error| Stop::of_step(phase, kind, error);
             // A rank that finished a step that is not launched everywhere would wait for ever.
-            let launched = state.launch(&plan).and_then(|()| match plan.awaits_masks() {
+            let launched = state.launch(plan).and_then(|()| match plan.awaits_masks() {
                 true => state.sample(&mut allow_all),
                 false => Ok(()),
             });
             let until_launched = started.elapsed().as_secs_f64();
             self.agree(phase, Some(kind), launched.map_err(stop))?;
-            let finished = state.finish().and_then(|output| check_pooled(&plan, &output));
+            let finished = state.finish().and_then(|output| check_pooled(plan, &output));
             let finished = finished.map_err(stop);
             self.agree(phase, Some(kind), finished)?;
             let seconds = started.elapsed().as_secs_f64();
@@ -269,10 +299,7 @@ impl<T: Target> Profiler<'_, T> {
                 peak_reserved: self.target.meters().reserved_high,
             });
         }
-        Ok(Stress {
-            left_out,
-            scratch_bytes,
-        })
+        Ok(scratch_bytes)
     }
 
     /// Drops the states of all ranks that have one; a leak on any rank replaces the error of all. A device that failed may
