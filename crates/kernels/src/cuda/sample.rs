@@ -71,26 +71,45 @@ pub struct SampleLists {
     pub biases: Vec<TokenBias>,
 }
 
+impl SampleLists {
+    /// Elements of both lists.
+    pub fn lens(&self) -> [usize; 2] {
+        [self.history.len(), self.biases.len()]
+    }
+
+    /// Adds what the row of `spec` refers to: see [`SampleRow::new`].
+    pub fn add(&mut self, spec: &SampleSpec, pending: Option<usize>) {
+        if spec.params.needs_history() {
+            let tokens = spec.history.iter().map(|&token| token as i32);
+            self.history
+                .extend(tokens.chain(pending.map(|row| -1 - row as i32)));
+        }
+        let biases = spec.params.logit_bias().iter();
+        self.biases.extend(biases.map(|&(token, bias)| TokenBias {
+            token: token as i32,
+            bias,
+        }));
+    }
+}
+
 impl SampleRow {
     /// The row of `spec`. What it refers to is added to `lists`.
     ///
     /// `pending` is for a history whose last token is not known yet: the row of this step's inputs that holds it (it is
     /// read from [`SampleArgs::resolved`]); `spec.history` then ends before it.
     pub fn new(spec: &SampleSpec, pending: Option<usize>, lists: &mut SampleLists) -> Self {
+        let row = Self::behind(spec, pending, lists.lens());
+        lists.add(spec, pending);
+        row
+    }
+
+    /// As [`Self::new`], of lists to which what it refers to will be added behind so many elements of both.
+    pub fn behind(spec: &SampleSpec, pending: Option<usize>, [history, bias]: [usize; 2]) -> Self {
         let params = &*spec.params;
-        let (history, bias) = (lists.history.len(), lists.biases.len());
-        if params.needs_history() {
-            let tokens = spec.history.iter().map(|&token| token as i32);
-            lists
-                .history
-                .extend(tokens.chain(pending.map(|row| -1 - row as i32)));
-        }
-        lists
-            .biases
-            .extend(params.logit_bias().iter().map(|&(token, bias)| TokenBias {
-                token: token as i32,
-                bias,
-            }));
+        let history_len = match params.needs_history() {
+            true => spec.history.len() + usize::from(pending.is_some()),
+            false => 0,
+        };
         Self {
             seed: spec.seed,
             index: spec.index as u64,
@@ -106,10 +125,10 @@ impl SampleRow {
             top_k: u32::try_from(params.top_k()).unwrap_or(u32::MAX),
             logprobs: params.logprobs().map_or(-1, |k| k.min(MAX_LOGPROBS) as i32),
             history: history as i32,
-            history_len: (lists.history.len() - history) as i32,
+            history_len: history_len as i32,
             prompt_len: spec.prompt_len as i32,
             bias: bias as i32,
-            bias_len: (lists.biases.len() - bias) as i32,
+            bias_len: params.logit_bias().len() as i32,
             flags: 0,
         }
     }

@@ -1,9 +1,7 @@
 use std::collections::HashMap;
 
-use std::ops::Range;
-
 use plimsoll_core::{
-    BlockSize, CacheGroups, KvConfig, Pooling, RequestId, Run, RunInput, SampleSpec, StepLimits, StepPlan,
+    BlockSize, CacheGroups, KvConfig, Pooling, RequestId, Run, RunInput, StepLimits, StepPlan,
 };
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlice};
@@ -11,6 +9,7 @@ use plimsoll_kernels::cuda::{
     DecodeHeader, DecodeItem, GpuRun, HostCopies, PrefillItem, PrefillPlan, SampleLists, SampleRow, TokenBias,
 };
 
+use super::parts::{ListRoom, SamplePart};
 use super::planners::{AttentionPlanners, Planners};
 use super::shape::{BatchShape, DecodeStep, ImageInputs, Sampling, padded_rows};
 use super::staging::STEPS_IN_FLIGHT;
@@ -54,8 +53,8 @@ pub(super) struct StepInput {
     pub(super) image_rows: Section<i32>,
     pub(super) history: Section<i32>,
     pub(super) biases: Section<TokenBias>,
-    /// Rows that are sampled together, and what they refer to. Only the first part is packed with the rest.
-    pub(super) sample_parts: Vec<(Range<usize>, SampleLists)>,
+    /// Rows that are sampled together. What those of the first part refer to is packed with the rest.
+    pub(super) sample_parts: Vec<SamplePart>,
     /// Rows whose next token is a prompt's and scored.
     pub(super) scored: usize,
     /// Where it was packed.
@@ -82,11 +81,12 @@ pub(super) struct PrefillInput {
     pub(super) ends: Section<i32>,
 }
 
-/// Elements of the lists that rows to sample refer to: room for any one row. Steps of more are sampled in parts.
-#[derive(Clone, Copy, Debug)]
-struct ListRoom {
-    history: usize,
-    biases: usize,
+impl StepInput {
+    /// Takes from the plan what rows to sample from refer to, if it is not there yet: it may be more than the rest of the step has, so of a
+    /// step that waits for masks it is left to whoever launched the rest.
+    pub(super) fn add_lists(&mut self, plan: &StepPlan) {
+        self.sample_parts.iter_mut().for_each(|part| part.add_lists(plan));
+    }
 }
 
 /// Packs step plans.
@@ -158,14 +158,14 @@ impl StepInputs {
             };
             self.states.fill(plan, padded);
         }
-        let (mut sample_rows, sample_parts) = self.sample_rows(plan, shape);
+        let (mut sample_rows, sample_parts) = self.room.sample_rows(plan, shape);
         let is_graph = matches!(shape, BatchShape::Decode(_));
         let is_late = is_graph && !plan.awaits_masks() && plan_needs_lists(plan);
         let waiting = (is_late || plan.awaits_masks()).then(|| {
             let skipped = vec![SampleRow::padding(); sample_rows.len()];
             std::mem::replace(&mut sample_rows, skipped)
         });
-        let lists = &sample_parts[0].1;
+        let lists = sample_parts[0].lists();
         let mut counts = self.counts(plan, shape, pages);
         // Later parts take the place of the first.
         counts.history = lists.history.len();
@@ -203,13 +203,16 @@ impl StepInputs {
             (Some(rows), Some(section)) => self.staging.host(slot, section).copy_from_slice(&rows),
             (waiting, _) => input.deferred = waiting,
         }
+        if input.deferred.is_none() {
+            input.add_lists(plan);
+        }
         input
     }
 
     /// Sends what a later part of the sampling refers to, in place of the part before, and waits for that first.
     pub(super) fn send_part(&mut self, gpu: &Gpu, input: &StepInput, part: usize) -> Result<(), GpuError> {
         gpu.synchronize()?;
-        let lists = &input.sample_parts[part].1;
+        let lists = input.sample_parts[part].lists();
         self.write_lists(input.slot, lists, input);
         // One after the other: see `layout`.
         let sent = input.history.start()..input.biases.front(lists.biases.len()).end();
@@ -220,33 +223,6 @@ impl StepInputs {
     fn write_lists(&mut self, slot: usize, lists: &SampleLists, input: &StepInput) {
         self.staging.host(slot, input.history)[..lists.history.len()].copy_from_slice(&lists.history);
         self.staging.host(slot, input.biases)[..lists.biases.len()].copy_from_slice(&lists.biases);
-    }
-
-    /// One entry per row to sample from, padded as `shape` wants.
-    fn sample_rows(
-        &self,
-        plan: &StepPlan,
-        shape: &BatchShape,
-    ) -> (Vec<SampleRow>, Vec<(Range<usize>, SampleLists)>) {
-        let (mut rows, mut parts) = (Vec::new(), Vec::new());
-        let (mut first, mut lists) = (0, SampleLists::default());
-        for spec in plan.runs.iter().filter_map(|run| run.sample.as_ref()) {
-            if !self.room.fits(&lists, spec) {
-                parts.push((first..rows.len(), std::mem::take(&mut lists)));
-                first = rows.len();
-            }
-            let row = SampleRow::new(spec, None, &mut lists);
-            rows.push(if spec.constrained { row.masked() } else { row });
-        }
-        let len = match shape {
-            BatchShape::Decode(step) => step.rows,
-            // Fewer specs than rows where logits are asked for, and nothing is sampled.
-            BatchShape::Exact(at) => at.len(),
-            BatchShape::Pool(..) => 0,
-        };
-        rows.resize(len, SampleRow::padding());
-        parts.push((first..rows.len(), lists));
-        (rows, parts)
     }
 
     /// The device's side of a section.
@@ -473,26 +449,6 @@ impl StepInputs {
                 }
             }
         }
-    }
-}
-
-impl ListRoom {
-    fn new(limits: &StepLimits, sampling: Sampling) -> Self {
-        match sampling {
-            Sampling::From { vocab_size } => Self {
-                history: (256 << 10).max(limits.max_model_len),
-                biases: (64 << 10).max(vocab_size),
-            },
-            Sampling::Pooled(_) => Self {
-                history: 0,
-                biases: 0,
-            },
-        }
-    }
-
-    fn fits(&self, lists: &SampleLists, more: &SampleSpec) -> bool {
-        lists.history.len() + more.history.len() <= self.history
-            && lists.biases.len() + more.params.logit_bias().len() <= self.biases
     }
 }
 

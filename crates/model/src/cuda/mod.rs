@@ -22,6 +22,7 @@ mod link;
 mod loads;
 mod masks;
 mod output;
+mod parts;
 mod planners;
 mod runner;
 mod scores;

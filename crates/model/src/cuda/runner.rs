@@ -365,6 +365,10 @@ impl GpuRunner {
             None => self.clocks.end(step),
         };
         ended.map_err(failed)?;
+        if let Some(unsampled) = &mut self.unsampled {
+            // The GPU computes the rest meanwhile.
+            unsampled.input.add_lists(plan);
+        }
         self.last.clear();
         if let Err(error) = launched {
             return self.give_up(step, error);

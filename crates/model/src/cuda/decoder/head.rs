@@ -6,6 +6,7 @@ use plimsoll_kernels::cuda::{GpuLinear, LinearRoom, RankArgs, SampleArgs, Sample
 
 use super::{Decoder, DeviceError, StepState};
 use crate::cuda::input::StepInput;
+use crate::cuda::parts::SamplePart;
 use crate::cuda::scores::{SCORE_ROWS, ScoreSlices};
 
 /// From normalised rows to samples.
@@ -77,7 +78,7 @@ impl Decoder {
         logits: GpuSlice<'_, f32>,
     ) -> Result<(), GpuError> {
         let vocab = self.weights.spec.vocab_size;
-        for (index, (rows, _)) in input.sample_parts.iter().enumerate() {
+        for (index, SamplePart { rows, .. }) in input.sample_parts.iter().enumerate() {
             if index > 0 {
                 state.inputs.send_part(&self.gpu, input, index)?;
             }
