@@ -153,12 +153,11 @@ impl GpuModel {
         let mut laps = Laps::begin();
         let fused = FusedKernels::load(gpu)?;
         let library = LinearLibrary::open(gpu)?;
-        // Weights are read meanwhile.
-        let preparing = library.prepare();
+        // Weights are read meanwhile, kernels are loaded, and our own ways are measured.
+        let _preparing = library.prepare();
         laps.end("first kernels");
         let weights = GpuWeights::load(&description, spec, &options, kv_element, gpu, &fused, progress)?;
         link.as_ref().map_or(Ok(()), RankLink::agree_to_load)?;
-        drop(preparing);
         let decoder = Decoder::new(gpu, weights, fused, &library, link, options.linear_ways.as_ref())?;
         let encoder = images.map(|spec| Encoder::load(gpu, spec)).transpose()?;
         description.about.config.spec = decoder.spec().clone();
