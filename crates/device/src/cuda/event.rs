@@ -44,6 +44,19 @@ impl Event {
         })
     }
 
+    /// Within [`Gpu::capture`]: each run of the graph moves it behind what was captured before.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    pub fn record_in_graph(&self) -> Result<(), GpuError> {
+        self.gpu.bind()?;
+        let external = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
+        // SAFETY: both are alive.
+        check("cuEventRecordWithFlags", unsafe {
+            sys::cuEventRecordWithFlags(self.handle, self.gpu.stream(), external)
+        })
+    }
+
     /// The driver's handle, for other streams.
     pub fn handle(&self) -> sys::CUevent {
         self.handle

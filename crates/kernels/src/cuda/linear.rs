@@ -29,6 +29,7 @@ mod matrix;
 mod mxfp4;
 mod output;
 mod stream;
+mod timer;
 mod tune;
 
 use std::collections::HashMap;

@@ -9,7 +9,7 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Lau
 use super::cublas_lt::WORKSPACE;
 use super::exchange;
 use super::key::Kind;
-use super::tune::Timer;
+use super::timer::Timer;
 use super::{Fp8Scaling, GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
 use crate::Activation;
 use crate::cuda::chain::{self, BYTES_IN_FLIGHT, GpuChainEnd, PIECE, Ring, VEC};

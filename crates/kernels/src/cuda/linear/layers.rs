@@ -11,7 +11,7 @@ use super::chain::CHAIN_BYTES;
 use super::cublas_lt::WORKSPACE;
 use super::exchange;
 use super::key::Kind;
-use super::tune::Timer;
+use super::timer::Timer;
 use super::{GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
 use crate::cuda::chain::{self, BYTES_IN_FLIGHT, GpuChainEnd, PIECE, VEC};
 use crate::cuda::{GpuKv, GpuKvElement, GpuNorm, GpuQkNorm, GpuRope, GpuRun, has_hopper_kernels};

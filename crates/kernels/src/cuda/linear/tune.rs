@@ -4,12 +4,13 @@ use std::collections::HashMap;
 use std::fmt;
 
 use half::bf16;
-use plimsoll_device::cuda::{Event, Gpu, GpuError, GpuSlice, Graph};
+use plimsoll_device::cuda::{GpuError, GpuSlice};
 use serde::{Deserialize, Serialize};
 
 use super::cublas_lt::{Operands, Shape};
 use super::fewer_rows::{FewerRows, Found, PAUSED_ROWS, is_paused};
 use super::key::Kind;
+use super::timer::{Recorded, Timer};
 use super::{Choice, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products};
 
 /// A measurement reads about this many bytes of weights, in at most so many products: enough to outweigh that the first product has no
@@ -25,10 +26,6 @@ const ACTIVATED_BYTES: f32 = 2e6;
 const MANY_ROWS: usize = 512;
 /// Up to so many rows, weights in few bits may be streamed again for each part of them: in bf16 they would be written and read.
 const MOST_STREAMED_ROWS: usize = 64;
-/// Of a measurement, beyond the first; the least counts.
-const MORE_REPEATS: usize = 2;
-/// A way whose first time exceeds the fastest so far by this factor is not timed again.
-const HOPELESS: f32 = 1.2;
 /// Candidates.
 const MOST_CUTS: usize = 12;
 const MOST_ALGORITHMS: usize = 3;
@@ -290,76 +287,6 @@ impl Linears {
 fn is_lone_fp8(key: &Key, own: &[Choice]) -> bool {
     let is_streamed = matches!(own.first(), Some(Choice::Stream(_)));
     key.shape.scaling().is_some() && key.shape.m <= LONE_ROWS && is_streamed
-}
-
-/// Times calls that launch kernels.
-#[derive(Debug)]
-pub(super) struct Timer {
-    gpu: Gpu,
-    /// Before and behind each run of a graph.
-    marks: [Event; 1 + MORE_REPEATS],
-}
-
-/// Calls to be timed, in a graph.
-#[derive(Debug)]
-pub(super) struct Recorded {
-    graph: Graph,
-    calls: usize,
-}
-
-impl Timer {
-    pub(super) fn new(gpu: &Gpu) -> Result<Self, GpuError> {
-        Ok(Self {
-            gpu: gpu.clone(),
-            marks: [gpu.event()?, gpu.event()?, gpu.event()?],
-        })
-    }
-
-    /// So many calls, in a graph. It may be made while another runs.
-    pub(super) fn record(
-        &self,
-        calls: usize,
-        launch: impl FnMut(usize) -> Result<(), GpuError>,
-    ) -> Result<Recorded, GpuError> {
-        let graph = self.gpu.capture(|| (0..calls).try_for_each(launch))?;
-        Ok(Recorded { graph, calls })
-    }
-
-    /// Starts a run that loads what is needed, and one that counts.
-    pub(super) fn start(&self, recorded: &Recorded) -> Result<(), GpuError> {
-        recorded.graph.launch()?;
-        self.run(recorded, 1)
-    }
-
-    /// Waits for what was started last, and runs it again unless it is hopeless: `fastest` is the time of the fastest way so far. Returns the
-    /// microseconds of each call.
-    pub(super) fn finish(&self, recorded: &Recorded, fastest: f32) -> Result<f32, GpuError> {
-        let first = self.least(recorded, 1)?;
-        if first > HOPELESS * fastest {
-            return Ok(first);
-        }
-        self.run(recorded, MORE_REPEATS)?;
-        Ok(first.min(self.least(recorded, MORE_REPEATS)?))
-    }
-
-    fn run(&self, recorded: &Recorded, times: usize) -> Result<(), GpuError> {
-        self.marks[0].record()?;
-        self.marks[1..=times].iter().try_for_each(|end| {
-            recorded.graph.launch()?;
-            end.record()
-        })
-    }
-
-    /// The shortest of so many runs, in microseconds for each call.
-    fn least(&self, recorded: &Recorded, times: usize) -> Result<f32, GpuError> {
-        let marks = &self.marks[..=times];
-        marks[times].synchronize()?;
-        let mut least = f32::INFINITY;
-        for (start, end) in marks.iter().zip(&marks[1..]) {
-            least = least.min(start.elapsed_ms(end)? * 1e3 / recorded.calls as f32);
-        }
-        Ok(least)
-    }
 }
 
 struct Clock<'a> {
