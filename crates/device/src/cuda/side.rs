@@ -32,8 +32,8 @@ impl SideStream {
         Ok(Self { gpu, handle })
     }
 
-    /// The driver's handle.
-    pub(super) fn handle(&self) -> sys::CUstream {
+    /// The driver's handle, for libraries that launch on it.
+    pub fn handle(&self) -> sys::CUstream {
         self.handle
     }
 
@@ -88,6 +88,35 @@ impl SideStream {
         check("cuStreamWriteValue32", unsafe {
             sys::cuStreamWriteValue32_v2(self.handle, to, word, flags)
         })
+    }
+
+    /// Captures what `record` launches on this stream, and forgets it: nothing runs, but libraries load the kernels for it.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver or of `record`.
+    pub fn rehearse<E: From<GpuError>>(
+        &self,
+        record: impl FnOnce(sys::CUstream) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.gpu.bind()?;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the stream is alive; a place to write to. A capture that was begun is ended whatever `record` says.
+        unsafe {
+            check(
+                "cuStreamBeginCapture",
+                sys::cuStreamBeginCapture_v2(self.handle, mode),
+            )?;
+            let recorded = record(self.handle);
+            let ended = check(
+                "cuStreamEndCapture",
+                sys::cuStreamEndCapture(self.handle, &mut graph),
+            );
+            if !graph.is_null() {
+                check("cuGraphDestroy", sys::cuGraphDestroy(graph))?;
+            }
+            recorded.and(ended.map_err(E::from))
+        }
     }
 
     /// Waits until everything is done.

@@ -9,6 +9,7 @@
 //! generation have (`kernels/int4_products.cu`), and with many, and elsewhere, in cuBLASLt, for which they become bf16 in room of the
 //! caller's.
 
+mod ahead;
 mod chain;
 mod choice;
 mod cublas_lt;
@@ -28,6 +29,7 @@ mod many;
 mod matrix;
 mod mxfp4;
 mod output;
+mod race;
 mod stream;
 mod timer;
 mod tune;
@@ -70,7 +72,8 @@ pub use matrix::{
 };
 pub use mxfp4::mxfp4_word;
 pub use output::LinearOutput;
-pub use tune::{LinearChoice, LinearScratch, LinearUse, TimedWay};
+pub use race::TimedWay;
+pub use tune::{LinearChoice, LinearScratch, LinearUse};
 
 /// What computes linear layers.
 ///

@@ -11,6 +11,7 @@ use std::thread::{Builder, JoinHandle};
 
 use cudarc::cublas::sys::cublasOperation_t;
 use cudarc::cublaslt::sys;
+use cudarc::driver::sys::CUstream;
 use libloading::Library;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 use serde::de::Error as _;
@@ -357,12 +358,32 @@ impl CublasLt {
         status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && result.workspaceSize <= WORKSPACE
     }
 
+    /// Where it runs.
+    pub(super) fn gpu(&self) -> &Gpu {
+        &self.handle.gpu
+    }
+
     /// Launches a product on the GPU's stream.
     ///
     /// # Safety
     /// The operands must have the shape's sizes, be aligned to 16 bytes and live until the product is done.
     pub(super) unsafe fn run(
         &self,
+        shape: &Shape,
+        algorithm: &Algorithm,
+        operands: &Operands,
+    ) -> Result<(), GpuError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.run_on(self.gpu().stream(), shape, algorithm, operands) }
+    }
+
+    /// As [`Self::run`], on a stream of the GPU.
+    ///
+    /// # Safety
+    /// As [`Self::run`], and no product may run on another stream meanwhile: they share the workspace.
+    pub(super) unsafe fn run_on(
+        &self,
+        stream: CUstream,
         shape: &Shape,
         algorithm: &Algorithm,
         operands: &Operands,
@@ -391,7 +412,7 @@ impl CublasLt {
                 &algorithm.0,
                 address(workspace.ptr()),
                 workspace.bytes(),
-                self.handle.gpu.stream().cast(),
+                stream.cast(),
             )
         })
     }

@@ -1,15 +1,19 @@
 //! What computes which layers fastest, measured at start.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
+use std::thread;
 
 use half::bf16;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
 use serde::{Deserialize, Serialize};
 
+use super::ahead::Ahead;
 use super::cublas_lt::{Operands, Shape};
 use super::fewer_rows::{FewerRows, Found, PAUSED_ROWS, is_paused};
 use super::key::Kind;
+use super::race::{Race, TimedWay};
 use super::timer::{Recorded, Timer};
 use super::{Choice, GpuLinear, GpuValues, Key, LinearOutput, Linears, int4_products};
 
@@ -28,16 +32,6 @@ const MANY_ROWS: usize = 512;
 const MOST_STREAMED_ROWS: usize = 64;
 /// Candidates.
 const MOST_CUTS: usize = 12;
-const MOST_ALGORITHMS: usize = 3;
-
-/// A way of a product that was measured.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TimedWay {
-    /// The same on all GPUs that have it, below 2^24.
-    pub way: u32,
-    /// Microseconds, with the pause after it where there is one; infinite where it failed.
-    pub us: f32,
-}
 
 /// See [`Linears::measure_together`].
 type Agree<'a, E> = dyn FnMut(&mut [TimedWay]) -> Result<(), E> + 'a;
@@ -60,6 +54,20 @@ impl<'a> LinearUse<'a> {
     /// If there are none.
     pub(super) fn first(&self) -> &'a GpuLinear {
         self.layers.first().expect("a layer to measure")
+    }
+
+    /// Of so many rows.
+    ///
+    /// # Panics
+    /// If its layers differ in shape.
+    fn key(&self, rows: usize) -> Key {
+        let key = self.first().key(rows, self.output);
+        let alike = self
+            .layers
+            .iter()
+            .all(|layer| layer.key(rows, self.output) == key);
+        assert!(alike, "layers of one shape");
+        key
     }
 
     /// Whether so many rows can be measured there.
@@ -220,23 +228,61 @@ impl Linears {
         stops: bool,
         agree: &mut Agree<'_, E>,
     ) -> Result<(), E> {
+        let timer = Timer::new(&self.gpu)?;
+        let ahead = Ahead::new(&self.lt, self.library_products(uses, &scratch));
         let clock = Clock {
             linears: self,
             scratch,
             stops,
-            timer: Timer::new(&self.gpu)?,
+            timer,
+            own: RefCell::default(),
+            ahead: &ahead,
         };
-        let mut found = Vec::new();
-        for one in uses {
-            for &rows in one.rows {
-                clock.measure(one, rows, &mut found, agree)?;
-            }
-        }
+        let all = || {
+            uses.iter()
+                .flat_map(|one| one.rows.iter().map(move |&rows| (one, rows)))
+        };
+        let found = thread::scope(|scope| {
+            // Our own ways first: kernels of cuBLASLt are loaded meanwhile.
+            ahead.start(scope);
+            clock.measure_own(all());
+            let mut found = Vec::new();
+            let measured = all().try_for_each(|(one, rows)| clock.measure(one, rows, &mut found, agree));
+            ahead.end();
+            measured.map(|()| found)
+        })?;
         for (key, choice, us) in found {
             self.measurements.insert(&key, choice, us);
         }
         self.known().clear();
         Ok(())
+    }
+
+    /// Products of cuBLASLt that are measured for these uses, in their order, perhaps with some that turn out not to be.
+    fn library_products(
+        &self,
+        uses: &[LinearUse<'_>],
+        scratch: &LinearScratch<'_>,
+    ) -> Vec<(Shape, Operands)> {
+        let mut products = Vec::new();
+        for one in uses {
+            for &rows in one.rows.iter().filter(|&&rows| one.fits(rows, scratch)) {
+                let plain = match one.output.stacked() {
+                    1 => one.output,
+                    _ => LinearOutput::Bf16,
+                };
+                let key = one.first().key(rows, plain);
+                if self.asks_library(&key, &self.own_ways(&key), scratch) {
+                    let operands = Operands::within(scratch, one.first());
+                    let weight = match key.shape.is_dequantised() {
+                        true => operands.room,
+                        false => operands.weight,
+                    };
+                    products.push((key.shape.first_slice(), Operands { weight, ..operands }));
+                }
+            }
+        }
+        products
     }
 
     /// Microseconds of a layer, with the pause after it where there is one, as [`Self::measure`] found.
@@ -294,9 +340,25 @@ struct Clock<'a> {
     scratch: LinearScratch<'a>,
     stops: bool,
     timer: Timer,
+    /// Of products whose own ways were measured, and nothing else.
+    own: RefCell<HashMap<Key, Race>>,
+    ahead: &'a Ahead<'a>,
 }
 
 impl Clock<'_> {
+    /// Measures our own ways of these products.
+    fn measure_own<'a>(&self, products: impl Iterator<Item = (&'a LinearUse<'a>, usize)>) {
+        let mut found = Vec::new();
+        for (one, rows) in products.filter(|(one, rows)| one.fits(*rows, &self.scratch)) {
+            let key = one.key(rows);
+            if one.output.stacked() == 1 {
+                let race = self.own(one, &key, &found);
+                found.extend(race.best().map(|(choice, us)| (key, Some(choice), us)));
+                self.own.borrow_mut().insert(key, race);
+            }
+        }
+    }
+
     fn measure<E: From<GpuError>>(
         &self,
         one: &LinearUse<'_>,
@@ -304,12 +366,7 @@ impl Clock<'_> {
         found: &mut Vec<Found>,
         agree: &mut Agree<'_, E>,
     ) -> Result<(), E> {
-        let first = one.first();
-        let key = first.key(rows, one.output);
-        assert!(
-            one.layers.iter().all(|layer| layer.key(rows, one.output) == key),
-            "layers of one shape"
-        );
+        let (first, key) = (one.first(), one.key(rows));
         if !one.fits(rows, &self.scratch) {
             return Ok(());
         }
@@ -365,6 +422,19 @@ impl Clock<'_> {
         Ok(())
     }
 
+    /// Our own ways of a product, measured until one is good enough.
+    fn own(&self, one: &LinearUse<'_>, key: &Key, found: &[Found]) -> Race {
+        let ways = self.linears.own_ways(key);
+        let asks = self.linears.asks_library(key, &ways, &self.scratch);
+        let mut race = Race::new(ways, asks);
+        self.run(one, key, &mut race, self.fewer_rows(found, key));
+        race
+    }
+
+    fn fewer_rows(&self, found: &[Found], key: &Key) -> Option<FewerRows> {
+        FewerRows::of(found, key).filter(|_| self.stops)
+    }
+
     /// The fastest way and its microseconds, or why no way works.
     fn fastest<E: From<GpuError>>(
         &self,
@@ -373,88 +443,57 @@ impl Clock<'_> {
         found: &[Found],
         agree: &mut Agree<'_, E>,
     ) -> Result<Result<(Choice, f32), GpuError>, E> {
-        let Self { linears, scratch, .. } = self;
-        let slice = key.shape.first_slice();
-        let mut candidates = linears.own_ways(key);
-        let mut asks = linears.asks_library(key, &candidates, scratch);
-        let ask = |candidates: &mut Vec<Choice>| {
-            let ways = linears.lt.algorithms(&slice, MOST_ALGORITHMS)?;
-            let ways = ways.into_iter().map(Choice::Lt);
-            let new: Vec<_> = ways.filter(|way| !candidates.contains(way)).collect();
-            candidates.extend(new);
-            Ok::<_, GpuError>(())
-        };
-        let fewer = FewerRows::of(found, key).filter(|_| self.stops);
-        let likely = fewer.and_then(|fewer| fewer.likely());
-        let likely = likely.filter(|likely| match likely {
-            Choice::Lt(algorithm) => asks && linears.lt.can(&slice, algorithm),
-            own => candidates.contains(own),
-        });
-        if let Some(likely) = likely {
-            candidates.retain(|way| *way != likely);
-            candidates.insert(0, likely);
-        }
-        if candidates.is_empty() && asks {
-            ask(&mut candidates)?;
-            asks = false;
-        }
-        if candidates.is_empty() {
-            match linears.slow_cut(key) {
-                Ok(cut) => candidates.push(Choice::Stream(cut)),
-                Err(error) => return Ok(Err(error)),
+        let (linears, slice) = (self.linears, key.shape.first_slice());
+        self.ahead.begin(&slice);
+        let known = self.own.borrow_mut().remove(key);
+        let mut race = known.unwrap_or_else(|| self.own(one, key, found));
+        let fewer = self.fewer_rows(found, key);
+        if fewer.is_none_or(|fewer| race.fastest > fewer.enough()) {
+            if race.asks {
+                let likely = fewer.and_then(|fewer| fewer.likely());
+                let likely = likely.filter(
+                    |likely| matches!(likely, Choice::Lt(algorithm) if linears.lt.can(&slice, algorithm)),
+                );
+                race.extend(likely);
+                race.extend(self.ahead.algorithms(&slice)?.into_iter().map(Choice::Lt));
             }
+            if race.ways.is_empty() {
+                match linears.slow_cut(key) {
+                    Ok(cut) => race.extend([Choice::Stream(cut)]),
+                    Err(error) => return Ok(Err(error)),
+                }
+            }
+            self.run(one, key, &mut race, fewer);
         }
-        let mut failure = GpuError::NoCommonWay;
-        let mut fastest = f32::INFINITY;
+        agree(&mut race.times)?;
+        Ok(race.best().ok_or(race.failure))
+    }
+
+    /// Measures ways that were not yet, until one is good enough beside what fewer rows took. That which is likely to be comes first.
+    fn run(&self, one: &LinearUse<'_>, key: &Key, race: &mut Race, fewer: Option<FewerRows>) {
+        let likely = fewer.and_then(|fewer| fewer.likely());
+        likely.into_iter().for_each(|likely| race.put_next(likely));
         let record = |choice: &Choice| self.record(one, key, *choice, is_paused(key));
         let mut next = None;
         let mut last: Option<Recorded>;
-        let mut times: Vec<TimedWay> = Vec::new();
-        while let Some(&choice) = candidates.get(times.len()) {
+        while let Some(&choice) = race.ways.get(race.times.len()) {
             let recorded = next.take().unwrap_or_else(|| record(&choice));
             let started = recorded.and_then(|recorded| self.timer.start(&recorded).map(|()| recorded));
-            // While the GPU computes, the host cleans up and prepares what follows, unless that is unlikely to be needed: a library loads
-            // its kernels then.
+            // While the GPU computes, the host cleans up and prepares what follows, unless that is unlikely to be needed.
             last = None;
-            let (is_last, is_likely) = (times.len() + 1 == candidates.len(), likely == Some(choice));
-            let mut asked = Ok(());
-            if is_last && asks && !is_likely {
-                asked = ask(&mut candidates);
-                asks = false;
-            }
-            if !is_likely {
-                next = candidates.get(times.len() + 1).map(record);
+            if likely != Some(choice) {
+                next = race.ways.get(race.times.len() + 1).map(record);
             }
             let time = started.and_then(|started| {
-                let time = self.timer.finish(&started, fastest);
+                let time = self.timer.finish(&started, race.fastest);
                 last = Some(started);
                 time
             });
-            asked?;
-            let us = time.unwrap_or_else(|error| {
-                failure = error;
-                f32::INFINITY
-            });
-            fastest = fastest.min(us);
-            times.push(TimedWay {
-                way: choice.number(),
-                us,
-            });
+            let us = race.add(time);
             if fewer.is_some_and(|fewer| us <= fewer.enough()) {
                 break;
             }
-            if times.len() == candidates.len() && asks {
-                ask(&mut candidates)?;
-                asks = false;
-            }
         }
-        agree(&mut times)?;
-        let times = candidates.into_iter().zip(times);
-        // Of equal ones everywhere the same, in whatever order they are.
-        let best = times
-            .filter(|(_, time)| time.us.is_finite())
-            .min_by(|(_, a), (_, b)| a.us.total_cmp(&b.us).then(a.way.cmp(&b.way)));
-        Ok(best.map(|(choice, time)| (choice, time.us)).ok_or(failure))
     }
 
     /// Products like this one, perhaps with a pause after each.

@@ -159,12 +159,15 @@ impl Decoder {
         let holds = (self.link.as_ref()).map_or(Ok(holds), |link| link.holds_on_all_ranks(holds))?;
         if !holds {
             self.linears.forget();
-            self.linears.measure(&uses, scratch)?;
-            // Behind the others: where shapes are the same, these choices hold.
+            // What is shared comes behind the others: where shapes are the same, these choices hold.
             match &self.link {
-                None => self.linears.measure(&shared, scratch)?,
+                None => {
+                    let all: Vec<_> = uses.iter().chain(&shared).copied().collect();
+                    self.linears.measure(&all, scratch)?;
+                }
                 Some(link) => {
-                    (self.linears).measure_together(&shared, scratch, &mut |ways| link.longest(ways))?
+                    self.linears.measure(&uses, scratch)?;
+                    (self.linears).measure_together(&shared, scratch, &mut |ways| link.longest(ways))?;
                 }
             }
         }
