@@ -1,5 +1,5 @@
 //! Kernels of cuBLASLt, loaded while other ways are measured. The library loads a kernel when a product by it is launched or captured for
-//! the first time, which takes 4 ms (on a machine with an H200), as long as all its measurements.
+//! the first time, which takes 2 to 4 ms (on a machine with an H200), as long as all its measurements.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
