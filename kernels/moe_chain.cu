@@ -7,6 +7,7 @@
 // lanes 16 bytes each in turn, with inputs in shared memory. Of the experts' second projections a block computes the same outputs for all experts
 // and adds them in the order of the experts' logits. Every block chooses the row's experts, from the same logits; only then can its copying thread
 // go on to their weights. What blocks need of each other they exchange as tagged words (tagged.cuh).
+#include "moe_chain_copies.cuh"
 #include "moe_chain_mxfp4.cuh"
 #include "moe_chain_rows.cuh"
 
@@ -17,45 +18,15 @@ namespace {
 // Copies the weights of all products, by one thread.
 template <typename Experts>
 __device__ __forceinline__ void produce(const MoeChain& c, Shared& shared, uint8_t* memory) {
-    Producer producer(shared.barriers, c.stages);
-    const auto most_of = [&](int bytes) { return min(max((c.in_flight + bytes - 1) / bytes, 2), c.stages); };
-    const auto place = [&](int stage) { return shared_address(memory + stage * c.stage_bytes); };
+    WeightCopies<Experts> copies(c, shared, memory);
 #pragma unroll 1
     for (int i = 0; i < kLinks; ++i) {
-        const Link& link = shared.links[i];
         // The experts' products come before what follows the layer.
         if (i == kNext) {
-            const int row_bytes = shared.shares[kGatedShare].row_bytes, at_once = shared.shares[kGatedShare].at_once;
-            const int most = most_of(2 * at_once * row_bytes);
-            for (GatedParts parts(shared, c.inner); parts.next(at_once);) {
-                const int bytes = parts.count * row_bytes;
-                const uint32_t to = place(producer.begin(2 * bytes, most));
-                barrier_wait(&shared.routed, 0);
-                const uint8_t* const from = shared.slots[parts.slot].gate_up.weight + size_t(parts.first) * row_bytes;
-                producer.copy(to, from, bytes);
-                producer.copy(to + bytes, from + size_t(c.inner) * row_bytes, bytes);
-                producer.ring.next();
-            }
-            for (DownParts<Experts::kDownRows> parts(shared, c.slots()); parts.next();) {
-                const int row_bytes = parts.share.row_bytes, bytes = parts.rows * row_bytes;
-                const uint32_t to = place(producer.begin(parts.slots * bytes, most_of(parts.slots * bytes)));
-                barrier_wait(&shared.routed, 0);
-#pragma unroll 1
-                for (int of = 0; of < parts.slots; ++of) {
-                    const uint8_t* const from = shared.slots[parts.slot + of].down.weight;
-                    producer.copy(to + of * bytes, from + size_t(parts.share.first + parts.row) * row_bytes, bytes);
-                }
-                producer.ring.next();
-            }
+            copies.gated(GatedParts(shared, c.inner));
+            copies.down();
         }
-        const Share share = shared.shares[i];
-        const int most = most_of(share.at_once * share.row_bytes);
-        for (int first = 0; first < share.count; first += share.at_once) {
-            const int bytes = min(share.at_once, share.count - first) * share.row_bytes;
-            const uint8_t* const from = link.matrix.weight + size_t(share.first + first) * share.row_bytes;
-            producer.copy(place(producer.begin(bytes, most)), from, bytes);
-            producer.ring.next();
-        }
+        copies.rows(shared.links[i].matrix, shared.shares[i]);
     }
 }
 

@@ -195,8 +195,10 @@ __device__ __forceinline__ void divide(const MoeChain& c, Shared& shared) {
 struct GatedParts {
     int inner, slot, first, count = 0, left;
 
+    __device__ __forceinline__ GatedParts(int inner, int slot, int first, int left) : inner(inner), slot(slot), first(first), left(left) {}
+
     __device__ __forceinline__ GatedParts(const Shared& shared, int inner)
-        : inner(inner), slot(shared.first_slot), first(shared.shares[kGatedShare].first - slot * inner), left(shared.shares[kGatedShare].count) {}
+        : GatedParts(inner, shared.first_slot, shared.shares[kGatedShare].first - shared.first_slot * inner, shared.shares[kGatedShare].count) {}
 
     // Goes on to the next part, if there is one, of at most so many outputs.
     __device__ __forceinline__ bool next(int at_once) {

@@ -190,9 +190,15 @@ struct Consumer {
         return sum = __float2bfloat16(__bfloat162float(sum) + __bfloat162float(__float2bfloat16(value)));
     }
 
-    // Warps take rows in turn, from stage to stage.
     template <bool kFp8>
     __device__ __forceinline__ void plain(const Link& link, const Share& share) {
+        plain<kFp8>(link, share, [&](int at, int row, float value) { publish(c.exchange->hidden + row, add(at, value), tag); });
+    }
+
+    // Warps take rows in turn, from stage to stage. `take_sum` gets which of the block's outputs it is, its row, and its value if the link's take is
+    // kAdd.
+    template <bool kFp8, typename TakeSum>
+    __device__ __forceinline__ void plain(const Link& link, const Share& share, TakeSum take_sum) {
         const Matrix matrix = link.matrix;
         const int row_bytes = share.row_bytes, of_row = row_bytes / kPieceBytes, at_once = share.at_once;
 #pragma unroll 1
@@ -209,7 +215,7 @@ struct Consumer {
                 const float value = warp_sum(sums[0]) + __bfloat162float(bias);
                 if (lane == 0) {
                     if (link.take == Take::kAdd) {
-                        publish(c.exchange->hidden + row, add(first + at, value), tag);
+                        take_sum(first + at, row, value);
                     } else if (link.take == Take::kLogits) {
                         publish(c.exchange->logits + link.first_logit + row, value, tag);
                         static_cast<float*>(link.out)[row] = value;

@@ -28,9 +28,9 @@ struct RowExperts : Consumer<1> {
 
     __device__ __forceinline__ void gated() {
         if (c.gate_up.first.is_fp8()) {
-            gated<true>();
+            gated<true>(GatedParts(shared, c.inner));
         } else {
-            gated<false>();
+            gated<false>(GatedParts(shared, c.inner));
         }
     }
 
@@ -42,19 +42,19 @@ struct RowExperts : Consumer<1> {
         }
     }
 
-private:
-    // The first projections of the row's experts.
+protected:
+    // The first projections of these experts.
     template <bool kFp8>
-    __device__ __forceinline__ void gated() {
+    __device__ __forceinline__ void gated(GatedParts parts) {
         const int row_bytes = shared.shares[kGatedShare].row_bytes, of_row = row_bytes / kPieceBytes, at_once = shared.shares[kGatedShare].at_once;
         const int shift = block_shift(c.gate_up.first);
         int turn = warp;
-        for (GatedParts parts(shared, c.inner); parts.next(at_once);) {
+        while (parts.next(at_once)) {
             const Slot& slot = shared.slots[parts.slot];
             const uint8_t* const stage = wait_stage();
 #pragma unroll 1
             for (; turn < parts.count; turn += kConsumers) {
-                const int gate = parts.first + turn, up = c.inner + gate;
+                const int gate = parts.first + turn, up = parts.inner + gate;
                 const float *gate_scales = nullptr, *up_scales = nullptr;
                 if (kFp8) gate_scales = slot.gate_up.scales_of(gate), up_scales = slot.gate_up.scales_of(up);
                 const auto row = [&](int at) { return reinterpret_cast<const uint4*>(stage + at * row_bytes); };
@@ -110,10 +110,21 @@ private:
         }
     }
 
-    // The second projections, and their sum, which is added to the residual stream. A warp has one row of each expert's weights at a time. Those
-    // of e4m3 that are in a stage it multiplies as if they were one row.
+    // The second projections, and their sum, which is added to the residual stream.
     template <bool kFp8>
     __device__ __forceinline__ void down() {
+        down<kFp8>([&](int at, int row, float sum) {
+            const bf16 value = add(at, sum);
+            // Without a reader, a store might arrive after the last block has left.
+            if (c.has_next()) publish(c.exchange->next_hidden + row, value, tag);
+            c.hidden[row] = value;
+        });
+    }
+
+    // The second projections: `take_sum` gets which of the block's outputs it is, its row, and the sum over the experts. A warp has one row of each
+    // expert's weights at a time. Those of e4m3 that are in a stage it multiplies as if they were one row.
+    template <bool kFp8, typename TakeSum>
+    __device__ __forceinline__ void down(TakeSum take_sum) {
         const Share& share = shared.shares[kDownShare];
         const int row_bytes = share.row_bytes, of_row = row_bytes / kPieceBytes, shift = block_shift(c.down.first);
         float sum = 0.0f;
@@ -146,12 +157,7 @@ private:
             release_stage();
             if (!parts.has_all()) continue;
             sum = warp_sum(sum);
-            if (lane == 0 && has_row) {
-                const bf16 value = add(row, sum);
-                // Without a reader, a store might arrive after the last block has left.
-                if (c.has_next()) publish(c.exchange->next_hidden + share.first + row, value, tag);
-                c.hidden[share.first + row] = value;
-            }
+            if (lane == 0 && has_row) take_sum(row, share.first + row, sum);
             sum = 0.0f;
         }
     }
