@@ -25,11 +25,12 @@ struct Exchange {
     uint32_t last_tag;                             // tag of the launch before
     __align__(128) unsigned written;               // blocks that have written, summed over all waits: 0 between launches
     __align__(128) uint32_t hidden[kMostWidth];    // the residual stream after the mixer's output
-    uint32_t next_hidden[kMostWidth];              // and after the experts
-    uint32_t activated[kMostActivated];            // [slots, inner], as the experts' products order them
+    uint32_t next_hidden[kMostWidth];              // and after the experts; in moe_chain_sandwich.cu, what both add to it
+    uint32_t mlp[kMostWidth];                      // there, what the MLP beside the experts gives
+    uint32_t activated[kMostActivated];            // [slots, inner], as the experts' products order them; behind them that of the MLP
     uint64_t logits[kRoutedExperts + 1];           // of the experts; behind them that of the gate of the expert for all rows
 };
-static_assert(sizeof(Exchange) <= 304 << 10, "CHAIN_BYTES in crates/kernels/src/cuda/linear/chain.rs");
+static_assert(sizeof(Exchange) <= 320 << 10, "CHAIN_BYTES in crates/kernels/src/cuda/linear/chain.rs");
 
 // Matrices of all experts, anything of the next one `stride` bytes further.
 struct Matrices {

@@ -1,4 +1,4 @@
-// The thread that copies weights in moe_chain.cu.
+// The thread that copies weights in moe_chain.cu and moe_chain_sandwich.cu.
 #pragma once
 
 #include "moe_chain.cuh"

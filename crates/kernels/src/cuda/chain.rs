@@ -15,7 +15,7 @@ pub(super) const PROJECTIONS: usize = 2;
 /// Copies in bulk are multiples of this.
 pub(super) const PIECE: usize = 16;
 /// Of a stage, unless a row is longer: copies of 32 KiB read as fast as longer ones.
-const STAGE_BYTES: usize = 32 << 10;
+pub(super) const STAGE_BYTES: usize = 32 << 10;
 /// With fewer, the copies under way would be too few between two waits.
 const LEAST_STAGES: usize = 3;
 /// Under way at once: enough to read as fast as the memory can. Inputs of the next layer queue behind what is more.

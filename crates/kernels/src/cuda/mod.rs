@@ -51,7 +51,8 @@ pub use linear::{
 pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
 pub use moe::{
     EXPERT_TILES, GpuExpertLoads, GpuExpertOutputs, GpuExperts, GpuMoeChain, GpuRouter, GpuRoutes,
-    MOST_EXPERTS, MOST_ROUTES, MoeChainLayers, MoeKernels, SharedExpertLayers,
+    GpuSandwichChain, MOST_EXPERTS, MOST_ROUTES, MoeChainLayers, MoeKernels, SandwichLayers, SandwichNorms,
+    SharedExpertLayers,
 };
 pub use sample::{
     RankArgs, RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias, TokenRank,

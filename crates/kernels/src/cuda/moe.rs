@@ -1,6 +1,6 @@
 //! Mixtures of experts on the GPU: `kernels/moe_route.cu` and `moe_route_hopper.cu`, and the products of `kernels/moe_few.cu`,
 //! `moe_few_4bit.cu`, `moe_stream.cu`, `moe_hopper.cu`, `moe_hopper_4bit.cu` and `moe.cu`, and the sums of `kernels/moe_combine.cu`.
-//! `kernels/moe_chain.cu` is all of it for one row, with the products around it.
+//! `kernels/moe_chain.cu` is all of it for one row, with the products around it; `kernels/moe_chain_sandwich.cu` where an MLP is beside the experts.
 //!
 //! Where rows go is known in device memory only. What is launched, and the memory that it takes, depends on the numbers of rows
 //! and experts. A row's result depends on that row, the size of tiles and on how many rows there are, as `moe_chain.cu` takes one and
@@ -10,6 +10,7 @@ mod chain;
 mod fused_router;
 mod operands;
 mod products;
+mod sandwich;
 mod stream;
 
 use half::bf16;
@@ -25,6 +26,8 @@ pub use chain::{GpuMoeChain, MoeChainLayers, SharedExpertLayers};
 use fused_router::FusedRouter;
 pub use operands::{GpuExpertLoads, GpuExpertOutputs, GpuExperts, GpuRouter, GpuRoutes};
 use products::{Format, Products};
+use sandwich::SandwichKernel;
+pub use sandwich::{GpuSandwichChain, SandwichLayers, SandwichNorms};
 use stream::StreamKernel;
 
 /// Rows of a tile, of which the kernels have one each.
@@ -57,6 +60,8 @@ pub struct MoeKernels {
     /// On GPUs of Hopper's generation.
     stream: Option<StreamKernel>,
     chain: Option<MoeChainKernel>,
+    /// On GPUs of Hopper's generation.
+    sandwich: Option<SandwichKernel>,
     combine: Function,
     /// Of rows of which a thread keeps one vector or two; then the same with quantised outputs.
     add_rms_norm: [[Function; 2]; 2],
@@ -100,6 +105,7 @@ impl MoeKernels {
             products: Products::load(gpu, hopper)?,
             stream: hopper.then(|| StreamKernel::load(gpu)).transpose()?,
             chain: hopper.then(|| MoeChainKernel::load(gpu)).transpose()?.flatten(),
+            sandwich: hopper.then(|| SandwichKernel::load(gpu)).transpose()?.flatten(),
             combine: sums.function("moe_combine")?,
             add_rms_norm: [
                 [

@@ -104,11 +104,15 @@ pub(crate) fn round(x: f64) -> f64 {
 }
 
 pub(crate) fn normalise(x: &[f64], weight: &[f32]) -> Vec<f64> {
+    scaled(x, weight).into_iter().map(round).collect()
+}
+
+/// The same, not rounded.
+pub(crate) fn scaled(x: &[f64], weight: &[f32]) -> Vec<f64> {
     let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
     let scale = 1.0 / (square + f64::from(EPS)).sqrt();
     let both = x.iter().zip(weight);
-    both.map(|(x, weight)| round(x * scale * f64::from(*weight)))
-        .collect()
+    both.map(|(x, weight)| x * scale * f64::from(*weight)).collect()
 }
 
 /// What was added to `x`, rounded as it is.

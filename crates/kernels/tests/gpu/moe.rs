@@ -2,6 +2,7 @@
 
 mod chain;
 mod routes;
+mod sandwich;
 mod stream;
 mod weights;
 

@@ -7,7 +7,7 @@ pub(crate) struct Mlp<L, V> {
     norm: V,
     pub(crate) kind: MlpKind<L, V>,
     /// Of what is added to the residual stream.
-    pub(super) post_norm: Option<V>,
+    pub(crate) post_norm: Option<V>,
 }
 
 /// As [`spec::Mlp`].

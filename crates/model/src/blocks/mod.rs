@@ -79,7 +79,7 @@ pub(crate) struct Layer<L, V> {
     pub(crate) mlp: Mlp<L, V>,
     pub(crate) input: Option<LayerInput<L, V>>,
     /// What the residual stream behind it is multiplied by, one number.
-    scalar: Option<V>,
+    pub(crate) scalar: Option<V>,
 }
 
 /// What lets tokens see each other, and the norms around it.
@@ -267,7 +267,7 @@ impl<L, V> Mixer<L, V> {
         }
     }
 
-    fn post_norm(&self) -> Option<&V> {
+    pub(crate) fn post_norm(&self) -> Option<&V> {
         match self {
             Self::Attention(block) => block.post_norm.as_ref(),
             Self::DeltaNet(block) => block.post_norm.as_ref(),

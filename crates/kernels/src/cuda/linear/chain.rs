@@ -35,7 +35,7 @@ const LEAST_CALLS: usize = 2;
 
 /// Bytes behind the workspace of the other kernels, zero at first, where blocks of a chain exchange values: `Exchange` of
 /// `kernels/include/moe_chain.cuh`. Its first word counts blocks, is zero between launches, and is all that `linear_chain.cu` uses.
-pub(super) const CHAIN_BYTES: usize = 304 << 10;
+pub(super) const CHAIN_BYTES: usize = 320 << 10;
 
 /// From what a mixer gives to the projections that the next mixer begins with, for one row; the residual stream is complete before and
 /// after.

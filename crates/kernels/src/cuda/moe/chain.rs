@@ -14,13 +14,13 @@ use crate::{ExpertActivation, RouterSoftmax};
 /// Constants of the kernels: warps that multiply and all threads, most experts, width of the residual stream, outputs of a block that are
 /// added to that, and outputs of the first projections of all experts of a row.
 const CONSUMERS: usize = 16;
-const THREADS: usize = (CONSUMERS + 1) * super::WARP;
-const MOST_ROUTED: usize = CONSUMERS * super::WARP;
-const MOST_WIDTH: usize = CONSUMERS * super::WARP * VEC;
+pub(super) const THREADS: usize = (CONSUMERS + 1) * super::WARP;
+pub(super) const MOST_ROUTED: usize = CONSUMERS * super::WARP;
+pub(super) const MOST_WIDTH: usize = CONSUMERS * super::WARP * VEC;
 const MOST_RESIDUALS: usize = 32;
-const MOST_ACTIVATED: usize = (MOST_ROUTES + 1) * MOST_INNER;
+pub(super) const MOST_ACTIVATED: usize = (MOST_ROUTES + 1) * MOST_INNER;
 /// Shared memory beside the stages and inputs: at least `sizeof(Shared)`.
-const STATIC_BYTES: usize = 10 << 10;
+pub(super) const STATIC_BYTES: usize = 10 << 10;
 /// Inputs that share a factor: those of 16 bytes of e4m3 weights, `kFp8Piece` of `kernels/include/pieces.cuh`.
 const FP8_PIECE: usize = 16;
 /// Of an expert whose weights are whole rows. Lanes of a warp have the scales of the second projections' blocks, of which the outputs of a block

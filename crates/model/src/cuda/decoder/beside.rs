@@ -87,6 +87,9 @@ impl<'a> Step<'a, '_> {
         eps: f32,
         beside: &Beside<GpuLinear, GpuVector>,
     ) -> Result<(), GpuError> {
+        if !self.chain.is_empty() {
+            return Ok(());
+        }
         // Of the MLP.
         self.sum_delta()?;
         let (decoder, moe) = (self.decoder, &beside.moe);
@@ -98,11 +101,7 @@ impl<'a> Step<'a, '_> {
             decoder.fused.rms_norm(hidden, GpuNorm { weight, eps }, normed)
         };
         norm(&beside.router_norm)?;
-        let router = GpuRouter {
-            scale: (width as f32).sqrt().recip(),
-            expert_scale: Some(beside.expert_scale.slice()),
-            ..GpuRouter::plain(moe.router.bias(), spec.softmax)
-        };
+        let router = router_of(beside, spec);
         let routes = self.route(spec, router, normed)?;
         norm(&beside.norm)?;
         self.begin_experts(spec, router, &routes, normed)?;
@@ -113,5 +112,14 @@ impl<'a> Step<'a, '_> {
         decoder.all_reduce().map_or(Ok(()), |ranks| ranks.sum(out))?;
         let weights = [&beside.post_norms[0], &beside.post_norms[1]].map(GpuVector::slice);
         decoder.fused.sum_norms(delta, out, weights, eps)
+    }
+}
+
+/// How the logits of experts that an MLP is beside become weights.
+pub(super) fn router_of<'a>(beside: &'a Beside<GpuLinear, GpuVector>, spec: &MoeSpec) -> GpuRouter<'a> {
+    GpuRouter {
+        scale: (beside.moe.router.inputs() as f32).sqrt().recip(),
+        expert_scale: Some(beside.expert_scale.slice()),
+        ..GpuRouter::plain(beside.moe.router.bias(), spec.softmax)
     }
 }

@@ -5,14 +5,16 @@ use plimsoll_core::BlockSize;
 use plimsoll_device::cuda::GpuError;
 use plimsoll_kernels::cuda::{
     GpuChain, GpuChainEnd, GpuKvElement, GpuLinear, GpuMoeChain, GpuNorm, GpuQkNorm, GpuRouter,
-    GpuRowAttention, GpuRowLayer, GpuRowLayers, Linears, MoeChainLayers, RowLayerProducts,
-    SharedExpertLayers,
+    GpuRowAttention, GpuRowLayer, GpuRowLayers, GpuSandwichChain, Linears, MoeChainLayers, RowLayerProducts,
+    SandwichLayers, SandwichNorms, SharedExpertLayers,
 };
 use plimsoll_kernels::{ExpertActivation, KvLayout};
 
+use super::beside::router_of;
 use super::layers::{Step, norm};
 use super::{Decoder, StepState};
-use crate::blocks::{Attention, MlpKind, Norms};
+use crate::blocks::{Attention, Beside, MlpKind, Norms};
+use crate::cuda::experts::LayerExperts;
 use crate::cuda::weights::{GpuLayer, GpuVector};
 use crate::spec::{AttentionSpec, DenseMlpSpec, Mlp, MoeSpec, Values};
 
@@ -23,6 +25,18 @@ pub(super) enum Chain<'a> {
     Dense(&'a DenseMlpSpec, [&'a GpuLinear; 3]),
     /// Of the mixer, the router and the experts.
     Experts(&'a MoeSpec, MoeChainLayers<'a>),
+    /// Of the mixer, an MLP, the router and the experts beside it, with norms of what is added.
+    Sandwich(Sandwich<'a>),
+}
+
+/// See [`Chain::Sandwich`].
+pub(super) struct Sandwich<'a> {
+    mlp: &'a DenseMlpSpec,
+    experts: &'a MoeSpec,
+    beside: &'a Beside<GpuLinear, GpuVector>,
+    layers: SandwichLayers<'a>,
+    norms: SandwichNorms<'a>,
+    scalar: &'a GpuVector,
 }
 
 /// See [`Chain::Dense`].
@@ -76,6 +90,41 @@ impl<'a> WholeLayer<'a> {
     }
 }
 
+/// See [`Chain::Sandwich`].
+fn sandwich_of<'a>(layer: &'a GpuLayer, own: &'a LayerExperts) -> Option<Sandwich<'a>> {
+    let (Mlp::Both(mlp, experts), MlpKind::Both(dense, beside)) = (&layer.spec.mlp, &layer.mlp.kind) else {
+        return None;
+    };
+    let norms = SandwichNorms {
+        mixer_sum: layer.mixer.post_norm()?.slice(),
+        router: beside.router_norm.slice(),
+        mlp: layer.mlp.norm().slice(),
+        experts: beside.norm.slice(),
+        mlp_sum: beside.post_norms[0].slice(),
+        expert_sum: beside.post_norms[1].slice(),
+        sum: layer.mlp.post_norm.as_ref()?.slice(),
+        eps: layer.spec.norm.eps,
+    };
+    let layers = SandwichLayers {
+        output: layer.mixer.output(),
+        mlp_gate_up: &dense.gate_up,
+        mlp_down: &dense.down,
+        router: &own.router,
+        gate_up: &own.gate_up,
+        down: &own.down,
+        top_k: experts.top_k,
+    };
+    let are_alike = experts.activation == ExpertActivation::Glu(mlp.activation);
+    (are_alike && layer.input.is_none()).then_some(Sandwich {
+        mlp,
+        experts,
+        beside,
+        layers,
+        norms,
+        scalar: layer.scalar.as_ref()?,
+    })
+}
+
 fn is_plain(layer: &GpuLayer) -> bool {
     !layer.spec.post_norms && !layer.spec.scalar && layer.input.is_none()
 }
@@ -83,10 +132,13 @@ fn is_plain(layer: &GpuLayer) -> bool {
 impl Decoder {
     fn chain_of(&self, index: usize) -> Option<Chain<'_>> {
         let layer = &self.weights.decoder.layers[index];
-        let (Mlp::Moe(spec), MlpKind::Moe(moe)) = (&layer.spec.mlp, &layer.mlp.kind) else {
+        if let MlpKind::Dense(_) = &layer.mlp.kind {
             return dense_chain_of(layer).map(|(spec, products)| Chain::Dense(spec, products));
-        };
+        }
         let experts = self.experts.as_ref()?.layer(index);
+        let (Mlp::Moe(spec), MlpKind::Moe(moe)) = (&layer.spec.mlp, &layer.mlp.kind) else {
+            return sandwich_of(layer, experts).map(Chain::Sandwich);
+        };
         let activations = spec.shared.as_ref().map(|shared| shared.activation);
         let are_alike = activations.is_none_or(|shared| spec.activation == ExpertActivation::Glu(shared));
         let layers = MoeChainLayers {
@@ -112,6 +164,7 @@ impl Decoder {
         match (self.chain_of(index), &self.experts) {
             (Some(Chain::Dense(_, products)), _) => self.linears.chains(products),
             (Some(Chain::Experts(_, layers)), Some(experts)) => experts.kernels.can_chain(&layers, None),
+            (Some(Chain::Sandwich(of)), Some(experts)) => experts.kernels.can_sandwich(&of.layers, None),
             _ => false,
         }
     }
@@ -179,6 +232,7 @@ impl Step<'_, '_> {
         let can_chain = |linear: &GpuLinear| match &chain {
             Chain::Dense(_, products) => linears.can_chain(*products, Some(linear)),
             Chain::Experts(_, layers) => self.of_experts().kernels.can_chain(layers, Some(linear)),
+            Chain::Sandwich(of) => self.of_experts().kernels.can_sandwich(&of.layers, Some(linear)),
         };
         let next = next
             .filter(|(_, linear)| can_chain(linear))
@@ -228,6 +282,28 @@ impl Step<'_, '_> {
                         activation: spec.activation,
                         activated: act.activated.range(0..spec.top_k * inner),
                         shared,
+                        next,
+                    },
+                )?;
+            }
+            Chain::Sandwich(of) => {
+                let act = self.act.experts;
+                self.of_experts().kernels.forward_sandwich(
+                    linears,
+                    &GpuSandwichChain {
+                        layers: of.layers,
+                        norms: of.norms,
+                        x,
+                        hidden,
+                        scalar: of.scalar.slice(),
+                        router: router_of(of.beside, of.experts),
+                        logits: act.logits.range(0..of.experts.experts),
+                        loads: self.state.loads.of(index),
+                        activation: of.mlp.activation,
+                        activated: act
+                            .activated
+                            .range(0..of.experts.top_k * of.experts.intermediate_size),
+                        mlp_activated: self.rows(self.act.activated, of.mlp.intermediate_size),
                         next,
                     },
                 )?;

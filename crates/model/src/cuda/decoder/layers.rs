@@ -561,12 +561,11 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
 
     /// With what follows.
     fn settle(&mut self, added: Option<&GpuVector>, eps: f32) -> Result<(), GpuError> {
-        self.unsettled = Some(Unsettled {
-            added: added.cloned(),
-            scalar: None,
-            eps,
-        });
-        self.is_fresh = true;
+        if self.chain.is_empty() {
+            let (added, scalar) = (added.cloned(), None);
+            self.unsettled = Some(Unsettled { added, scalar, eps });
+            self.is_fresh = true;
+        }
         Ok(())
     }
 
@@ -579,8 +578,10 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     fn scale(&mut self, scalar: &GpuVector) -> Result<(), GpuError> {
-        let sum = self.unsettled.as_mut();
-        sum.expect("a sum comes first").scalar = Some(scalar.clone());
+        if self.chain.is_empty() {
+            let sum = self.unsettled.as_mut();
+            sum.expect("a sum comes first").scalar = Some(scalar.clone());
+        }
         Ok(())
     }
 
