@@ -8,6 +8,9 @@
 // Weights are bf16, or e4m3 with scales. Inputs are not quantised: for e4m3 weights a thread has its inputs as halves, times a power of two that
 // keeps sums of eight products in the range of halves; the two such sums of a piece of 16 weights are added in f32. Projections that follow may
 // be two layers of the same inputs, and have bf16 weights beside e4m3: these are multiplied by the halves, in f32.
+//
+// What the mixer and the MLP add may be normalised first: then blocks give each other that, and each adds the norm of the whole row to the residual
+// stream.
 #include "activation.cuh"
 #include "chain.cuh"
 #include "pieces.cuh"
@@ -35,7 +38,16 @@ struct Link {
     bf16* out;  // [n], to which outputs are added, or which takes them
 };
 
-constexpr int kMostLinks = 5;
+constexpr int kMostLinks = 5, kMlpLinks = 3;  // the latter up to the end of the MLP
+
+// Of a layer whose mixer and MLP have norms of what they add.
+struct Sandwich {
+    bf16* hidden;               // the residual stream
+    const bf16* delta;          // what is added to it
+    const float *mixer, *mlp;   // weights of these norms
+    const float* scalar;        // multiplies the residual stream at the end; null for none
+    float eps;
+};
 
 struct Chain {
     Link links[kMostLinks];
@@ -43,6 +55,7 @@ struct Chain {
     unsigned* arrived;
     Activation activation;
     int stage_bytes, stages, in_flight;
+    Sandwich sandwich;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -78,7 +91,7 @@ struct Shared {
     Share shares[kMostLinks];
     StageBarriers barriers;
     float sums[kConsumers][kSumRows];  // if gated, first those of the gates, then of up
-    float squares[kConsumers];
+    float squares[2][kConsumers];
 };
 static_assert(sizeof(Shared) <= kStaticBytes);
 
@@ -106,6 +119,7 @@ __device__ __forceinline__ void keep_narrow(Bf16x8& x) {
     uint4& words = reinterpret_cast<uint4&>(x);
     asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
 }
+
 
 constexpr uint64_t kLongestWait = 10'000'000'000;  // nanoseconds
 
@@ -156,8 +170,8 @@ struct Consumers {
     }
 
     // This thread's vectors of a row of k elements, past the cache of the multiprocessor, as other blocks have just written them.
-    template <int kVecs>
-    __device__ __forceinline__ static void load(Bf16x8 (&x)[kVecs], const bf16* from, int k) {
+    template <int kVecs, int kAll>
+    __device__ __forceinline__ static void load(Bf16x8 (&x)[kAll], const bf16* from, int k) {
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
             const int vec = vec_of(i);
@@ -177,10 +191,19 @@ struct Consumers {
         }
     }
 
-    // The norm of a row that was loaded so; `squares` is used once between two waits of all threads.
+    // The same into registers that need not keep what they have.
+    template <int kVecs>
+    __device__ __forceinline__ static void load_new_norm(Float8 (&norm)[kVecs], const float* from, int k) {
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            const int vec = vec_of(i);
+            norm[i] = vec * kVec < k ? load_floats(from + vec * kVec) : Float8{};
+        }
+    }
+
+    // What a row that was loaded so is multiplied by in its norm; `squares` is used once between two waits of all threads.
     template <int kVecs, int kAll>
-    __device__ __forceinline__ static void normalise(Bf16x8 (&x)[kAll], const Float8 (&norm)[kVecs], float (&squares)[kConsumers], int k,
-                                                     float eps) {
+    __device__ __forceinline__ static float norm_scale(const Bf16x8 (&x)[kAll], float (&squares)[kConsumers], int k, float eps) {
         static_assert(kVecs <= kAll);
         float sum = 0.0f;
 #pragma unroll
@@ -193,7 +216,14 @@ struct Consumers {
         sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < kConsumers; ++i) sum += squares[i];
-        const float scale = rsqrtf(sum / float(k) + eps);
+        return rsqrtf(sum / float(k) + eps);
+    }
+
+    // The norm of a row.
+    template <int kVecs, int kAll>
+    __device__ __forceinline__ static void normalise(Bf16x8 (&x)[kAll], const Float8 (&norm)[kVecs], float (&squares)[kConsumers], int k,
+                                                     float eps) {
+        const float scale = norm_scale<kVecs>(x, squares, k, eps);
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
             Float8 wide = widen(x[i]);
@@ -202,9 +232,26 @@ struct Consumers {
             x[i] = narrow(wide);
         }
     }
+
+    // Adds the norm of a row to another, which is then multiplied by `factor`.
+    template <int kVecs, int kAll>
+    __device__ __forceinline__ static void add_normed(Bf16x8 (&to)[kVecs], Bf16x8 (&x)[kAll], const Float8 (&norm)[kVecs],
+                                                      float (&squares)[kConsumers], int k, float eps, float factor) {
+        const float scale = norm_scale<kVecs>(x, squares, k, eps);
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            keep_narrow(x[i]);
+            keep_narrow(to[i]);
+            Float8 sum = widen(to[i]);
+            const Float8 added = widen(x[i]);
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) sum.at[j] = (sum.at[j] + added.at[j] * scale * norm[i].at[j]) * factor;
+            to[i] = narrow(sum);
+        }
+    }
 };
 
-template <Weights kWeights>
+template <Weights kWeights, bool kSandwich>
 struct Consumer : Consumers<kPieceInputs<kWeights != Weights::kBf16> / kVec> {
     static constexpr bool kFp8 = kWeights != Weights::kBf16, kBlocks = kWeights == Weights::kFp8Blocks;
     using Base = Consumers<kPieceInputs<kFp8> / kVec>;
@@ -385,21 +432,60 @@ struct Consumer : Consumers<kPieceInputs<kWeights != Weights::kBf16> / kVec> {
         }
     }
 
+    // Waits for what the mixer or the MLP adds, and takes the residual stream with that as inputs. Each block stores a part of it: all have read what
+    // it was before they met.
+    __device__ __forceinline__ void meet_and_add(int k, bool of_mlp) {
+        const Sandwich& own = c.sandwich;
+        const float factor = of_mlp && own.scalar != nullptr ? *own.scalar : 1.0f;
+        Float8 sum_norm[kMostNormVecs];
+        Bf16x8 stream[kMostNormVecs];
+        // What the link before left would take registers else.
+#pragma unroll
+        for (int i = 0; i < kMostNormVecs; ++i) x[i] = {};
+        Base::load_new_norm(sum_norm, of_mlp ? own.mlp : own.mixer, k);
+#pragma unroll
+        for (Bf16x8& of_stream : stream) of_stream = {};
+        Base::template load<kMostNormVecs>(stream, own.hidden, k);
+        Base::meet();
+        Base::template load<kMostNormVecs>(x, own.delta, k);
+        Base::add_normed(stream, x, sum_norm, shared.squares[1], k, own.eps, factor);
+        const int begin = first_output(k / kVec, blockIdx.x), end = first_output(k / kVec, blockIdx.x + 1);
+#pragma unroll
+        for (int i = 0; i < kMostNormVecs; ++i) {
+            x[i] = stream[i];
+            const int vec = Base::vec_of(i);
+            if (vec >= begin && vec < end) store8(own.hidden + vec * kVec, stream[i]);
+        }
+#pragma unroll
+        for (int i = kMostNormVecs; i < kMostVecs; ++i) x[i] = {};
+    }
+
     __device__ __forceinline__ void run() {
         pdl_wait();
         const Share& own = shared.shares[0];
-        if (int(threadIdx.x) < own.count) residual = c.links[0].out[own.first + threadIdx.x];
+        if (!kSandwich && int(threadIdx.x) < own.count) residual = c.links[0].out[own.first + threadIdx.x];
+        // A sum that is normalised is made ahead of what follows, if anything does.
+        const int count = kSandwich ? max(c.count, kMlpLinks + 1) : c.count;
 #pragma unroll 1
-        for (int link = 0; link < c.count; ++link) {
+        for (int link = 0; link < count; ++link) {
             const Link& l = c.links[link];
             if (l.x == nullptr) {
                 // Sums of the link before have been read.
                 Base::sync();
             } else {
-                if (l.norm != nullptr) Base::load_norm(norm, l.norm, l.k);
-                if (link > 0) Base::meet();
-                Base::load(x, l.x, l.k);
-                if (l.norm != nullptr) Base::normalise(x, norm, shared.squares, l.k, l.eps);
+                if (!kSandwich && l.norm != nullptr) Base::load_norm(norm, l.norm, l.k);
+                if (kSandwich && (link == 1 || link == kMlpLinks)) {
+                    meet_and_add(l.k, link > 1);
+                    if (link == c.count) break;
+                    // Before, there are no registers for them.
+                    Float8 norm[kMostNormVecs];
+                    Base::load_new_norm(norm, l.norm, l.k);
+                    Base::normalise(x, norm, shared.squares[0], l.k, l.eps);
+                } else {
+                    if (link > 0) Base::meet();
+                    Base::template load<kMostVecs>(x, l.x, l.k);
+                }
+                if (!kSandwich && l.norm != nullptr) Base::normalise(x, norm, shared.squares[0], l.k, l.eps);
                 if constexpr (kFp8) narrow_to_halves(l.k);
             }
             compute(l, shared.shares[link]);
@@ -408,7 +494,7 @@ struct Consumer : Consumers<kPieceInputs<kWeights != Weights::kBf16> / kVec> {
     }
 };
 
-template <Weights kWeights>
+template <Weights kWeights, bool kSandwich>
 __device__ __forceinline__ void run(const Chain& chain) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ Shared shared;
@@ -420,13 +506,17 @@ __device__ __forceinline__ void run(const Chain& chain) {
     }
     __syncthreads();
     if (threadIdx.x < kConsumers * kWarp) {
-        Consumer<kWeights>(shared, memory).run();
+        Consumer<kWeights, kSandwich>(shared, memory).run();
         return;
     }
     for (int link = 0; link < chain.count; ++link) {
         const Link& l = shared.chain.links[link];
         const Share& share = shared.shares[link];
         if (blockIdx.x == 0 && l.norm != nullptr) prefetch_norm(l.norm, l.k);
+        if (kSandwich && blockIdx.x == 1 && link == 0) {
+            prefetch_norm(shared.chain.sandwich.mixer, l.n);
+            prefetch_norm(shared.chain.sandwich.mlp, l.n);
+        }
         prefetch_scales(l.matrix, share.first, share.count);
         if (is_gated(l)) prefetch_scales(l.matrix, l.n + share.first, share.count);
     }
@@ -435,14 +525,14 @@ __device__ __forceinline__ void run(const Chain& chain) {
 
 #else
 
-template <Weights>
+template <Weights, bool>
 __device__ __forceinline__ void run(const Chain&) {}
 
 #endif
 
 }  // namespace
 
-#define LINEAR_CHAIN(name, weights)                                                                                                   \
+#define LINEAR_CHAIN(name, weights, has_sums_normed)                                                                                  \
     extern "C" __global__ void __launch_bounds__(kChainThreads, 1)                                                                    \
     name(const bf16* x, const uint8_t* output, const float* output_scales, int output_stride, const bf16* output_bias,                \
                  const uint8_t* gate_up, const float* gate_up_scales, int gate_up_stride, const uint8_t* down, const float* down_scales,\
@@ -450,23 +540,30 @@ __device__ __forceinline__ void run(const Chain&) {}
                  const bf16* next_bias, bf16* next_out, int next_outputs, const uint8_t* other, const float* other_scales,            \
                  int other_stride, const bf16* other_bias, bf16* other_out, int other_outputs, bf16* hidden, const float* norm,       \
                  const float* next_norm, bf16* activated, unsigned* arrived, int attended, int width, int inner, float eps,           \
-                 float next_eps, int activation, int stage_bytes, int stages, int in_flight) {                                        \
+                 float next_eps, int activation, int stage_bytes, int stages, int in_flight, bf16* delta, const float* mixer_norm,    \
+                 const float* mlp_norm, const float* scalar) {                                                                        \
+    const Take take = has_sums_normed ? Take::kStore : Take::kAdd;                                                                    \
+    bf16* const sum = has_sums_normed ? delta : hidden;                                                                               \
     const Link links[kMostLinks] = {                                                                                                  \
-        {x, nullptr, 0.0f, {output, output_scales, output_stride}, output_bias, width, attended, Take::kAdd, hidden},                 \
-        {hidden, norm, eps, {gate_up, gate_up_scales, gate_up_stride}, nullptr, inner, width, Take::kGlu, activated},                 \
-        {activated, nullptr, 0.0f, {down, down_scales, down_stride}, down_bias, width, inner, Take::kAdd, hidden},                    \
-        {hidden, next_norm, next_eps, {next, next_scales, next_stride}, next_bias, next_outputs, width, Take::kStore, next_out},      \
+        {x, nullptr, 0.0f, {output, output_scales, output_stride}, output_bias, width, attended, take, sum},                          \
+        {sum, norm, eps, {gate_up, gate_up_scales, gate_up_stride}, nullptr, inner, width, Take::kGlu, activated},                    \
+        {activated, nullptr, 0.0f, {down, down_scales, down_stride}, down_bias, width, inner, take, sum},                             \
+        {sum, next_norm, next_eps, {next, next_scales, next_stride}, next_bias, next_outputs, width, Take::kStore, next_out},         \
         {nullptr, nullptr, 0.0f, {other, other_scales, other_stride}, other_bias, other_outputs, width, Take::kStore, other_out},     \
     };                                                                                                                                \
-    run<weights>({{links[0], links[1], links[2], links[3], links[4]},                                                                 \
-         next == nullptr ? 3 : other == nullptr ? 4 : 5,                                                                              \
+    run<weights, has_sums_normed>({{links[0], links[1], links[2], links[3], links[4]},                                                \
+         next == nullptr ? kMlpLinks : other == nullptr ? 4 : 5,                                                                      \
          arrived,                                                                                                                     \
          Activation(activation),                                                                                                      \
          stage_bytes,                                                                                                                 \
          stages,                                                                                                                      \
-         in_flight});                                                                                                                 \
+         in_flight,                                                                                                                   \
+         {hidden, delta, mixer_norm, mlp_norm, scalar, eps}});                                                                        \
 }
 
-LINEAR_CHAIN(linear_chain_bf16, Weights::kBf16)
-LINEAR_CHAIN(linear_chain_fp8_rows, Weights::kFp8Rows)
-LINEAR_CHAIN(linear_chain_fp8_blocks, Weights::kFp8Blocks)
+LINEAR_CHAIN(linear_chain_bf16, Weights::kBf16, false)
+LINEAR_CHAIN(linear_chain_fp8_rows, Weights::kFp8Rows, false)
+LINEAR_CHAIN(linear_chain_fp8_blocks, Weights::kFp8Blocks, false)
+LINEAR_CHAIN(linear_chain_sandwich_bf16, Weights::kBf16, true)
+LINEAR_CHAIN(linear_chain_sandwich_fp8_rows, Weights::kFp8Rows, true)
+LINEAR_CHAIN(linear_chain_sandwich_fp8_blocks, Weights::kFp8Blocks, true)

@@ -44,7 +44,7 @@ use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use super::{GpuNorm, has_hopper_kernels};
 use crate::Activation;
 use chain::ChainKernel;
-pub use chain::{ChainUse, GpuChain};
+pub use chain::{ChainUse, GpuChain, SumNorms};
 use choice::Choice;
 pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{CublasLt, Operands, Shape};

@@ -45,8 +45,8 @@ pub use linear::{
     GpuInputs, GpuLinear, GpuMatrix, GpuResidual, GpuRowAttention, GpuRowLayer, GpuRowLayers, GpuRows,
     GpuValues, GpuWeight, INT4_ROWS, INT4_WINDOW, Int4Group, Int4Kernels, LinearChoice, LinearCut,
     LinearLibrary, LinearOutput, LinearPath, LinearRoom, LinearScratch, LinearTile, LinearUse, LinearWays,
-    Linears, MOST_DEQUANTISED, PART_OUTPUTS, Preparing, RowLayerProducts, RowLayersUse, StaleWays, TimedWay,
-    dequantised_room, expert_int4_pitch, int4_pitch, mxfp4_pitch, mxfp4_word,
+    Linears, MOST_DEQUANTISED, PART_OUTPUTS, Preparing, RowLayerProducts, RowLayersUse, StaleWays, SumNorms,
+    TimedWay, dequantised_room, expert_int4_pitch, int4_pitch, mxfp4_pitch, mxfp4_word,
 };
 pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
 pub use moe::{

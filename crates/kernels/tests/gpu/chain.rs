@@ -5,7 +5,8 @@ use std::sync::Arc;
 use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::{
-    Fp8Scaling, GpuChain, GpuChainEnd, GpuLinear, GpuMatrix, GpuNorm, GpuWeight, Linears, has_hopper_kernels,
+    Fp8Scaling, GpuChain, GpuChainEnd, GpuLinear, GpuMatrix, GpuNorm, GpuWeight, Linears, SumNorms,
+    has_hopper_kernels,
 };
 use plimsoll_kernels::{Activation, e4m3_from_f32, e4m3_to_f32};
 use rand::Rng;
@@ -132,6 +133,13 @@ struct Case {
     next: Vec<Layer>,
     projections: Option<GpuLinear>,
     activation: Activation,
+    sums: Option<Sums>,
+}
+
+/// Norms of what the mixer and the MLP add.
+struct Sums {
+    norms: [Vec<f32>; 2],
+    scalar: Option<f32>,
 }
 
 /// The residual stream, what was activated, and the outputs of the last layer.
@@ -173,6 +181,7 @@ impl Case {
             next: Vec::new(),
             projections: None,
             activation,
+            sums: None,
         }
         .followed_by((next > 0).then(|| Layer::random(gpu, rng, fp8, [next, width], biases[2])))
     }
@@ -190,6 +199,30 @@ impl Case {
             }
         };
         self
+    }
+
+    /// With norms of what is added, to a residual stream of about that size.
+    fn with_norms_of_sums(mut self, rng: &mut StdRng) -> Self {
+        let width = self.hidden.len();
+        let mut norm = || (0..width).map(|_| rng.random_range(0.5..1.5)).collect();
+        let norms = [norm(), norm()];
+        let scalar = rng.random_bool(0.5).then(|| rng.random_range(0.3..1.2));
+        self.what += &format!(", norms of sums, scalar {scalar:?}");
+        self.sums = Some(Sums { norms, scalar });
+        self.hidden = common::random(rng, width);
+        self
+    }
+
+    /// The residual stream with what the mixer (0) or the MLP (1) adds, and times the scalar behind the latter.
+    fn sum(&self, hidden: &[f64], delta: &[f64], at: usize) -> Vec<f64> {
+        let Some(sums) = &self.sums else {
+            return add(hidden, delta);
+        };
+        let delta: Vec<f64> = delta.iter().map(|x| round(*x)).collect();
+        let added = scaled(&delta, &sums.norms[at]);
+        let factor = f64::from(sums.scalar.filter(|_| at == 1).unwrap_or(1.0));
+        let both = hidden.iter().zip(added);
+        both.map(|(x, y)| round((x + y) * factor)).collect()
     }
 
     fn layers(&self) -> [&GpuLinear; 3] {
@@ -211,7 +244,11 @@ impl Case {
         let outputs = self.next().map_or(0, GpuLinear::outputs);
         let guard = 64;
         let poisoned = |len: usize| common::poisoned::<bf16>(gpu, len + guard);
-        let (activated, out) = (poisoned(inner), poisoned(outputs));
+        let (activated, out, delta) = (poisoned(inner), poisoned(outputs), poisoned(width));
+        let sums = self.sums.as_ref().map(|sums| {
+            let norms = sums.norms.each_ref().map(|norm| common::upload(gpu, norm));
+            (norms, sums.scalar.map(|scalar| common::upload(gpu, &[scalar])))
+        });
         linears
             .forward_chain(&GpuChain {
                 x: x.slice().range(0..self.x.len()),
@@ -222,6 +259,12 @@ impl Case {
                 activation: self.activation,
                 activated: activated.slice().range(0..inner),
                 down: &self.down.device,
+                sum_norms: sums.as_ref().map(|([mixer, mlp], scalar)| SumNorms {
+                    mixer: mixer.slice().range(0..width),
+                    mlp: mlp.slice().range(0..width),
+                    scalar: scalar.as_ref().map(|scalar| scalar.slice().range(0..1)),
+                    delta: delta.slice().range(0..width),
+                }),
                 next: self.next().map(|linear| GpuChainEnd {
                     norm: next_norm,
                     linear,
@@ -239,6 +282,9 @@ impl Case {
             );
             all
         };
+        if sums.is_some() {
+            unguarded(&delta, width);
+        }
         Outputs {
             hidden: common::download(gpu, &hidden, width),
             activated: unguarded(&activated, inner),
@@ -252,7 +298,7 @@ impl Case {
             let what = format!("{}: {part}", self.what);
             common::assert_close(&what, &common::widen(found), want, TOLERANCE);
         };
-        let hidden = add(&wide(&self.hidden), &self.output.forward(&wide(&self.x)));
+        let hidden = self.sum(&wide(&self.hidden), &self.output.forward(&wide(&self.x)), 0);
         let gate_up = self.gate_up.forward(&normalise(&hidden, &self.norms[0]));
         let (gate, up) = gate_up.split_at(self.down.k);
         let activated = gate
@@ -260,7 +306,7 @@ impl Case {
             .zip(up)
             .map(|(x, up)| activate(self.activation, *x) * up);
         close("activated", &found.activated, &activated.collect::<Vec<_>>());
-        let hidden = add(&hidden, &self.down.forward(&wide(&found.activated)));
+        let hidden = self.sum(&hidden, &self.down.forward(&wide(&found.activated)), 1);
         close("residual stream", &found.hidden, &hidden);
         let (normed, mut first) = (normalise(&wide(&found.hidden), &self.norms[1]), 0);
         for next in &self.next {
@@ -302,8 +348,14 @@ fn layers_of_one_row_in_one_launch() {
         (Some(Fp8Scaling::Rows), &any),
         (Some(Fp8Scaling::Blocks), &blocks),
     ] {
-        for size in sizes.iter().flat_map(|size| [size; 2]) {
-            let case = Case::random(&gpu, &mut rng, fp8, *size);
+        for (size, has_norms) in sizes
+            .iter()
+            .flat_map(|size| [(size, false), (size, false), (size, true)])
+        {
+            let mut case = Case::random(&gpu, &mut rng, fp8, *size);
+            if has_norms {
+                case = case.with_norms_of_sums(&mut rng);
+            }
             let chains = linears.can_chain(case.layers(), case.next());
             assert_eq!(chains, has_hopper_kernels(&gpu), "{}", case.what);
             if !chains {

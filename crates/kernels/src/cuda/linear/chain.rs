@@ -24,11 +24,20 @@ const MOST_NORM_VECS: usize = 4;
 const LEAST_SUMS: usize = 112;
 /// Shared memory beside the stages: at least `sizeof(Shared)`.
 const STATIC_BYTES: usize = 5 << 10;
-/// The kernels, by what weights are.
-const KERNELS: [(GpuValues, &str); 3] = [
-    (GpuValues::Bf16, "linear_chain_bf16"),
-    (GpuValues::Fp8(Fp8Scaling::Rows), "linear_chain_fp8_rows"),
-    (GpuValues::Fp8(Fp8Scaling::Blocks), "linear_chain_fp8_blocks"),
+/// The kernels, by what weights are: without norms of what is added, and with them.
+const KERNELS: [(GpuValues, [&str; 2]); 3] = [
+    (
+        GpuValues::Bf16,
+        ["linear_chain_bf16", "linear_chain_sandwich_bf16"],
+    ),
+    (
+        GpuValues::Fp8(Fp8Scaling::Rows),
+        ["linear_chain_fp8_rows", "linear_chain_sandwich_fp8_rows"],
+    ),
+    (
+        GpuValues::Fp8(Fp8Scaling::Blocks),
+        ["linear_chain_fp8_blocks", "linear_chain_sandwich_fp8_blocks"],
+    ),
 ];
 /// A measurement makes at least so many calls.
 const LEAST_CALLS: usize = 2;
@@ -57,8 +66,23 @@ pub struct GpuChain<'a> {
     pub activated: GpuSlice<'a, bf16>,
     /// Of the MLP.
     pub down: &'a GpuLinear,
+    /// Of a layer that has such norms.
+    pub sum_norms: Option<SumNorms<'a>>,
     /// What follows, if it is to be computed too.
     pub next: Option<GpuChainEnd<'a>>,
+}
+
+/// Norms of what a mixer and an MLP add to the residual stream (Gemma 3, Gemma 4), with the eps of [`GpuChain::norm`].
+#[derive(Clone, Copy, Debug)]
+pub struct SumNorms<'a> {
+    /// Of the mixer, `[width]`.
+    pub mixer: GpuSlice<'a, f32>,
+    /// Of the MLP, `[width]`.
+    pub mlp: GpuSlice<'a, f32>,
+    /// Multiplies the residual stream at the end, `[1]`.
+    pub scalar: Option<GpuSlice<'a, f32>>,
+    /// Room for what is added, `[width]`.
+    pub delta: GpuSlice<'a, bf16>,
 }
 
 /// Layers of a chain to be measured.
@@ -68,13 +92,16 @@ pub struct ChainUse<'a> {
     pub layers: &'a [[&'a GpuLinear; 4]],
     /// Of the gate.
     pub activation: Activation,
+    /// They have norms of what is added: [`SumNorms`].
+    pub sum_norms: bool,
 }
 
 #[derive(Debug)]
 pub(super) struct ChainKernel {
     gpu: Gpu,
-    /// For weights that are such values, which all layers of a chain up to the end of an MLP have; on GPUs of Hopper's generation.
-    functions: Vec<(GpuValues, Function)>,
+    /// For weights that are such values, which all layers of a chain up to the end of an MLP have, without norms of what is added and with
+    /// them; on GPUs of Hopper's generation.
+    functions: Vec<(GpuValues, [Function; 2])>,
     workspace: Arc<GpuSlab>,
     /// Up to the end of an MLP, layers that were faster in one launch than one by one.
     pub(super) faster: HashSet<[Kind; 3]>,
@@ -88,14 +115,11 @@ fn row_bytes(linear: &GpuLinear) -> Option<usize> {
 impl ChainKernel {
     /// `workspace` has [`CHAIN_BYTES`] behind what the other kernels use.
     pub(super) fn load(gpu: &Gpu, workspace: &Arc<GpuSlab>) -> Result<Self, GpuError> {
-        let functions = chain::load(
-            gpu,
-            "linear_chain",
-            &KERNELS.map(|(_, name)| name),
-            THREADS,
-            STATIC_BYTES,
-        )?;
-        let of_values = KERNELS.map(|(values, _)| values).into_iter().zip(functions);
+        let names: Vec<&str> = KERNELS.iter().flat_map(|(_, names)| *names).collect();
+        let functions = chain::load(gpu, "linear_chain", &names, THREADS, STATIC_BYTES)?;
+        let (pairs, _) = functions.as_chunks::<2>();
+        let of_values = KERNELS.iter().zip(pairs);
+        let of_values = of_values.map(|((values, _), pair)| (*values, pair.clone()));
         if has_hopper_kernels(gpu) {
             gpu.fill(chain_room(workspace), 0)?;
         }
@@ -113,10 +137,10 @@ impl ChainKernel {
         &self,
         [output, gate_up, down]: [&GpuLinear; 3],
         next: Option<&GpuLinear>,
-    ) -> Option<(&Function, Ring)> {
+    ) -> Option<(&[Function; 2], Ring)> {
         let (width, sm_count) = (output.n, self.gpu.info().sm_count);
         let values = output.matrix().values()?;
-        let (_, function) = self.functions.iter().find(|(of, _)| *of == values)?;
+        let (_, functions) = self.functions.iter().find(|(of, _)| *of == values)?;
         let has = |linear: &GpuLinear, values: GpuValues| linear.matrix().values() == Some(values);
         let is_beside_others = |next: &GpuLinear| {
             let products = next.products();
@@ -142,7 +166,7 @@ impl ChainKernel {
             next.map_or(Some(0), chain::longest_row),
         ];
         let ring = Ring::new(stages, self.gpu.info().max_shared_bytes - STATIC_BYTES)?;
-        fit.then_some((function, ring))
+        fit.then_some((functions, ring))
     }
 }
 
@@ -173,7 +197,11 @@ impl Linears {
         of: ChainUse<'_>,
         scratch: LinearScratch<'_>,
     ) -> Result<Option<[f32; 2]>, GpuError> {
-        let ChainUse { layers, activation } = of;
+        let ChainUse {
+            layers,
+            activation,
+            sum_norms,
+        } = of;
         let [output, gate_up, down, next] = *layers.first().expect("layers to measure");
         let fits = |[output, gate_up, down, next]: [&GpuLinear; 4]| {
             self.can_chain([output, gate_up, down], Some(next))
@@ -181,13 +209,13 @@ impl Linears {
         let out = scratch.out.cast::<bf16>();
         let (room, width) = (scratch.x.len().min(out.len()), output.n.next_multiple_of(64));
         // Norms are of four bytes.
-        let parts = [output.k, 2 * width, width, down.k, next.n];
+        let parts = [output.k, 2 * width, width, down.k, next.n, width];
         let ends = parts.iter().scan(0, |end, part| {
             *end += part.next_multiple_of(64);
             Some(*end)
         });
         let ends: Vec<usize> = ends.collect();
-        if !layers.iter().all(|layers| fits(*layers)) || ends[4] > room {
+        if !layers.iter().all(|layers| fits(*layers)) || ends[5] > room {
             return Ok(None);
         }
         let known = |linear: &GpuLinear, output: LinearOutput| {
@@ -224,6 +252,12 @@ impl Linears {
                 activation,
                 activated: out.range(part(3)).range(0..down.k),
                 down,
+                sum_norms: sum_norms.then_some(SumNorms {
+                    mixer: norm.weight,
+                    mlp: norm.weight,
+                    scalar: None,
+                    delta: out.range(part(5)).range(0..output.n),
+                }),
                 next: Some(GpuChainEnd {
                     norm,
                     linear: next,
@@ -262,11 +296,12 @@ impl Linears {
             activation,
             activated,
             down,
+            sum_norms,
             next,
         } = chain;
         let kernel = &self.chain;
         let found = kernel.kernel([output, gate_up, down], next.map(|next| next.linear));
-        let (function, ring) = found.expect("ask `can_chain`");
+        let (functions, ring) = found.expect("ask `can_chain`");
         let width = output.n;
         assert_eq!((x.len(), hidden.len()), (output.k, width), "one row");
         assert_eq!((norm.weight.len(), activated.len()), (width, down.k), "one row");
@@ -277,6 +312,17 @@ impl Linears {
                 "one row"
             );
         }
+        if let Some(norms) = &sum_norms {
+            let lengths = [norms.mixer.len(), norms.mlp.len(), norms.delta.len()];
+            assert_eq!(lengths, [width; 3], "one row");
+            assert!(norms.scalar.is_none_or(|scalar| scalar.len() == 1), "one number");
+        }
+        let of_norms = |pick: fn(&SumNorms<'_>) -> u64| sum_norms.as_ref().map_or(0, pick);
+        let sum_args = [
+            of_norms(|norms| norms.delta.ptr()),
+            of_norms(|norms| norms.mixer.ptr()),
+            of_norms(|norms| norms.mlp.ptr()),
+        ];
         let next_weight = next.map_or(0, |next| next.norm.weight.ptr());
         let aligned = [
             x.ptr(),
@@ -286,7 +332,10 @@ impl Linears {
             next_weight,
         ];
         assert!(
-            aligned.iter().all(|at| at.is_multiple_of(PIECE as u64)),
+            aligned
+                .iter()
+                .chain(&sum_args)
+                .all(|at| at.is_multiple_of(PIECE as u64)),
             "rows at multiples of {PIECE} bytes"
         );
         let bias = |linear: &GpuLinear| Arg::from(linear.operands().bias);
@@ -316,6 +365,8 @@ impl Linears {
                 int(ring.stages),
                 int((BYTES_IN_FLIGHT / ring.stage_bytes).max(2)),
             ],
+            &sum_args.map(Arg::from),
+            &[of_norms(|norms| norms.scalar.map_or(0, |scalar| scalar.ptr())).into()],
         ]
         .concat();
         let launch = Launch::new([kernel.gpu.info().sm_count as u32, 1, 1], THREADS as u32)
@@ -324,7 +375,7 @@ impl Linears {
         // SAFETY: the lengths were checked; the arguments are those that kernels/linear_chain.cu lists. Its blocks wait for each
         // other: there is one for each multiprocessor, which has room for it once the kernels ahead have ended. The GPU has one stream for
         // kernels, so no other of this kind runs beside it; a wait that lasts too long ends the kernel with an error.
-        unsafe { kernel.gpu.launch(function, launch, &args) }
+        unsafe { (kernel.gpu).launch(&functions[usize::from(sum_norms.is_some())], launch, &args) }
     }
 }
 

@@ -83,6 +83,7 @@ impl Apart<'_> {
                 activation: case.activation,
                 activated: part(&activated, size.inner),
                 down: &layer.down.device,
+                sum_norms: None,
                 next: memory.next(case, at + 1),
             })
             .expect("a launch");

@@ -77,6 +77,7 @@ fn steps_under_way_leave_the_same_bits() {
             activation: case.activation,
             activated: part(&activated, case.size.inner),
             down: &layer.down.device,
+            sum_norms: None,
             next: None,
         })
     });

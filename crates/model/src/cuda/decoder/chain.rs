@@ -6,7 +6,7 @@ use plimsoll_device::cuda::GpuError;
 use plimsoll_kernels::cuda::{
     GpuChain, GpuChainEnd, GpuKvElement, GpuLinear, GpuMoeChain, GpuNorm, GpuQkNorm, GpuRouter,
     GpuRowAttention, GpuRowLayer, GpuRowLayers, GpuSandwichChain, Linears, MoeChainLayers, RowLayerProducts,
-    SandwichLayers, SandwichNorms, SharedExpertLayers,
+    SandwichLayers, SandwichNorms, SharedExpertLayers, SumNorms,
 };
 use plimsoll_kernels::{ExpertActivation, KvLayout};
 
@@ -39,12 +39,13 @@ pub(super) struct Sandwich<'a> {
     scalar: &'a GpuVector,
 }
 
-/// See [`Chain::Dense`].
+/// See [`Chain::Dense`]; what is added may have norms.
 pub(super) fn dense_chain_of(layer: &GpuLayer) -> Option<(&DenseMlpSpec, [&GpuLinear; 3])> {
     let (Mlp::Dense(spec), MlpKind::Dense(mlp)) = (&layer.spec.mlp, &layer.mlp.kind) else {
         return None;
     };
-    is_plain(layer).then_some((spec, [layer.mixer.output(), &mlp.gate_up, &mlp.down]))
+    let has_norms = layer.spec.post_norms && layer.input.is_none();
+    (is_plain(layer) || has_norms).then_some((spec, [layer.mixer.output(), &mlp.gate_up, &mlp.down]))
 }
 
 /// A layer that can be a part of a launch as a whole.
@@ -61,7 +62,8 @@ impl<'a> WholeLayer<'a> {
         let (mlp, [output, gate_up, down]) = dense_chain_of(layer)?;
         let (spec, attention) = (layer.spec.attention()?, layer.mixer.attention()?);
         let rope = spec.rope.as_deref()?;
-        let is_plain = spec.window.is_none()
+        let is_plain = is_plain(layer)
+            && spec.window.is_none()
             && (rope.rotary_dim, rope.query_scale, rope.sections) == (spec.head_dim, None, None)
             && spec.values == Values::Projected
             && spec.shares_kv.is_none()
@@ -259,6 +261,15 @@ impl Step<'_, '_> {
                 activation: spec.activation,
                 activated: self.rows(self.act.activated, down.inputs()),
                 down,
+                sum_norms: match (layer.mixer.post_norm(), &layer.mlp.post_norm) {
+                    (Some(mixer), Some(mlp)) => Some(SumNorms {
+                        mixer: mixer.slice(),
+                        mlp: mlp.slice(),
+                        scalar: layer.scalar.as_ref().map(GpuVector::slice),
+                        delta: self.rows(self.act.delta, output.outputs()),
+                    }),
+                    _ => None,
+                },
                 next,
             })?,
             Chain::Experts(spec, layers) => {

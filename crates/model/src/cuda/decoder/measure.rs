@@ -212,6 +212,7 @@ impl Decoder {
             let of = ChainUse {
                 layers: &alike,
                 activation: mlp.activation,
+                sum_norms: layers[first].spec.post_norms,
             };
             let Some([together, apart]) = self.linears.measure_chain(of, scratch)? else {
                 continue;
