@@ -5,9 +5,10 @@
 // The weights are the left operand. A tile is 64 rows of weights times all rows of x; it is computed in stages of 256 bytes of k, and
 // each of two warp groups multiplies half of a stage. The stages of all tiles are divided equally among the blocks (stream_k.cuh).
 //
-// Two warps copy, ahead of the two warp groups that multiply: one has the copy engine bring weights, 128 bytes of all rows of a tile at a time,
-// the other one copies inputs. A block takes nearly all shared memory of a multiprocessor and fills it with weights before it waits for
-// the kernel ahead. So memory stays busy during the small kernels in between, whose blocks still find threads and registers.
+// Two warps have the copy engine bring weights and inputs, 128 bytes of all rows of a tile at a time, ahead of the two warp groups that
+// multiply. (With inputs copied by the lanes of one warp, products of 32 rows took 1 to 2 us more.) A block takes nearly all shared memory of a
+// multiprocessor and fills it with weights before it waits for the kernel ahead. So memory stays busy during the small kernels in between,
+// whose blocks still find threads and registers.
 #include "stream_k.cuh"
 #include "tensor_map.cuh"
 
@@ -24,7 +25,7 @@ enum class Values {
 };
 
 struct Problem {
-    const void* x;               // [m, k]
+    const TensorMap* x;          // of [m, k]; a copy has as many rows as the kernel
     const TensorMap* weight;     // of [n, k], or if gated of [2 n, k]: gate, up, of which a copy has eight rows in turn
     const float* x_scales;       // [m], of e4m3 values, or of blocks [k / 128, x_stride]
     const float* weight_scales;  // [n] or [2 n], or of blocks [n / 128, stride]
@@ -76,7 +77,7 @@ struct Linear {
         if (threadIdx.x == 0) {
             for (int i = 0; i < kStages; ++i) {
                 barrier_init(shared.full_weights + i, 1);
-                barrier_init(shared.full_inputs + i, kWarp);
+                barrier_init(shared.full_inputs + i, 1);
                 barrier_init(shared.empty + i, kConsumerThreads / kWarp);
             }
             fence_for_products();
@@ -86,15 +87,12 @@ struct Linear {
         const int first = shares().begin(Shares::rank()), end = shares().begin(Shares::rank() + 1);
         if (threadIdx.x < kConsumerThreads) {
             consume(first, end);
-        } else if (threadIdx.x >= kConsumerThreads + kWarp) {
-            produce_inputs(first, end, threadIdx.x % kWarp);
+        } else if (threadIdx.x == kConsumerThreads + kWarp) {
+            produce_inputs(first, end);
         } else if (threadIdx.x == kConsumerThreads) {
             produce_weights(first, end);
         }
     }
-
-    // Where a piece of a row of a panel lies, as products expect it.
-    __device__ __forceinline__ static int place(int row, int piece) { return row * kPanel + (piece ^ (row & 7)) * 16; }
 
     __device__ __forceinline__ void wait_empty(int step) const {
         if (step >= kStages) barrier_wait(shared.empty + step % kStages, (step / kStages - 1) & 1);
@@ -120,27 +118,20 @@ struct Linear {
         }
     }
 
-    __device__ __forceinline__ void produce_inputs(int first, int end, int lane) const {
-        constexpr int kRows = kWarp / kPieces;
-        const int piece = lane % kPieces, row = lane / kPieces, pieces = this->pieces(), stages = shares().stages;
-        const uint4* const x = static_cast<const uint4*>(p.x);
+    // By one thread.
+    __device__ __forceinline__ void produce_inputs(int first, int end) const {
+        const int stages = shares().stages;
         pdl_wait();
         for (int at = first, step = 0; at < end; ++at, ++step) {
+            const int byte = at % stages * kPanels * kPanel;
             wait_empty(step);
-            __syncwarp();
+            uint64_t* const full = shared.full_inputs + step % kStages;
+            barrier_expect_bytes(full, kPanels * kTokens * kPanel);
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
-                const int wanted_piece = (at % stages * kPanels + panel) * kPieces + piece;
-#pragma unroll
-                for (int i = 0; i < kTokens / kRows; ++i) {
-                    const int token = row + i * kRows;
-                    // Zeros past the last row and past the last input.
-                    const bool wanted = token < p.m && wanted_piece < pieces;
-                    uint8_t* const to = shared.inputs[step % kStages][panel] + place(token, piece);
-                    copy_async(to, x + (wanted ? token * pieces + wanted_piece : 0), wanted);
-                }
+                // Zeros past the last row and past the last input.
+                copy_tensor(shared.inputs[step % kStages][panel], *p.x, make_int2(byte + panel * kPanel, 0), full);
             }
-            barrier_arrive_after_copies(shared.full_inputs + step % kStages);
         }
     }
 
@@ -193,7 +184,6 @@ struct Linear {
         const int stage = step % kStages;
         barrier_wait(shared.full_weights + stage, step / kStages & 1);
         barrier_wait(shared.full_inputs + stage, step / kStages & 1);
-        fence_for_products();
         wgmma_fence();
 #pragma unroll
         for (int at = 0; at < kPanel; at += 32) {
@@ -285,11 +275,11 @@ __device__ __forceinline__ void run(const Problem&) {}
 // thread, so that blocks of other kernels fit beside it.
 #define LINEAR_HOPPER(NAME, TOKENS, VALUES)                                                                                         \
     extern "C" __global__ void __launch_bounds__(kThreads + 3 * kWarp, 2)                                                           \
-        NAME##_##TOKENS(const __grid_constant__ TensorMap weight, const void* x, const float* x_scales,                             \
+        NAME##_##TOKENS(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const float* x_scales,       \
                         const float* weight_scales, const bf16* bias, void* out, float4* sums, int m, int n, int k, int pitch,      \
                         int mode, int activation, int x_stride, int stride) {                                                       \
         run<TOKENS, VALUES>(                                                                                                        \
-            {x, &weight, x_scales, weight_scales, bias, out, sums, m, n, k, pitch, mode, activation, x_stride, stride});             \
+            {&x, &weight, x_scales, weight_scales, bias, out, sums, m, n, k, pitch, mode, activation, x_stride, stride});             \
     }
 #define LINEARS_HOPPER(NAME, VALUES)  \
     LINEAR_HOPPER(NAME, 8, VALUES)    \

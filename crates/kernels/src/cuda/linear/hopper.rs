@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, Launch, MatrixRows};
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, Launch, MatrixRows, MatrixTiles};
 
 use super::choice::Choice;
 use super::cublas_lt::{Operands, Shape};
@@ -149,17 +149,16 @@ impl HopperKernels {
         let (_, of_rows) = of_type.expect("as `can` says");
         let kernel = of_rows.iter().find(|kernel| kernel.most_rows >= shape.m);
         let kernel = kernel.expect("no more than MOST_ROWS");
-        // The kernels for weights in four bits take an address of weights instead of a map, and neither strides nor factors of inputs.
+        // The kernels for weights in four bits take addresses of inputs and weights instead of maps, and neither strides nor factors of inputs.
         let strides = match shape.values {
             GpuValues::Fp8(scaling) => Some([scaling.input_stride(shape.m), scaling.stride(shape.k)]),
             GpuValues::Bf16 => Some([0, 0]),
             GpuValues::Int4(_) | GpuValues::Gguf(_) => None,
         };
-        let mut args: Vec<Arg> = vec![operands.x.into()];
-        args.push(match strides {
-            Some(_) => operands.x_scales.into(),
-            None => operands.weight.into(),
-        });
+        let mut args: Vec<Arg> = match strides {
+            Some(_) => vec![operands.x_scales.into()],
+            None => vec![operands.x.into(), operands.weight.into()],
+        };
         args.extend::<[Arg; 10]>([
             operands.weight_scales.into(),
             operands.bias.into(),
@@ -192,16 +191,23 @@ impl HopperKernels {
             // SAFETY: the caller's promise; the arguments are those of `LINEAR_HOPPER_INT4` in kernels/linear_hopper_int4.cu.
             return unsafe { self.gpu.launch(&kernel.function, launch, &args) };
         }
-        let map = self.gpu.rows_map(&MatrixRows {
+        let row_bytes = shape.weight_bytes() / shape.n;
+        let weight = self.gpu.rows_map(&MatrixRows {
             first: operands.weight,
             rows: shape.n,
-            row_bytes: shape.weight_bytes() / shape.n,
+            row_bytes,
             pair: output.stacked() == 2,
+        })?;
+        let x = self.gpu.tiles_map(&MatrixTiles {
+            first: operands.x,
+            rows: shape.m,
+            row_bytes,
+            copied: kernel.most_rows,
         })?;
         // SAFETY: the caller's promise; the arguments are those of `LINEAR_HOPPER` in kernels/linear_hopper.cu.
         unsafe {
             self.gpu
-                .launch_with_maps(&kernel.function, launch, &[&map], &args)
+                .launch_with_maps(&kernel.function, launch, &[&weight, &x], &args)
         }
     }
 }
