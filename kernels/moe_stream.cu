@@ -66,6 +66,8 @@ struct Stream {
     int input_pitch;  // bytes of a row of x, an odd number of pieces, so that matrices of eight rows are in different banks
     uint32_t inputs, ring;
     int stages;
+    // 2^23, by a sum that the compiler does not know. A shift would be for the integer unit, which has the most to do; products are for another.
+    uint32_t first_exponent_bit;
     // This block's tiles, of those of all passes.
     int first, last;
 
@@ -80,6 +82,7 @@ struct Stream {
         ring = shared_address(memory);
         stages = min((dynamic_shared_bytes() - kTokens * input_pitch) / stage_bytes, kMostStages);
         inputs = ring + stages * stage_bytes;
+        first_exponent_bit = (1u << 23) + (p.n >> 31);
     }
 
     __device__ __forceinline__ bool gated() const { return p.kind != kPlain; }
@@ -179,12 +182,12 @@ struct Stream {
 
     // What products with the codes of each 32 inputs of one or two windows are multiplied by, from the address of their exponents on.
     template <int kWindows>
-    __device__ __forceinline__ static void load_scales(uint32_t from, float (&scales)[kWindows * 2]) {
+    __device__ __forceinline__ void load_scales(uint32_t from, float (&scales)[kWindows * 2]) const {
         const uint32_t exponents = kWindows == 2 ? load_shared4(from) : load_shared2(from);
 #pragma unroll
         for (int i = 0; i < kWindows * 2; ++i) {
             // 2^(exponent - 127) times 2^(126 - 64). Exponents above 192 are refused when a checkpoint is read.
-            scales[i] = __uint_as_float((__byte_perm(exponents, 0, 0x4440 + i) + 126 - 64) << 23);
+            scales[i] = __uint_as_float(__byte_perm(exponents, 0, 0x4440 + i) * first_exponent_bit + (uint32_t(126 - 64) << 23));
         }
     }
 
