@@ -89,8 +89,11 @@ struct Stream {
 
     // All threads: lists the passes, and takes this block's share of their tiles.
     __device__ __forceinline__ void divide() {
-        const int count = p.tiles[0].count, at = threadIdx.x;
-        const Tile tile = at < count ? p.tiles[1 + at] : Tile{};
+        // From L2, where they are even if this kernel has not waited for the one ahead.
+        const auto* const listed = reinterpret_cast<const int4*>(p.tiles);
+        const int count = __ldcg(listed).z, at = threadIdx.x;
+        const int4 of_thread = at < count ? __ldcg(listed + 1 + at) : make_int4(0, 0, 0, 0);
+        const Tile tile{of_thread.x, of_thread.y, of_thread.z, 0};
         const int parts = ceil_div(tile.count, kTokens);
         int all = 0;
         const int before = sum_before(parts, shared.partial, all);
@@ -269,6 +272,7 @@ struct Stream {
     }
 
     __device__ __forceinline__ void consume() const {
+        pdl_wait();
         int at = first + int(threadIdx.x) / kTeamThreads, place = threadIdx.x / kTeamThreads, phase = 0, buffer = 0;
         for (int i = first / tiles; i * tiles < last; ++i) {
             const Pass pass = shared.passes[i];
@@ -294,8 +298,10 @@ __device__ __forceinline__ void run(const Problem& p) {
         fence_for_products();
     }
     Stream stream(p, shared, memory);
+    // Where x has a row for each place, the first projection came before. It waited for the tiles before it let kernels behind it start, and
+    // this one can copy weights until it has ended.
+    if (p.top_k > 0) pdl_wait();
     pdl_launch();
-    pdl_wait();
     stream.divide();
     if (threadIdx.x < kConsumerThreads) {
         stream.consume();
