@@ -38,6 +38,8 @@ __device__ __forceinline__ void consume(Experts warps) {
     pdl_wait();
     const Share& own = shared.shares[0];
     if (int(threadIdx.x) < own.count) warps.residual = c.hidden[own.first + threadIdx.x];
+    // In L1 already, a product's first scales delay it less. Those of what follows might not stay there so long.
+    if (warps.warp == 0) touch_scales(c.output, own.first, own.count);
     const int phases = kLast + c.has_next();
 #pragma unroll 1
     for (int phase = kOutput; phase < phases; ++phase) {
@@ -46,6 +48,10 @@ __device__ __forceinline__ void consume(Experts warps) {
         warps.load_norm(norm, source);
         if (phase > kOutput) {
             warps.tell_others();
+            if (phase == kLast && warps.warp >= kConsumers - kProjections) {
+                const int next = kNext + warps.warp - (kConsumers - kProjections);
+                touch_scales(shared.links[next].matrix, shared.shares[next].first, shared.shares[next].count);
+            }
             if (phase == kDown) warps.put_ahead();
             warps.wait_for_others();
         }

@@ -18,7 +18,7 @@ struct RowExperts : Consumer<1> {
     // Reads ahead what comes from memory, as soon as the row's experts are known.
     __device__ __forceinline__ void read_ahead() {
         if (c.down.first.is_fp8()) load_down_scales();
-        if (warp == 1) prefetch_gated_scales();
+        if (warp == 1) touch_gated_scales();
     }
 
     // Stores what was read, before the second projections need it.
@@ -72,11 +72,11 @@ protected:
         }
     }
 
-    __device__ __forceinline__ void prefetch_gated_scales() const {
+    __device__ __forceinline__ void touch_gated_scales() const {
         for (GatedParts parts(shared, c.inner); parts.next(c.inner);) {
             const Matrix& matrix = shared.slots[parts.slot].gate_up;
-            prefetch_scales(matrix, parts.first, parts.count);
-            prefetch_scales(matrix, c.inner + parts.first, parts.count);
+            touch_scales(matrix, parts.first, parts.count);
+            touch_scales(matrix, c.inner + parts.first, parts.count);
         }
     }
 

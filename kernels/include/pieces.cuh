@@ -28,6 +28,15 @@ __device__ __forceinline__ void prefetch_scales(const Matrix& matrix, int first,
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
+// The same into this multiprocessor's L1, by loads that nobody waits for.
+__device__ __forceinline__ void touch_scales(const Matrix& matrix, int first, int count) {
+    constexpr int kLine = 128 / sizeof(float);
+    const int lane = threadIdx.x % kWarp, at = lane / 2 * kLine;
+    if (!matrix.is_fp8() || count == 0 || at >= max(matrix.scale_stride, 1)) return;
+    [[maybe_unused]] float unused;
+    asm volatile("ld.global.ca.f32 %0, [%1];" : "=f"(unused) : "l"(matrix.scales_of(first + lane % 2 * (count - 1)) + at));
+}
+
 constexpr int kPieceBytes = 16;
 constexpr int kFp8Piece = 16;  // inputs of a piece of e4m3 weights
 template <bool kFp8>
