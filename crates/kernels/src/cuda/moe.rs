@@ -12,13 +12,14 @@ mod operands;
 mod products;
 mod sandwich;
 mod stream;
+mod sums;
 
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
 
 use super::fused::{address as address_of, fp8_args, int};
+use super::has_hopper_kernels;
 use super::linear::{FP8_BLOCK, Fp8Scaling, GpuLinear, GpuRows, mxfp4_pitch};
-use super::{FusedKernels, GpuNorm, has_hopper_kernels};
 use crate::{Activation, ExpertActivation, RouterSoftmax};
 
 use chain::MoeChainKernel;
@@ -45,7 +46,6 @@ const ROUTE_WARPS: usize = 8;
 const GROUP_THREADS: u32 = 1024;
 const FEW_THREADS: u32 = 1024;
 const FEW_ROUTES: usize = 128;
-const COMBINE_THREADS: usize = 128;
 
 /// The kernels of experts, the twins of [`route`](crate::route()) and [`experts`](crate::experts()).
 #[derive(Debug)]
@@ -453,82 +453,6 @@ impl MoeKernels {
                     self.gpu
                         .launch_with_maps(&product.function, launch.pdl(true), &[map], &args)
                 }
-            }
-        }
-    }
-
-    /// The sums of each row's experts into `out`, `[rows, n]`. With gates, the sigmoid of each times what is in `out` is added, as
-    /// [`add_gated`](crate::add_gated) does.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the launch.
-    ///
-    /// # Panics
-    /// If a length does not fit.
-    pub fn combine(&self, outputs: &GpuExpertOutputs<'_>, out: GpuSlice<'_, bf16>) -> Result<(), GpuError> {
-        let n = outputs.width(out);
-        if outputs.routes.rows == 0 {
-            return Ok(());
-        }
-        let args = [
-            outputs.x.into(),
-            outputs.routes.places.into(),
-            outputs.routes.weights.into(),
-            address_of(outputs.gates),
-            out.into(),
-            int(n),
-            int(outputs.routes.top_k),
-        ];
-        let blocks = (n / VEC).div_ceil(COMBINE_THREADS) as u32;
-        let launch = Launch::new([outputs.routes.rows as u32, blocks, 1], COMBINE_THREADS as u32);
-        self.launch(&self.combine, launch, &args)
-    }
-
-    /// `hidden +=` what [`Self::combine`] makes of `delta`, then its norm into `out`; all `[rows, n]`: bit for bit that and
-    /// [`FusedKernels::add_rms_norm`](super::FusedKernels::add_rms_norm). `delta` is read where there are gates, and stays as it is.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the launch.
-    ///
-    /// # Panics
-    /// If a length does not fit.
-    pub fn add_rms_norm(
-        &self,
-        outputs: &GpuExpertOutputs<'_>,
-        [hidden, delta]: [GpuSlice<'_, bf16>; 2],
-        norm: GpuNorm<'_>,
-        out: GpuRows<'_>,
-    ) -> Result<(), GpuError> {
-        let (rows, n) = (outputs.routes.rows, outputs.width(delta));
-        if rows == 0 {
-            return Ok(());
-        }
-        assert_eq!(
-            (hidden.len(), out.len(), norm.weight.len()),
-            (rows * n, rows * n, n),
-            "rows of {n}"
-        );
-        let (vecs, launch) = FusedKernels::rows_of_norms(&self.gpu, out.len(), n);
-        let sources = [
-            outputs.x.into(),
-            outputs.routes.places.into(),
-            outputs.routes.weights.into(),
-            address_of(outputs.gates),
-            delta.into(),
-            int(outputs.routes.top_k),
-            hidden.into(),
-            norm.weight.into(),
-        ];
-        let shape = [int(n), norm.eps.into()];
-        let [plain, fp8] = &self.add_rms_norm;
-        match out {
-            GpuRows::Bf16(out) => {
-                let args = [&sources[..], &[out.into()], &shape].concat();
-                self.launch(&plain[vecs - 1], launch, &args)
-            }
-            GpuRows::Fp8(out) => {
-                let args = [&sources[..], &fp8_args(&out, rows, n), &shape].concat();
-                self.launch(&fp8[vecs - 1], launch, &args)
             }
         }
     }
