@@ -4,7 +4,9 @@
 // A block has 16 rows of weights, of a gated product eight rows of the gate and the same eight of the up projection, and each of its
 // warps a part of k: one row of x is too little work for fewer warps. A warp has a ring of stages in shared memory, each with 128
 // bytes of every row, whatever the format: shorter pieces cost as many accesses and move less. Rows of x are read
-// into registers ahead, as they may come from L2. The sums of the parts meet in shared memory and are added in order.
+// into registers ahead, as they may come from L2. The sums of the parts meet in shared memory and are added in order. Of short rows of
+// eight bits, in a plain product, each warp has all of k, and a block 32 rows of weights: nothing is added up then, and blocks are half as
+// many.
 //
 // E4m3 weights with scales of blocks are multiplied without their scale, which multiplies the sums of each 128 inputs instead: nothing is
 // rounded.
@@ -12,9 +14,9 @@
 
 namespace {
 
-constexpr int kParts = 2;  // of k
-constexpr int kThreads = kParts * kWarp;
-constexpr int kRows = 16;  // of weights
+constexpr int kWarps = 2;
+constexpr int kThreads = kWarps * kWarp;
+constexpr int kRows = 16;  // of weights, of a warp
 constexpr int kRowBytes = 128;  // of a stage
 constexpr int kRowPieces = kRowBytes / 16;
 constexpr int kRowsAtOnce = kWarp / kRowPieces;
@@ -50,7 +52,7 @@ __device__ __forceinline__ Vectors load_vectors(const uint8_t* stage, int row, i
     }
 }
 
-// What a block multiplies: eight rows of the expert's weights and eight more, of the other projection if gated. Where there are no more,
+// What a warp multiplies: eight rows of the expert's weights and eight more, of the other projection if gated. Where there are no more,
 // eight are computed twice.
 struct Rows {
     int first, second;
@@ -61,33 +63,42 @@ struct Rows {
     __device__ __forceinline__ int outputs_log2() const { return gated || first == second ? 3 : 4; }
 };
 
-__device__ __forceinline__ Rows rows_of_block(const Problem& p) {
-    const bool gated = p.kind != kPlain;
-    const int first = blockIdx.x * (gated ? kRows / 2 : kRows);
+// Of a warp of a block whose warps share k `kParts` ways. Those that have all of it each multiply by no gate.
+template <int kParts>
+__device__ __forceinline__ Rows rows_of_warp(const Problem& p) {
+    const bool gated = kParts > 1 && p.kind != kPlain;
+    const int unit = blockIdx.x * (kWarps / kParts) + threadIdx.x / kWarp / kParts;
+    const int first = unit * (gated ? kRows / 2 : kRows);
     return {first, gated ? first + p.n : p.n - first > 8 ? first + 8 : first, gated};
 }
 
-template <int kTokenTiles, Format kFormat, bool kOneRow>
-__device__ __forceinline__ void multiply_tile(const Problem& p, const Tile& tile, const Rows& rows, uint8_t* shared) {
-    constexpr int kStages = kStagesOf<kFormat>, kRingBytes = kStages * kStageBytes;
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = lane / 4, quad = lane % 4;
-    const uint8_t* const weight = of_expert(p.weight, p.stride, tile.expert);
-    const float* const scales = of_expert(p.scales, p.stride, tile.expert);
+// A warp's weights on their way: what a lane copies is a piece of every fourth row, in the stages of its warp.
+template <Format kFormat, int kParts>
+struct Copies {
+    static constexpr int kStages = kStagesOf<kFormat>, kRingBytes = kStages * kStageBytes;
 
-    // What this lane copies: a piece of every fourth row, in the stages of its warp.
-    const int pieces = row_pieces<kFormat>(p), stages = (pieces + kRowPieces - 1) / kRowPieces;
-    const int begin = stages * warp / kParts, end = stages * (warp + 1) / kParts;
-    const int piece = lane % kRowPieces, first_row = lane / kRowPieces;
-    static_assert(kRows == 4 * kRowsAtOnce);
-    const uint8_t* first_from = weight + size_t(rows.first + first_row) * p.pitch + begin * kRowBytes + piece * 16;
-    const uint8_t* second_from = first_from + size_t(rows.second - rows.first) * p.pitch;
-    const int four_rows = kRowsAtOnce * p.pitch;
-    uint8_t* const ring = shared + warp * kRingBytes;
-    const uint32_t first_place = shared_address(ring + swizzled(first_row, piece));
-    uint32_t place = first_place;
-    const auto request = [&](int stage) {
+    const uint8_t* ring;
+    const uint8_t *first_from, *second_from;
+    uint32_t first_place, place;
+    int begin, end, pieces, four_rows;
+
+    __device__ __forceinline__ Copies(const Problem& p, int expert, const Rows& rows, uint8_t* shared)
+        : pieces(row_pieces<kFormat>(p)), four_rows(kRowsAtOnce * p.pitch) {
+        const int warp = threadIdx.x / kWarp, part = warp % kParts, stages = (pieces + kRowPieces - 1) / kRowPieces;
+        begin = stages * part / kParts, end = stages * (part + 1) / kParts;
+        static_assert(kRows == 4 * kRowsAtOnce);
+        first_from = of_expert(p.weight, p.stride, expert) + size_t(rows.first + first_row()) * p.pitch + begin * kRowBytes + piece() * 16;
+        second_from = first_from + size_t(rows.second - rows.first) * p.pitch;
+        ring = shared + warp * kRingBytes;
+        place = first_place = shared_address(ring + swizzled(first_row(), piece()));
+    }
+
+    __device__ __forceinline__ static int piece() { return threadIdx.x % kRowPieces; }
+    __device__ __forceinline__ static int first_row() { return threadIdx.x % kWarp / kRowPieces; }
+
+    __device__ __forceinline__ void request(int stage) {
         if (stage < end) {
-            const bool wanted = stage * kRowPieces + piece < pieces;
+            const bool wanted = stage * kRowPieces + piece() < pieces;
             constexpr int kFourRows = kRowsAtOnce * kRowBytes;
             // A copy that is not wanted reads nothing, wherever its source is. Where instructions are few beside bytes, copies are a
             // little faster if sources are computed anew.
@@ -100,11 +111,23 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const Tile& tile
         commit_async();
         if (kFormat != Format::kBf16) first_from += kRowBytes, second_from += kRowBytes;
         place = place == first_place + (kStages - 1) * kStageBytes ? first_place : place + kStageBytes;
-    };
+    }
+
+    // Requests all but one of the stages that the ring holds: with all, rows of x come later, and products take longer.
+    __device__ __forceinline__ void fill() {
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) request(begin + i);
-    // Blocks of the next kernel that start meanwhile delay no copy.
-    if (!kOneRow) pdl_launch();
+        for (int i = 0; i < kStages - 1; ++i) request(begin + i);
+    }
+};
+
+// The ring of `copies` has been requested.
+template <int kTokenTiles, Format kFormat, int kParts, bool kOneRow>
+__device__ __forceinline__ void multiply_tile(const Problem& p, const Tile& tile, const Rows& rows, Copies<kFormat, kParts>& copies,
+                                              uint8_t* shared) {
+    constexpr int kStages = kStagesOf<kFormat>, kRingBytes = kStages * kStageBytes;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = lane / 4, quad = lane % 4;
+    const int begin = copies.begin, end = copies.end;
+    const float* const scales = of_expert(p.scales, p.stride, tile.expert);
 
     // Columns of no row repeat the first one and are not stored. Past the end of k weights are zeros and x its last inputs.
     const int first_input = input_vector<kFormat>(quad, 0) * 8;
@@ -137,7 +160,7 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const Tile& tile
     const int low_row = rows.row(group), high_row = rows.row(group + 8);
     // Of blocks, one for each stage.
     const float* const low_scales = scales + low_row / kFp8Block * p.scale_stride;
-    const float* const high_scales = scales + high_row / kFp8Block * p.scale_stride;
+    const float* const high_scales = kParts == 1 ? low_scales : scales + high_row / kFp8Block * p.scale_stride;
     constexpr bool kBlocks = kFormat == Format::kFp8Blocks;
     static_assert(!kBlocks || kStageChunks<kFormat> * kChunk == kFp8Block);
     float low_next = kBlocks && begin < end ? low_scales[begin] : 1.0f, high_next = kBlocks && begin < end ? high_scales[begin] : 1.0f;
@@ -147,8 +170,8 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const Tile& tile
     const auto multiply_stage = [&](int stage, bool is_last) {
         wait_async<kStages - 2>();
         __syncwarp();
-        request(stage + kStages - 1);
-        const uint8_t* const weights = ring + slot * kStageBytes;
+        copies.request(stage + kStages - 1);
+        const uint8_t* const weights = copies.ring + slot * kStageBytes;
         slot = slot + 1 == kStages ? 0 : slot + 1;
         const float low_scale = low_next, high_scale = high_next;
         float of_block[kTokenTiles][4] = {};
@@ -185,6 +208,26 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const Tile& tile
     for (int stage = begin; stage < end - 1; ++stage) multiply_stage(stage, false);
     if (begin < end) multiply_stage(end - 1, true);
 
+    const bf16* const bias = of_expert(p.bias, p.stride, tile.expert);
+    const auto finished = [&](float sum, int row) {
+        const float scale = kFormat == Format::kFp8 ? scales[row] : 1.0f;
+        return fmaf(sum, scale, bias != nullptr ? __bfloat162float(bias[row]) : 0.0f);
+    };
+    if constexpr (kParts == 1) {
+        // The warp's sums are whole: a lane has two rows of weights for two rows of x.
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = j * 8 + quad * 2 + i;
+                if (row >= tile.count) continue;
+                bf16* const out = p.out + size_t(tile.first + row) * p.n;
+                out[low_row] = __float2bfloat16(finished(acc[j][i], low_row));
+                out[high_row] = __float2bfloat16(finished(acc[j][i + 2], high_row));
+            }
+        }
+        return;
+    }
     // Sums take the place of the rings: [part][row of x][row of weights].
     wait_async<0>();
     __syncthreads();
@@ -197,20 +240,39 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const Tile& tile
         at[0] = acc[j][0], at[kSums] = acc[j][1], at[8] = acc[j][2], at[kSums + 8] = acc[j][3];
     }
     __syncthreads();
-    const bf16* const bias = of_expert(p.bias, p.stride, tile.expert);
-    const auto finished = [&](const float* at, int row) {
+    const auto added = [&](const float* at, int row) {
         float sum = at[0];
 #pragma unroll
         for (int part = 1; part < kParts; ++part) sum += at[part * kPartSums];
-        const float scale = kFormat == Format::kFp8 ? scales[row] : 1.0f;
-        return fmaf(sum, scale, bias != nullptr ? __bfloat162float(bias[row]) : 0.0f);
+        return finished(sum, row);
     };
     const int outputs_log2 = rows.outputs_log2(), column = threadIdx.x & (1 << outputs_log2) - 1, output = rows.row(column);
     for (int row = threadIdx.x >> outputs_log2; row < tile.count; row += kThreads >> outputs_log2) {
         const float* const at = sums + row * kSums + column;
-        float value = finished(at, output);
-        if (rows.gated) value = activate(p.kind, value, finished(at + 8, output + p.n));
+        float value = added(at, output);
+        if (rows.gated) value = activate(p.kind, value, added(at + 8, output + p.n));
         p.out[size_t(tile.first + row) * p.n + output] = __float2bfloat16(value);
+    }
+}
+
+template <Format kFormat, int kParts>
+__device__ __forceinline__ void product(const Problem& p) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    const Rows rows = rows_of_warp<kParts>(p);
+    // Only where no warps of a block meet later.
+    if (kParts < kWarps && rows.first >= p.n) return;
+    pdl_wait();
+    const int count = p.tiles[0].count;
+    const Tile tile = p.tiles[1 + blockIdx.y];
+    if (int(blockIdx.y) >= count) return;
+    Copies<kFormat, kParts> copies(p, tile.expert, rows, shared);
+    copies.fill();
+    // Blocks of the next kernel that start meanwhile delay no copy.
+    pdl_launch();
+    if (tile.count > 8) {
+        multiply_tile<2, kFormat, kParts, false>(p, tile, rows, copies, shared);
+    } else {
+        multiply_tile<1, kFormat, kParts, false>(p, tile, rows, copies, shared);
     }
 }
 
@@ -218,12 +280,25 @@ template <Format kFormat>
 struct Few {
     template <int kTokenTiles, bool kOneRow>
     __device__ __forceinline__ static void of_tile(const Problem& p, const Tile& tile, uint8_t* shared) {
-        multiply_tile<kTokenTiles, kFormat, kOneRow>(p, tile, rows_of_block(p), shared);
+        const Rows rows = rows_of_warp<kWarps>(p);
+        Copies<kFormat, kWarps> copies(p, tile.expert, rows, shared);
+        copies.fill();
+        multiply_tile<kTokenTiles, kFormat, kWarps, kOneRow>(p, tile, rows, copies, shared);
     }
 };
 
 }  // namespace
 
-FEW_PRODUCTS(moe_few_bf16, kThreads, 10, Few<Format::kBf16>)
-FEW_PRODUCTS(moe_few_fp8, kThreads, 9, Few<Format::kFp8>)
-FEW_PRODUCTS(moe_few_fp8_blocks, kThreads, 9, Few<Format::kFp8Blocks>)
+// NAME and NAME_one.
+#define PRODUCTS(NAME, BLOCKS, FORMAT)                                \
+    EXPERT_PRODUCT(NAME, kThreads, BLOCKS, (product<FORMAT, kWarps>)) \
+    FEW_PRODUCT_OF_ONE(NAME, kThreads, BLOCKS, Few<FORMAT>)
+
+// The same, and NAME_whole, whose warps have all of k each. Of bf16, whose copies take longer than all else, that was slower.
+#define PRODUCTS_AND_WHOLE(NAME, BLOCKS, FORMAT) \
+    PRODUCTS(NAME, BLOCKS, FORMAT)               \
+    EXPERT_PRODUCT(NAME##_whole, kThreads, BLOCKS, (product<FORMAT, 1>))
+
+PRODUCTS(moe_few_bf16, 10, Format::kBf16)
+PRODUCTS_AND_WHOLE(moe_few_fp8, 9, Format::kFp8)
+PRODUCTS_AND_WHOLE(moe_few_fp8_blocks, 9, Format::kFp8Blocks)

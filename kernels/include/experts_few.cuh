@@ -56,8 +56,11 @@ __device__ __forceinline__ void few_product_of_one(const Problem& p, const Route
 }
 
 // Defines the kernels of a format, NAME and NAME_one.
-#define FEW_PRODUCTS(NAME, THREADS, BLOCKS, RUN)                                                                                 \
-    EXPERT_PRODUCT(NAME, THREADS, BLOCKS, few_product<RUN>)                                                                      \
+#define FEW_PRODUCTS(NAME, THREADS, BLOCKS, RUN)            \
+    EXPERT_PRODUCT(NAME, THREADS, BLOCKS, few_product<RUN>) \
+    FEW_PRODUCT_OF_ONE(NAME, THREADS, BLOCKS, RUN)
+
+#define FEW_PRODUCT_OF_ONE(NAME, THREADS, BLOCKS, RUN)                                                                           \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                                \
         NAME##_one(const float* logits, const bf16* router_bias, int of_all, float scale, const float* expert_scales,            \
                    int experts, float* weights, int* places, int* sources, Tile* tiles, unsigned* loads, const bf16* x,          \

@@ -374,7 +374,8 @@ impl MoeKernels {
         let address = experts.addresses();
         // One row has a tile for each of its experts.
         let most_tiles = logits.map_or_else(|| routes.most_tiles(), |_| routes.top_k);
-        let launch = product.launch_of(n * stacked, k, address.scale_stride, most_tiles);
+        let is_first = activation.is_some();
+        let launch = product.launch_of(n * stacked, k, address.scale_stride, most_tiles, is_first);
         let (shared, most) = (launch.shared as usize, self.gpu.info().max_shared_bytes);
         assert!(
             shared <= most,
@@ -441,7 +442,7 @@ impl MoeKernels {
                 let places = [routes.sources.into(), routes.tiles.into()];
                 let args = [&operands[..], &places, &sizes].concat();
                 if !product.takes_map() {
-                    return self.launch(&product.function, launch, &args);
+                    return self.launch(product.function_for(k, is_first), launch, &args);
                 }
                 let map = experts
                     .map()

@@ -9,6 +9,8 @@ use crate::cuda::linear::{Fp8Scaling, GpuMatrix, Int4Group, expert_int4_pitch, m
 const CHUNK: usize = 64;
 const EXPONENT_INPUTS: usize = 32;
 const VEC: usize = 8;
+/// Of a row of weights of which a warp of `kernels/moe_few.cu` multiplies all, not half.
+const MOST_WHOLE_BYTES: usize = 1024;
 /// Rows of weights of a block of `kernels/moe.cu`.
 const PORTABLE_FEATURES: usize = 128;
 
@@ -108,6 +110,10 @@ impl Format {
 
     pub(super) fn has_four_bits(self) -> bool {
         matches!(self, Self::Mxfp4 | Self::Int4(_))
+    }
+
+    fn has_eight_bits(self) -> bool {
+        matches!(self, Self::Fp8 | Self::Fp8Blocks)
     }
 
     /// The stages of a block of [`Source::Hopper`].
@@ -210,6 +216,8 @@ pub(super) struct Product {
     pub(super) function: Function,
     /// The same of one row, whose experts it finds itself; of the first projection of [`Source::Few`].
     pub(super) of_one: Option<Function>,
+    /// The same for short rows of weights, which warps do not share; of [`Source::Few`] with eight bits.
+    whole: Option<Function>,
     source: Source,
     format: Format,
     tile: usize,
@@ -249,6 +257,10 @@ impl Products {
                 of_one: match source {
                     Source::Few => Some(function("_one")?),
                     Source::Portable | Source::Hopper => None,
+                },
+                whole: match source {
+                    Source::Few if format.has_eight_bits() => Some(function("_whole")?),
+                    _ => None,
                 },
                 source,
                 format,
@@ -293,9 +305,28 @@ impl Product {
         matches!(self.source, Source::Hopper) && !self.format.has_four_bits()
     }
 
+    /// The kernel for rows of `k` weights, of a first projection or not.
+    pub(super) fn function_for(&self, k: usize, is_first: bool) -> &Function {
+        let whole = self.whole.as_ref().filter(|_| self.is_whole(k, is_first));
+        whole.unwrap_or(&self.function)
+    }
+
+    /// Whether each warp multiplies whole rows of `k` weights.
+    fn is_whole(&self, k: usize, is_first: bool) -> bool {
+        self.whole.is_some() && !is_first && self.format.pitch(k) <= MOST_WHOLE_BYTES
+    }
+
     /// Of `rows` rows of `k` weights, each with so many words of groups if there are groups, with as many tiles as there can be.
-    pub(super) fn launch_of(&self, rows: usize, k: usize, groups: usize, most_tiles: usize) -> Launch {
+    pub(super) fn launch_of(
+        &self,
+        rows: usize,
+        k: usize,
+        groups: usize,
+        most_tiles: usize,
+        is_first: bool,
+    ) -> Launch {
         let (features, threads) = match self.source {
+            Source::Few if self.is_whole(k, is_first) => (2 * self.format.few_features(), 64),
             Source::Few => (self.format.few_features(), 64),
             Source::Portable => (PORTABLE_FEATURES, 128),
             Source::Hopper => (self.format.hopper_stages(self.tile).features, 384),
