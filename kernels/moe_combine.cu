@@ -91,12 +91,12 @@ __device__ __forceinline__ void add_and_norm(const Norm& norm, const Sums& sums)
 
 // out = the sums. `shared` may be `out`.
 extern "C" __global__ void __launch_bounds__(256)
-    moe_combine(const bf16* x, const int* places, const float* weights, const float* gates, bf16* out, int n, int top_k) {
+    moe_combine(const bf16* x, const int* places, const float* weights, const float* gates, const bf16* shared, bf16* out, int n, int top_k) {
     pdl_launch();
     pdl_wait();
     const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kVec;
     if (at >= n) return;
-    const Sums sums{x, places, weights, gates, out, n, top_k};
+    const Sums sums{x, places, weights, gates, shared, n, top_k};
     store8(out + size_t(blockIdx.x) * n + at, sums.of<8>(blockIdx.x, at));
 }
 

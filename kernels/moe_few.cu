@@ -8,6 +8,8 @@
 // eight bits, in a plain product, each warp has all of k, and a block 32 rows of weights: nothing is added up then, and blocks are half as
 // many.
 //
+// An expert that all rows go to has tiles of its own in the same launches.
+//
 // E4m3 weights with scales of blocks are multiplied without their scale, which multiplies the sums of each 128 inputs instead: nothing is
 // rounded.
 #include "experts_few.cuh"
@@ -17,6 +19,7 @@ namespace {
 constexpr int kWarps = 2;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kRows = 16;  // of weights, of a warp
+constexpr int kFewRows = 16;  // of x, of a tile
 constexpr int kRowBytes = 128;  // of a stage
 constexpr int kRowPieces = kRowBytes / 16;
 constexpr int kRowsAtOnce = kWarp / kRowPieces;
@@ -255,18 +258,41 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const Tile& tile
     }
 }
 
+// An expert that all rows go to, as wide as the others; its places are behind all routes.
+struct SharedExpert {
+    const uint8_t* weight;
+    const float* scales;
+    int rows;  // 0 if there is none
+    int first_place;
+
+    __device__ __forceinline__ int tiles() const { return (rows + kFewRows - 1) / kFewRows; }
+};
+
+// The first blocks have the shared expert's tiles, the next ones those of the list.
 template <Format kFormat, int kParts>
-__device__ __forceinline__ void product(const Problem& p) {
+__device__ __forceinline__ void product(Problem p, const SharedExpert& of_all) {
     extern __shared__ __align__(128) uint8_t shared[];
     const Rows rows = rows_of_warp<kParts>(p);
     // Only where no warps of a block meet later.
     if (kParts < kWarps && rows.first >= p.n) return;
-    pdl_wait();
-    const int count = p.tiles[0].count;
-    const Tile tile = p.tiles[1 + blockIdx.y];
-    if (int(blockIdx.y) >= count) return;
+    const int shared_tiles = of_all.tiles(), y = int(blockIdx.y) - shared_tiles;
+    const bool is_shared = y < 0;
+    Tile tile{};
+    if (is_shared) {
+        const int first = blockIdx.y * kFewRows;
+        tile.first = of_all.first_place + first, tile.count = min(kFewRows, of_all.rows - first);
+        p.weight = of_all.weight, p.scales = of_all.scales, p.bias = nullptr;
+        if (p.top_k > 0) p.x -= size_t(of_all.first_place) * p.k, p.top_k = 0;
+    } else {
+        pdl_wait();
+        const int count = p.tiles[0].count;
+        tile = p.tiles[1 + y];
+        if (y >= count) return;
+    }
     Copies<kFormat, kParts> copies(p, tile.expert, rows, shared);
     copies.fill();
+    // Whose weights are known before.
+    if (is_shared) pdl_wait();
     // Blocks of the next kernel that start meanwhile delay no copy.
     pdl_launch();
     if (tile.count > 8) {
@@ -289,15 +315,24 @@ struct Few {
 
 }  // namespace
 
+#define PRODUCT(NAME, BLOCKS, FORMAT, PARTS)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)                                                                      \
+        NAME(const bf16* x, const uint8_t* weight, const bf16* bias, const float* scales, bf16* out, const int* sources,                \
+             const Tile* tiles, uint64_t stride, int n, int k, int pitch, int top_k, int kind, int scale_stride,                        \
+             const uint8_t* shared_weight, const float* shared_scales, int shared_rows, int shared_place) {                             \
+        product<FORMAT, PARTS>({x, weight, bias, scales, out, sources, tiles, stride, n, k, pitch, top_k, kind, scale_stride},          \
+                               {shared_weight, shared_scales, shared_rows, shared_place});                                              \
+    }
+
 // NAME and NAME_one.
-#define PRODUCTS(NAME, BLOCKS, FORMAT)                                \
-    EXPERT_PRODUCT(NAME, kThreads, BLOCKS, (product<FORMAT, kWarps>)) \
+#define PRODUCTS(NAME, BLOCKS, FORMAT)    \
+    PRODUCT(NAME, BLOCKS, FORMAT, kWarps) \
     FEW_PRODUCT_OF_ONE(NAME, kThreads, BLOCKS, Few<FORMAT>)
 
 // The same, and NAME_whole, whose warps have all of k each. Of bf16, whose copies take longer than all else, that was slower.
 #define PRODUCTS_AND_WHOLE(NAME, BLOCKS, FORMAT) \
     PRODUCTS(NAME, BLOCKS, FORMAT)               \
-    EXPERT_PRODUCT(NAME##_whole, kThreads, BLOCKS, (product<FORMAT, 1>))
+    PRODUCT(NAME##_whole, BLOCKS, FORMAT, 1)
 
 PRODUCTS(moe_few_bf16, 10, Format::kBf16)
 PRODUCTS_AND_WHOLE(moe_few_fp8, 9, Format::kFp8)

@@ -9,12 +9,19 @@
 // long as it is the same for weights and rows: so each lane takes eight in a row, and a unit is two products of 16.
 #include "cluster.cuh"
 #include "grouping.cuh"
+#include "rows.cuh"
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
 
 namespace {
 
 constexpr int kThreads = 512;
+
+// The gate of the expert that all rows go to: its product with each row.
+struct SharedGate {
+    const bf16* weight;  // [k], or null
+    float* gates;        // [rows]
+};
 
 // The router's product: x is [rows, k], weight [experts, k].
 struct Product {
@@ -76,9 +83,24 @@ __device__ __forceinline__ void wait_for_blocks(uint64_t* barrier) {
     }
 }
 
+// The product of a row and the shared expert's gate, by a warp.
+__device__ __forceinline__ void write_gate(const Product& p, const SharedGate& gate, int row) {
+    const bf16* const x = p.x + size_t(row) * p.k;
+    const int lane = threadIdx.x % kWarp;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int at = lane * kChunk; at < p.k; at += kWarp * kChunk) {
+        const Float8 inputs = widen(load8(x + at)), weights = widen(load8(gate.weight + at));
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) sum = fmaf(inputs.at[i], weights.at[i], sum);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) gate.gates[row] = sum;
+}
+
 // A warp has up to `kUnits` units of inputs.
 template <int kUnits>
-__device__ __forceinline__ void route(const Product& p, const Router& router, const Routes& r) {
+__device__ __forceinline__ void route(const Product& p, const Router& router, const Routes& r, const SharedGate& gate) {
     extern __shared__ __align__(16) uint8_t memory[];
     __shared__ Shared shared;
     const Group cluster{kBlocks};
@@ -188,6 +210,9 @@ __device__ __forceinline__ void route(const Product& p, const Router& router, co
             const int of_row = i / kBlocks;
             send(i % kBlocks, &shared.routes.chosen[row * r.top_k + of_row], int(chosen[of_row]), &shared.have_routes);
         }
+    } else if (gate.weight != nullptr && warp >= kWarps - own_rows) {
+        // While others wait for logits.
+        write_gate(p, gate, rank + (kWarps - 1 - warp) * kBlocks);
     }
     wait_for_blocks(&shared.have_routes);
     shared.routes.group(r, rank, kBlocks);
@@ -196,7 +221,7 @@ __device__ __forceinline__ void route(const Product& p, const Router& router, co
 #else
 
 template <int kUnits>
-__device__ __forceinline__ void route(const Product&, const Router&, const Routes&) {}
+__device__ __forceinline__ void route(const Product&, const Router&, const Routes&, const SharedGate&) {}
 
 #endif
 
@@ -207,9 +232,9 @@ __device__ __forceinline__ void route(const Product&, const Router&, const Route
     extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                                       \
         moe_route_hopper_##UNITS(const bf16* x, const bf16* weight, const bf16* bias, float* weights, int* places, int* sources,    \
                                  Tile* tiles, unsigned* loads, const int* loaded_rows, int rows, int experts, int top_k, int tile,  \
-                                 int k, int of_all, float scale, const float* scales) {                                             \
+                                 int k, int of_all, float scale, const float* scales, const bf16* gate, float* gates) {             \
         route<UNITS>({x, weight, k}, {bias, of_all != 0, scale, scales},                                                            \
-                     {nullptr, weights, places, sources, tiles, {loads, loaded_rows}, rows, experts, top_k, tile});                 \
+                     {nullptr, weights, places, sources, tiles, {loads, loaded_rows}, rows, experts, top_k, tile}, {gate, gates});  \
     }
 
 MOE_ROUTE_HOPPER(1)

@@ -237,6 +237,7 @@ impl Step {
                 counts: self.loads.slice().range(0..model.experts),
                 rows: self.loads.slice().range(model.experts..model.experts + 1),
             }),
+            shared: false,
         }
     }
 }
@@ -324,7 +325,7 @@ impl Layer<'_> {
             let x = x.slice().range(0..rows * hidden);
             let router = GpuRouter::plain(None, RouterSoftmax::Chosen);
             let linear = &steps[call % STEPS].0;
-            self.kernels.route_inputs(x, linear, router, &routes(call))
+            self.kernels.route_inputs(x, linear, router, &routes(call), None)
         });
         println!("router, route {rows:4} rows {us:9.2} us");
     }

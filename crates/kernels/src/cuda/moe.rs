@@ -25,6 +25,7 @@ use crate::{Activation, ExpertActivation, RouterSoftmax};
 use chain::MoeChainKernel;
 pub use chain::{GpuMoeChain, MoeChainLayers, SharedExpertLayers};
 use fused_router::FusedRouter;
+use operands::Addresses;
 pub use operands::{GpuExpertLoads, GpuExpertOutputs, GpuExperts, GpuRouter, GpuRoutes};
 use products::{Format, Products};
 use sandwich::SandwichKernel;
@@ -215,8 +216,23 @@ impl MoeKernels {
         fused.is_some_and(|fused| fused.launch_of(linear, routes).is_some())
     }
 
+    /// Whether [`Self::route_inputs`] computes the gates of a shared expert with these weights.
+    pub fn fuses_gate(&self, gate: &GpuLinear) -> bool {
+        FusedRouter::takes_gate(gate)
+    }
+
+    /// Whether [`Self::gate_up`] and [`Self::down`] compute the shared expert too, for routes that say so.
+    pub fn shares(&self, gate_up: &GpuExperts, down: &GpuExperts, routes: &GpuRoutes<'_>) -> bool {
+        let shares = |experts: &GpuExperts| {
+            let product = self.products.of(Format::of(experts.matrix()), routes.tile);
+            experts.shared().is_some() && product.takes_shared()
+        };
+        routes.rows > 1 && shares(gate_up) && shares(down)
+    }
+
     /// [`Self::route`] by the product of `x` `[rows, k]` with the router's weights `linear` `[experts, k]`, in one kernel, where
-    /// [`Self::fuses_router`]. It does not write `routes.chosen`.
+    /// [`Self::fuses_router`]; and the product with the weights `[1, k]` of a shared expert's gate into `[rows]`, where
+    /// [`Self::fuses_gate`]. It does not write `routes.chosen`.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -229,9 +245,19 @@ impl MoeKernels {
         linear: &GpuLinear,
         router: GpuRouter<'_>,
         routes: &GpuRoutes<'_>,
+        gate: Option<(&GpuLinear, GpuSlice<'_, f32>)>,
     ) -> Result<(), GpuError> {
         routes.check();
         router.check_experts(routes.experts);
+        if let Some((gate, gates)) = &gate {
+            assert!(self.fuses_gate(gate), "ask `fuses_gate`");
+            assert_eq!(
+                (gate.inputs(), gates.len()),
+                (linear.inputs(), routes.rows),
+                "a gate for each row"
+            );
+            assert!(gate.weight().ptr().is_multiple_of(16), "weights at 16 bytes");
+        }
         let fused = self.fused_router.as_ref().expect("ask `fuses_router`");
         let (kernel, launch) = fused.launch_of(linear, routes).expect("ask `fuses_router`");
         let weight = linear.weight();
@@ -259,6 +285,9 @@ impl MoeKernels {
             i32::from(router.softmax == RouterSoftmax::All).into(),
             router.scale.into(),
             address_of(router.expert_scale),
+            gate.as_ref()
+                .map_or_else(|| 0_u64.into(), |(gate, _)| gate.weight().into()),
+            address_of(gate.map(|(_, gates)| gates)),
         ];
         self.launch(kernel, launch, &args)
     }
@@ -276,7 +305,7 @@ impl MoeKernels {
     }
 
     /// Gate and up of each expert for its rows of `x` `[rows, k]`, and the activation of both, into `out` `[rows * top_k, n / 2]`, in
-    /// the order of places. `experts` are `[n, k]` each: gate, then up.
+    /// the order of places; with a shared expert among routes, `[rows * (top_k + 1), n / 2]`. `experts` are `[n, k]` each: gate, then up.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -336,7 +365,7 @@ impl MoeKernels {
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
         let x = x.into();
-        assert_eq!(x.len(), routes.len() * experts.inputs(), "x of [places, k]");
+        assert_eq!(x.len(), routes.places() * experts.inputs(), "x of [places, k]");
         self.product(x, experts, None, routes, None, out.into())
     }
 
@@ -358,7 +387,7 @@ impl MoeKernels {
         };
         let n = experts.outputs() / stacked;
         assert_eq!(experts.count(), routes.experts, "experts");
-        assert_eq!(out.len(), routes.len() * n, "out of [places, {n}]");
+        assert_eq!(out.len(), routes.places() * n, "out of [places, {n}]");
         assert!(
             experts.outputs() == n * stacked
                 && n.is_multiple_of(VEC)
@@ -371,6 +400,10 @@ impl MoeKernels {
             return Ok(());
         }
         let product = self.products.of(format, routes.tile);
+        let of_all = routes.shared.then(|| {
+            let is_computed = product.takes_shared() && logits.is_none();
+            experts.shared().filter(|_| is_computed).expect("ask `shares`")
+        });
         let address = experts.addresses();
         // One row has a tile for each of its experts.
         let most_tiles = logits.map_or_else(|| routes.most_tiles(), |_| routes.top_k);
@@ -414,6 +447,20 @@ impl MoeKernels {
             activation.map_or(0, kind).into(),
             int(address.scale_stride),
         ];
+        if logits.is_none() && product.takes_shared() {
+            let places = [routes.sources.into(), routes.tiles.into()];
+            let shared = of_all.map(Addresses::of);
+            let extra = [
+                shared.map_or(0, |shared| shared.weight).into(),
+                shared.map_or(0, |shared| shared.scales).into(),
+                int(routes.shared_rows()),
+                int(routes.len()),
+            ];
+            let tiles = routes.shared_rows().div_ceil(routes.tile) + most_tiles;
+            let launch = product.launch_of(n * stacked, k, address.scale_stride, tiles, is_first);
+            let args = [&operands[..], &places, &sizes, &extra].concat();
+            return self.launch(product.function_for(k, is_first), launch, &args);
+        }
         if let Some((kernel, launch)) = self.stream_launch(experts, routes) {
             let places = [routes.sources.into(), routes.tiles.into()];
             return self.launch(kernel, launch, &[&operands[..], &places, &sizes].concat());
@@ -442,7 +489,7 @@ impl MoeKernels {
                 let places = [routes.sources.into(), routes.tiles.into()];
                 let args = [&operands[..], &places, &sizes].concat();
                 if !product.takes_map() {
-                    return self.launch(product.function_for(k, is_first), launch, &args);
+                    return self.launch(&product.function, launch, &args);
                 }
                 let map = experts
                     .map()

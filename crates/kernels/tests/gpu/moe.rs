@@ -3,6 +3,7 @@
 mod chain;
 mod routes;
 mod sandwich;
+mod shared;
 mod stream;
 mod weights;
 

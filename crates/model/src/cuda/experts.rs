@@ -9,7 +9,7 @@ use plimsoll_kernels::cuda::{
 
 use super::staging::{Layout, Section};
 use super::weights::GpuLayer;
-use crate::blocks::{Moe, Widths};
+use crate::blocks::{DenseMlp, Moe, Widths};
 use crate::spec::MoeSpec;
 use crate::{DecoderSpec, ModelError};
 
@@ -60,10 +60,17 @@ impl Experts {
 
 impl LayerExperts {
     fn new(gpu: &Gpu, moe: &Moe<GpuLinear>) -> Result<Self, GpuError> {
+        let experts = |routed: &[GpuLinear], of_shared: fn(&DenseMlp<GpuLinear>) -> &GpuLinear| {
+            let experts = GpuExperts::new(gpu, routed)?;
+            Ok(match &moe.shared {
+                None => experts,
+                Some(shared) => experts.with_shared(of_shared(&shared.mlp)),
+            })
+        };
         Ok(Self {
             router: moe.router.without_bias(),
-            gate_up: GpuExperts::new(gpu, &moe.gate_up)?,
-            down: GpuExperts::new(gpu, &moe.down)?,
+            gate_up: experts(&moe.gate_up, |mlp| &mlp.gate_up)?,
+            down: experts(&moe.down, |mlp| &mlp.down)?,
         })
     }
 }
@@ -93,6 +100,8 @@ impl ExpertLayout {
             0 => 0,
             _ => GpuRoutes::tile_list(routes, widths.experts),
         };
+        // Those of a shared expert among routes are behind them.
+        let places = rows.checked_mul(widths.routes + usize::from(widths.has_shared_expert))?;
         let [quantised, scales] = match widths.quantised {
             0 => [0, 0],
             _ => [widths.expert_inner, widths.expert_inner.div_ceil(FP8_BLOCK)],
@@ -104,11 +113,11 @@ impl ExpertLayout {
             places: layout.rows(routes, 1)?,
             sources: layout.rows(routes, 1)?,
             tiles: layout.rows(tiles, 1)?,
-            activated: layout.rows(routes, widths.expert_inner)?,
+            activated: layout.rows(places, widths.expert_inner)?,
             quantised: layout.rows(routes, quantised)?,
             // Of blocks there are more than the rows have.
             scales: layout.rows(Fp8Scaling::Blocks.input_stride(routes), scales)?,
-            out: layout.rows(routes, if routes > 0 { widths.hidden } else { 0 })?,
+            out: layout.rows(places, if places > 0 { widths.hidden } else { 0 })?,
         })
     }
 
@@ -138,11 +147,11 @@ pub(super) struct ExpertSlices<'a> {
     places: GpuSlice<'a, i32>,
     sources: GpuSlice<'a, i32>,
     tiles: GpuSlice<'a, i32>,
-    /// `[rows * top_k, inner]`, in the order of places; of a row whose layer is one launch, in the order of logits.
+    /// `[places, inner]`, in their order, as [`GpuRoutes`] has them; of a row whose layer is one launch, in the order of logits.
     pub(super) activated: GpuSlice<'a, bf16>,
     quantised: GpuSlice<'a, u8>,
     scales: GpuSlice<'a, f32>,
-    /// `[rows * top_k, hidden]`, in the order of places.
+    /// `[places, hidden]`.
     pub(super) out: GpuSlice<'a, bf16>,
 }
 
@@ -161,6 +170,7 @@ impl<'a> ExpertSlices<'a> {
             experts: spec.experts,
             tile,
             loads: None,
+            shared: false,
         }
     }
 

@@ -63,6 +63,11 @@ impl FusedRouter {
         Ok(Self([load(one)?, load(two)?, load(four)?]))
     }
 
+    /// Whether the kernels compute the gates of a shared expert with these weights.
+    pub(super) fn takes_gate(gate: &GpuLinear) -> bool {
+        gate.outputs() == 1 && matches!(gate.matrix(), GpuMatrix::Bf16(_)) && gate.bias().is_none()
+    }
+
     /// The kernel that sends rows to experts by those weights, and its launch; `None` if there is none.
     pub(super) fn launch_of(
         &self,

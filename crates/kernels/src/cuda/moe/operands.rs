@@ -57,6 +57,8 @@ pub struct GpuExperts {
     stride: usize,
     /// Of the matrices, for the kernels of Hopper's generation that take one.
     map: Option<TensorMap>,
+    /// One more that every row goes to, wherever it lies.
+    shared: Option<GpuLinear>,
 }
 
 /// Of the first expert, in device memory.
@@ -159,7 +161,16 @@ impl GpuExperts {
             count,
             stride,
             map,
+            shared: None,
         })
+    }
+
+    /// With the matrix of the expert that all rows go to, if it is like the others and has no bias: [`MoeKernels::shares`](super::MoeKernels::shares).
+    #[must_use]
+    pub fn with_shared(mut self, shared: &GpuLinear) -> Self {
+        let is_alike = shared.bias().is_none() && shared.is_like(&self.first);
+        self.shared = is_alike.then(|| shared.clone());
+        self
     }
 
     /// Experts.
@@ -183,6 +194,10 @@ impl GpuExperts {
 
     pub(super) fn map(&self) -> Option<&TensorMap> {
         self.map.as_ref()
+    }
+
+    pub(super) fn shared(&self) -> Option<&GpuLinear> {
+        self.shared.as_ref()
     }
 
     pub(super) fn first(&self) -> &GpuLinear {
@@ -223,6 +238,9 @@ pub struct GpuRoutes<'a> {
     pub tile: usize,
     /// Where it is counted how many rows go to each expert, if it is.
     pub loads: Option<GpuExpertLoads<'a>>,
+    /// The products have the shared expert in them too, where [`MoeKernels::shares`](super::MoeKernels::shares): its places, one for each row in
+    /// order, are behind those of routes.
+    pub shared: bool,
 }
 
 /// How many rows went to each expert of a layer, counted by the kernels that send them there.
@@ -272,6 +290,16 @@ impl GpuRoutes<'_> {
         self.rows * self.top_k
     }
 
+    /// Places, with those of the shared expert.
+    pub(super) fn places(&self) -> usize {
+        self.len() + self.shared_rows()
+    }
+
+    /// Rows that the products of routes compute for the shared expert.
+    pub(super) fn shared_rows(&self) -> usize {
+        if self.shared { self.rows } else { 0 }
+    }
+
     pub(super) fn check(&self) {
         let Self {
             top_k, experts, tile, ..
@@ -307,28 +335,40 @@ impl GpuRoutes<'_> {
 /// What rows' experts made of them, before it is summed.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuExpertOutputs<'a> {
-    /// `[rows * top_k, n]`, in the order of places.
+    /// `[rows * top_k, n]`, in the order of places; those of the shared expert behind them, if routes have it.
     pub x: GpuSlice<'a, bf16>,
     /// Which place is whose.
     pub routes: GpuRoutes<'a>,
-    /// `[rows]`: the sigmoid of each multiplies the shared expert's output for the row.
+    /// `[rows]`: the sigmoid of each multiplies the shared expert's output for the row. There are some if routes have that expert.
     pub gates: Option<GpuSlice<'a, f32>>,
 }
 
-impl GpuExpertOutputs<'_> {
+impl<'a> GpuExpertOutputs<'a> {
     /// Elements of a row of the sums, `[rows, n]`.
     pub(super) fn width(&self, sums: GpuSlice<'_, bf16>) -> usize {
         self.routes.check();
         let rows = self.routes.rows;
         let n = sums.len() / rows.max(1);
         assert_eq!(sums.len(), rows * n, "sums of [rows, n]");
-        assert_eq!(self.x.len(), self.routes.len() * n, "x of [places, {n}]");
+        assert_eq!(self.x.len(), self.routes.places() * n, "x of [places, {n}]");
         assert!(
-            self.gates.is_none_or(|gates| gates.len() == rows),
+            self.gates
+                .map_or(!self.routes.shared, |gates| gates.len() == rows),
             "a gate for each row"
         );
         assert!(n.is_multiple_of(VEC), "rows of {n} are not a multiple of {VEC}");
         n
+    }
+
+    /// The shared expert's outputs, `[rows, n]`: among all, or else `apart`.
+    pub(super) fn of_shared<'b>(&self, apart: GpuSlice<'b, bf16>) -> GpuSlice<'b, bf16>
+    where
+        'a: 'b,
+    {
+        match self.routes.shared {
+            true => self.x.range(self.x.len() - apart.len()..self.x.len()),
+            false => apart,
+        }
     }
 }
 

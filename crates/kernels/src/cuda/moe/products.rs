@@ -305,6 +305,11 @@ impl Product {
         matches!(self.source, Source::Hopper) && !self.format.has_four_bits()
     }
 
+    /// Whether the kernel can have the shared expert's tiles too: `kernels/moe_few.cu`.
+    pub(super) fn takes_shared(&self) -> bool {
+        matches!(self.source, Source::Few) && !self.format.has_four_bits()
+    }
+
     /// The kernel for rows of `k` weights, of a first projection or not.
     pub(super) fn function_for(&self, k: usize, is_first: bool) -> &Function {
         let whole = self.whole.as_ref().filter(|_| self.is_whole(k, is_first));

@@ -10,8 +10,8 @@ use crate::cuda::{FusedKernels, GpuNorm};
 const COMBINE_THREADS: usize = 128;
 
 impl MoeKernels {
-    /// The sums of each row's experts into `out`, `[rows, n]`. With gates, the sigmoid of each times what is in `out` is added, as
-    /// [`add_gated`](crate::add_gated) does.
+    /// The sums of each row's experts into `out`, `[rows, n]`. With gates, the sigmoid of each times the shared expert's output, which is in
+    /// `out` unless routes have that expert, is added, as [`add_gated`](crate::add_gated) does.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -28,6 +28,7 @@ impl MoeKernels {
             outputs.routes.places.into(),
             outputs.routes.weights.into(),
             address_of(outputs.gates),
+            outputs.of_shared(out).into(),
             out.into(),
             int(n),
             int(outputs.routes.top_k),
@@ -38,7 +39,8 @@ impl MoeKernels {
     }
 
     /// `hidden +=` what [`Self::combine`] makes of `delta`, then its norm into `out`; all `[rows, n]`: bit for bit that and
-    /// [`FusedKernels::add_rms_norm`](super::FusedKernels::add_rms_norm). `delta` is read where there are gates, and stays as it is.
+    /// [`FusedKernels::add_rms_norm`](super::FusedKernels::add_rms_norm). `delta` is read where there are gates but no
+    /// shared expert among routes, and stays as it is.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -67,7 +69,7 @@ impl MoeKernels {
             outputs.routes.places.into(),
             outputs.routes.weights.into(),
             address_of(outputs.gates),
-            delta.into(),
+            outputs.of_shared(delta).into(),
             int(outputs.routes.top_k),
             hidden.into(),
             norm.weight.into(),

@@ -97,6 +97,7 @@ impl Room {
                 counts: self.loads.slice().range(0..self.experts),
                 rows: self.real_rows.1.slice().range(0..1),
             }),
+            shared: false,
         }
     }
 }
@@ -340,12 +341,28 @@ fn few_rows_go_where_a_cpu_sends_them_by_its_own_product() {
                 return;
             }
             let x_slice = device.slice().range(0..x.len());
+            // The gate of an expert that all rows go to, now and then.
+            let gate = random(&mut rng, k);
+            let gate_linear = self::linear(&gpu, &gate, 1);
+            assert!(kernels.fuses_gate(&gate_linear));
+            let gates = common::upload(&gpu, &vec![f32::NAN; rows]);
+            let is_gated = rng.random_bool(0.5);
+            let with_gate = is_gated.then(|| (&gate_linear, gates.slice().range(0..rows)));
             kernels
-                .route_inputs(x_slice, &linear, router.on_gpu(), &room.routes())
+                .route_inputs(x_slice, &linear, router.on_gpu(), &room.routes(), with_gate)
                 .unwrap();
 
             let (x, weight) = (common::widen(&x), common::widen(&weight));
             let dot = |x: &[f32], y: &[f32]| x.iter().zip(y).map(|(x, y)| x * y).sum::<f32>();
+            if is_gated {
+                let gate = common::widen(&gate);
+                let expected: Vec<f32> = x.chunks_exact(k).map(|x| dot(x, &gate)).collect();
+                assert_eq!(
+                    common::download::<f32>(&gpu, &gates, rows),
+                    expected,
+                    "{what}: gates"
+                );
+            }
             let logits = x.chunks_exact(k).flat_map(|x| {
                 let weights = weight.chunks_exact(k);
                 weights.map(move |weight| dot(x, weight))
@@ -400,7 +417,13 @@ fn few_rows_do_not_depend_on_those_beside_them() {
                 ..GpuRouter::plain(None, RouterSoftmax::Chosen)
             };
             kernels
-                .route_inputs(device.slice().range(0..x.len()), &linear, router, &room.routes())
+                .route_inputs(
+                    device.slice().range(0..x.len()),
+                    &linear,
+                    router,
+                    &room.routes(),
+                    None,
+                )
                 .unwrap();
             of_rows(&gpu, &room)
         };

@@ -102,7 +102,7 @@ impl<'a> Step<'a, '_> {
         };
         norm(&beside.router_norm)?;
         let router = router_of(beside, spec);
-        let routes = self.route(spec, router, normed)?;
+        let (routes, _) = self.route(spec, router, normed, None)?;
         norm(&beside.norm)?;
         self.begin_experts(spec, router, &routes, normed)?;
         let outputs = self.end_experts(spec, routes, None)?;

@@ -2,6 +2,7 @@
 
 use half::bf16;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
+use plimsoll_kernels::ExpertActivation;
 use plimsoll_kernels::cuda::{
     GpuExpertLoads, GpuExpertOutputs, GpuLinear, GpuRouter, GpuRoutes, GpuRows, LinearOutput,
 };
@@ -21,15 +22,24 @@ impl<'a> Step<'a, '_> {
         normed: GpuSlice<'a, bf16>,
     ) -> Result<(), GpuError> {
         let router = GpuRouter::plain(moe.router.bias(), spec.softmax);
-        let routes = self.route(spec, router, normed)?;
+        let (routes, mut gates) = self.route(
+            spec,
+            router,
+            normed,
+            moe.shared.as_ref().map(|shared| &shared.gate),
+        )?;
         self.begin_experts(spec, router, &routes, normed)?;
         let delta = self.rows(self.act.delta, moe.router.inputs());
-        let mut gates = None;
         if let (Some(spec), Some(shared)) = (&spec.shared, &moe.shared) {
-            // Where the sum of all experts takes it up. The router's logits have been used.
-            self.shared_expert(spec, &shared.mlp, normed, delta)?;
-            let found = gates.insert(self.act.experts.logits.range(0..self.rows));
-            self.decoder.linears.forward_f32(normed, &shared.gate, *found)?;
+            if !routes.shared {
+                // Where the sum of all experts takes it up.
+                self.shared_expert(spec, &shared.mlp, normed, delta)?;
+            }
+            if gates.is_none() {
+                // The router's logits have been used.
+                let found = gates.insert(self.gates());
+                self.decoder.linears.forward_f32(normed, &shared.gate, *found)?;
+            }
         }
         let outputs = self.end_experts(spec, routes, gates)?;
         if self.decoder.all_reduce().is_some() {
@@ -41,28 +51,38 @@ impl<'a> Step<'a, '_> {
     }
 
     /// Sends rows to experts by the router's product with them; of one row, only computes the logits by which
-    /// [`Self::begin_experts`] does. Returns where they go.
+    /// [`Self::begin_experts`] does. Returns where they go, and the gates of the shared expert if the same kernel computes them.
     pub(super) fn route(
         &self,
         spec: &MoeSpec,
         router: GpuRouter<'_>,
         x: GpuSlice<'a, bf16>,
-    ) -> Result<GpuRoutes<'a>, GpuError> {
+        gate: Option<&GpuLinear>,
+    ) -> Result<(GpuRoutes<'a>, Option<GpuSlice<'a, f32>>), GpuError> {
         let (experts, linears) = (self.of_experts(), &self.decoder.linears);
         let layer = experts.layer(self.layer);
         let tile = experts.kernels.tile(&layer.gate_up, self.rows * spec.top_k);
-        let routes = self.act.experts.routes(spec, self.rows, tile);
+        let mut routes = self.act.experts.routes(spec, self.rows, tile);
+        let shared = spec.shared.as_ref();
+        routes.shared = shared
+            .is_some_and(|shared| spec.activation == ExpertActivation::Glu(shared.activation))
+            && experts.kernels.shares(&layer.gate_up, &layer.down, &routes);
         if experts.kernels.fuses_router(&layer.router, &routes) {
+            let gate = gate
+                .filter(|gate| experts.kernels.fuses_gate(gate))
+                .map(|gate| (gate, self.gates()));
             let counted = self.counted(&routes);
-            experts.kernels.route_inputs(x, &layer.router, router, &counted)?;
-            return Ok(routes);
+            experts
+                .kernels
+                .route_inputs(x, &layer.router, router, &counted, gate)?;
+            return Ok((routes, gate.map(|(_, gates)| gates)));
         }
         let logits = self.logits(spec);
         linears.forward_f32(x, &layer.router, logits)?;
         if self.rows > 1 {
             experts.kernels.route(logits, router, &self.counted(&routes))?;
         }
-        Ok(routes)
+        Ok((routes, None))
     }
 
     /// The same, for the kernels that find them: these count the rows of each expert.
@@ -75,6 +95,11 @@ impl<'a> Step<'a, '_> {
             }),
             ..*routes
         }
+    }
+
+    /// Where those of the shared expert go: where the router's logits were, if there were any.
+    fn gates(&self) -> GpuSlice<'a, f32> {
+        self.act.experts.logits.range(0..self.rows)
     }
 
     fn logits(&self, spec: &MoeSpec) -> GpuSlice<'a, f32> {
@@ -110,7 +135,7 @@ impl<'a> Step<'a, '_> {
     /// Where the first projection's outputs go, and where the second one takes its inputs from. These are quantised if it multiplies in eight
     /// bits; both places are the same if the first projection quantises its own outputs.
     fn activated(&self, spec: &MoeSpec, routes: &GpuRoutes<'_>) -> [GpuRows<'a>; 2] {
-        let (places, inner) = (self.rows * spec.top_k, spec.intermediate_size);
+        let (places, inner) = (self.places(spec, routes), spec.intermediate_size);
         let (experts, act) = (self.of_experts(), self.act.experts);
         let layer = experts.layer(self.layer);
         let plain = GpuRows::from(act.activated.range(0..places * inner));
@@ -133,13 +158,18 @@ impl<'a> Step<'a, '_> {
     ) -> Result<GpuExpertOutputs<'a>, GpuError> {
         let (experts, act) = (self.of_experts(), self.act.experts);
         let down = &experts.layer(self.layer).down;
-        let x = act.out.range(0..self.rows * spec.top_k * down.outputs());
+        let x = act.out.range(0..self.places(spec, &routes) * down.outputs());
         let [given, taken] = self.activated(spec, &routes);
         if let (GpuRows::Bf16(plain), GpuRows::Fp8(quantised)) = (given, taken) {
             self.decoder.fused.quantise(plain, down.inputs(), quantised)?;
         }
         experts.kernels.down(taken, down, &routes, x)?;
         Ok(GpuExpertOutputs { x, routes, gates })
+    }
+
+    /// Rows of the experts' products.
+    fn places(&self, spec: &MoeSpec, routes: &GpuRoutes<'_>) -> usize {
+        self.rows * (spec.top_k + usize::from(routes.shared))
     }
 
     pub(super) fn of_experts(&self) -> &'_ Experts {
