@@ -268,9 +268,10 @@ struct SharedExpert {
     __device__ __forceinline__ int tiles() const { return (rows + kFewRows - 1) / kFewRows; }
 };
 
-// The first blocks have the shared expert's tiles, the next ones those of the list.
+// The first blocks have the shared expert's tiles, the next ones those of the list. Where tiles are known before the kernel ahead has ended,
+// `routed`, weights are asked for then.
 template <Format kFormat, int kParts>
-__device__ __forceinline__ void product(Problem p, const SharedExpert& of_all) {
+__device__ __forceinline__ void product(Problem p, const SharedExpert& of_all, bool routed) {
     extern __shared__ __align__(128) uint8_t shared[];
     const Rows rows = rows_of_warp<kParts>(p);
     // Only where no warps of a block meet later.
@@ -284,17 +285,26 @@ __device__ __forceinline__ void product(Problem p, const SharedExpert& of_all) {
         p.weight = of_all.weight, p.scales = of_all.scales, p.bias = nullptr;
         if (p.top_k > 0) p.x -= size_t(of_all.first_place) * p.k, p.top_k = 0;
     } else {
-        pdl_wait();
-        const int count = p.tiles[0].count;
-        tile = p.tiles[1 + y];
+        int count;
+        if (routed) {
+            // Not from L1, which may have kept what was there in a kernel before.
+            count = __ldcg(&p.tiles[0].count);
+            const int4 listed = __ldcg(reinterpret_cast<const int4*>(p.tiles + 1 + y));
+            tile = {listed.x, listed.y, listed.z, 0};
+        } else {
+            pdl_wait();
+            count = p.tiles[0].count;
+            tile = p.tiles[1 + y];
+        }
         if (y >= count) return;
     }
     Copies<kFormat, kParts> copies(p, tile.expert, rows, shared);
     copies.fill();
     // Whose weights are known before.
-    if (is_shared) pdl_wait();
-    // Blocks of the next kernel that start meanwhile delay no copy.
+    if (is_shared && !routed) pdl_wait();
+    // Blocks of the next kernel that start meanwhile delay no copy, and know that tiles are there.
     pdl_launch();
+    if (routed) pdl_wait();
     if (tile.count > 8) {
         multiply_tile<2, kFormat, kParts, false>(p, tile, rows, copies, shared);
     } else {
@@ -319,9 +329,9 @@ struct Few {
     extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)                                                                      \
         NAME(const bf16* x, const uint8_t* weight, const bf16* bias, const float* scales, bf16* out, const int* sources,                \
              const Tile* tiles, uint64_t stride, int n, int k, int pitch, int top_k, int kind, int scale_stride,                        \
-             const uint8_t* shared_weight, const float* shared_scales, int shared_rows, int shared_place) {                             \
+             const uint8_t* shared_weight, const float* shared_scales, int shared_rows, int shared_place, int routed) {                 \
         product<FORMAT, PARTS>({x, weight, bias, scales, out, sources, tiles, stride, n, k, pitch, top_k, kind, scale_stride},          \
-                               {shared_weight, shared_scales, shared_rows, shared_place});                                              \
+                               {shared_weight, shared_scales, shared_rows, shared_place}, routed != 0);                                 \
     }
 
 // NAME and NAME_one.

@@ -350,7 +350,8 @@ impl MoeKernels {
         self.product(x, experts, Some(activation), routes, Some((logits, router)), out)
     }
 
-    /// Each expert's product with its rows of `x` `[rows * top_k, k]` into `out` `[rows * top_k, n]`, both in the order of places.
+    /// Each expert's product with its rows of `x` `[rows * top_k, k]` into `out` `[rows * top_k, n]`, both in the order of places, as
+    /// [`Self::gate_up`] has given them. That comes first: blocks may look at tiles while the kernel ahead still runs.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -455,6 +456,8 @@ impl MoeKernels {
                 shared.map_or(0, |shared| shared.scales).into(),
                 int(routes.shared_rows()),
                 int(routes.len()),
+                // One row's tiles are written by the kernel ahead.
+                i32::from(activation.is_none() && routes.rows > 1).into(),
             ];
             let tiles = routes.shared_rows().div_ceil(routes.tile) + most_tiles;
             let launch = product.launch_of(n * stacked, k, address.scale_stride, tiles, is_first);
