@@ -8,7 +8,25 @@ use plimsoll_device::cuda::GpuError;
 use serde::{Deserialize, Serialize};
 
 use super::cublas_lt::{Algorithm, Shape};
-use super::{Fp8Scaling, Key, LinearCut, LinearPath, LinearTile, Linears};
+use super::{Fp8Scaling, Key, LinearCut, LinearTile, Linears};
+
+/// A way to compute linear layers, to be fixed in tests and benchmarks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinearPath {
+    /// cuBLASLt, with its own first choice.
+    CublasLt,
+    /// Our kernels for few rows, cut in one of the ways there are; where that one cannot be used, cuBLASLt.
+    Stream(LinearCut),
+    /// Up to 32 rows of weights in bf16, e4m3 or four bits by the kernels for Hopper; where that cannot be, cuBLASLt.
+    Hopper,
+    /// Up to 24 rows of inputs (16 with groups of 32), held in registers, and weights in four bits; where that cannot be, cuBLASLt.
+    Int4Rows,
+    /// Weights of four bits by warp groups, k divided among so many blocks; where that cannot be, cuBLASLt.
+    Int4(usize),
+    /// 65 to 512 rows of inputs and weights in bf16, or 33 to 512 in e4m3, by the kernel for Hopper with tiles of this size; where that
+    /// cannot be, cuBLASLt.
+    Many(LinearTile),
+}
 
 /// How products of a shape are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
