@@ -5,8 +5,7 @@ use plimsoll_device::cuda::{DeviceError, Gpu, Graph};
 
 use super::shape::DecodeStep;
 
-/// Decode steps recorded as CUDA graphs, one per batch size of a ladder: a step of fewer requests runs the next larger one,
-/// with padding rows.
+/// Decode steps recorded as CUDA graphs, those of [`steps`]: a step of fewer requests runs the next larger one, with padding rows.
 #[derive(Debug)]
 pub(super) struct Graphs {
     gpu: Gpu,

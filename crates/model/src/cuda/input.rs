@@ -133,11 +133,7 @@ impl StepInputs {
     /// A decode step of padding rows in slot 0.
     pub(super) fn padding(&mut self, step: DecodeStep) -> StepInput {
         let shape = BatchShape::Decode(step);
-        let packed = self.pack(0, &StepPlan::default(), &HashMap::new(), &shape, &[]);
-        StepInput {
-            is_long: step.is_long,
-            ..packed
-        }
+        self.pack(0, &StepPlan::default(), &HashMap::new(), &shape, &[])
     }
 
     /// Packs a checked plan into the memory of step slot `slot`, whose last copy is done. `image_rows` are its rows of an image: of
@@ -179,6 +175,7 @@ impl StepInputs {
             (counts.history, counts.biases) = (self.room.history, self.room.biases);
         }
         let mut input = layout(&counts, &self.planners);
+        input.is_long = matches!(shape, BatchShape::Decode(step) if step.is_long);
         self.write_tokens(slot, plan, last, &input);
         self.write_attention(slot, plan, &mut input);
         if let Some(states) = input.states {
