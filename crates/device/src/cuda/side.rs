@@ -32,8 +32,8 @@ impl SideStream {
         Ok(Self { gpu, handle })
     }
 
-    /// The driver's handle, for libraries that launch on it.
-    pub fn handle(&self) -> sys::CUstream {
+    /// The driver's handle.
+    pub(super) fn handle(&self) -> sys::CUstream {
         self.handle
     }
 
