@@ -160,9 +160,9 @@ impl WorstSteps {
     /// For a KV cache of `kv`.
     fn new(phase: Phase, spec: &ProfileSpec, kv: KvConfig) -> Self {
         let worst_steps = match phase {
-            Phase::Rebuild | Phase::Validate => scenarios,
-            _ if spec.contexts_take_memory => probe_scenarios,
-            _ => short_probe_scenarios,
+            Phase::Probe | Phase::Advise if spec.contexts_take_memory => probe_scenarios,
+            Phase::Probe | Phase::Advise => short_probe_scenarios,
+            _ => scenarios,
         };
         let (scenarios, left_out) = worst_steps(&spec.limits, spec.vocab_size, kv, spec.pooling);
         Self { scenarios, left_out }
