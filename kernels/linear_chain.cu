@@ -120,7 +120,6 @@ __device__ __forceinline__ void keep_narrow(Bf16x8& x) {
     asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
 }
 
-
 constexpr uint64_t kLongestWait = 10'000'000'000;  // nanoseconds
 
 __device__ __forceinline__ uint64_t nanoseconds() {

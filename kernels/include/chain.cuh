@@ -1,5 +1,5 @@
-// Layers of one row that follow each other in one launch (sm_90a): what linear_chain.cu and moe_chain.cu share. layer_chain.cu works so too, but
-// with a ring of its own, whose chunks are of any size.
+// Layers of one row that follow each other in one launch (sm_90a): what linear_chain.cu, moe_chain.cu and moe_chain_sandwich.cu share.
+// layer_chain.cu works so too, but with a ring of its own, whose chunks are of any size.
 //
 // One block runs on each multiprocessor. One thread of it copies the block's shares of the weights to a ring of stages by the copy engine, one
 // layer after the other; bulk copies of 16 KiB and more read at 4.6 TB/s on an H200, copies of 16 bytes a lane at 4.3. The ring is deep, but

@@ -1,4 +1,4 @@
-// What moe_chain.cu computes, and how a block divides it among its threads and with the other blocks.
+// What moe_chain.cu computes, and how a block divides it among its threads and with the other blocks; moe_chain_sandwich.cu adds to it.
 #pragma once
 
 #include <stddef.h>

@@ -1,4 +1,4 @@
-// What the warps that multiply do in moe_chain.cu, however experts' weights are stored.
+// What the warps that multiply do in moe_chain.cu and moe_chain_sandwich.cu, however experts' weights are stored.
 #pragma once
 
 #include "moe_chain.cuh"

@@ -1,4 +1,4 @@
-// The products of experts whose weights are whole rows of bf16 or e4m3, for moe_chain.cu.
+// The products of experts whose weights are whole rows of bf16 or e4m3, for moe_chain.cu and, with bf16, moe_chain_sandwich.cu.
 #pragma once
 
 #include "moe_chain_consumer.cuh"

@@ -1,5 +1,5 @@
-//! Layers of one row that follow each other in one launch: what `kernels/linear_chain.cu` and `kernels/moe_chain.cu` share
-//! (`kernels/include/chain.cuh`), and partly `kernels/layer_chain.cu`.
+//! Layers of one row that follow each other in one launch: what `kernels/linear_chain.cu`, `kernels/moe_chain.cu` and
+//! `kernels/moe_chain_sandwich.cu` share (`kernels/include/chain.cuh`), and partly `kernels/layer_chain.cu`.
 
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice};
