@@ -406,8 +406,9 @@ impl MoeKernels {
             experts.shared().filter(|_| is_computed).expect("ask `shares`")
         });
         let address = experts.addresses();
+        let shared_tiles = routes.shared_rows().div_ceil(routes.tile);
         // One row has a tile for each of its experts.
-        let most_tiles = logits.map_or_else(|| routes.most_tiles(), |_| routes.top_k);
+        let most_tiles = logits.map_or_else(|| shared_tiles + routes.most_tiles(), |_| routes.top_k);
         let is_first = activation.is_some();
         let launch = product.launch_of(n * stacked, k, address.scale_stride, most_tiles, is_first);
         let (shared, most) = (launch.shared as usize, self.gpu.info().max_shared_bytes);
@@ -459,8 +460,6 @@ impl MoeKernels {
                 // One row's tiles are written by the kernel ahead.
                 i32::from(activation.is_none() && routes.rows > 1).into(),
             ];
-            let tiles = routes.shared_rows().div_ceil(routes.tile) + most_tiles;
-            let launch = product.launch_of(n * stacked, k, address.scale_stride, tiles, is_first);
             let args = [&operands[..], &places, &sizes, &extra].concat();
             return self.launch(product.function_for(k, is_first), launch, &args);
         }
