@@ -165,11 +165,13 @@ impl GpuExperts {
         })
     }
 
-    /// With the matrix of the expert that all rows go to, if it is like the others and has no bias: [`MoeKernels::shares`](super::MoeKernels::shares).
+    /// With the matrix of the expert that all rows go to, if it is like the others, has no bias and lies at a multiple of 16 bytes:
+    /// [`MoeKernels::shares`](super::MoeKernels::shares).
     #[must_use]
     pub fn with_shared(mut self, shared: &GpuLinear) -> Self {
         let is_alike = shared.bias().is_none() && shared.is_like(&self.first);
-        self.shared = is_alike.then(|| shared.clone());
+        let is_aligned = || Addresses::of(shared).weight.is_multiple_of(16);
+        self.shared = (is_alike && is_aligned()).then(|| shared.clone());
         self
     }
 
