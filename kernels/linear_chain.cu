@@ -438,7 +438,7 @@ struct Consumer : Consumers<kPieceInputs<kWeights != Weights::kBf16> / kVec> {
         const float factor = of_mlp && own.scalar != nullptr ? *own.scalar : 1.0f;
         Float8 sum_norm[kMostNormVecs];
         Bf16x8 stream[kMostNormVecs];
-        // What the link before left would take registers else.
+        // So that no inputs of the link before are kept in registers until they are replaced.
 #pragma unroll
         for (int i = 0; i < kMostNormVecs; ++i) x[i] = {};
         Base::load_new_norm(sum_norm, of_mlp ? own.mlp : own.mixer, k);
@@ -476,7 +476,7 @@ struct Consumer : Consumers<kPieceInputs<kWeights != Weights::kBf16> / kVec> {
                 if (kSandwich && (link == 1 || link == kMlpLinks)) {
                     meet_and_add(l.k, link > 1);
                     if (link == c.count) break;
-                    // Before, there are no registers for them.
+                    // Not ahead of the wait, where there are no registers for them.
                     Float8 norm[kMostNormVecs];
                     Base::load_new_norm(norm, l.norm, l.k);
                     Base::normalise(x, norm, shared.squares[0], l.k, l.eps);

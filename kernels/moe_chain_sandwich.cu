@@ -222,7 +222,7 @@ struct Consumers : RowExperts {
                 if (warp == kLeastBusy) leave();
                 if (!c.has_next()) return;
             }
-            // What experts are given comes first.
+            // The MLP's inputs lie behind those of the experts.
             if (i == kMlpDown) inputs += c.top_k * c.inner / kQuad;
             const Link& link = shared.links[i];
             plain<false>(link, shared.shares[i], [&](int, int row, float value) { give(static_cast<uint32_t*>(link.out), row, value); });

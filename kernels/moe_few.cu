@@ -300,7 +300,7 @@ __device__ __forceinline__ void product(Problem p, const SharedExpert& of_all, b
     }
     Copies<kFormat, kParts> copies(p, tile.expert, rows, shared);
     copies.fill();
-    // Whose weights are known before.
+    // Its weights need no list of tiles, but its rows come from the kernel ahead.
     if (is_shared && !routed) pdl_wait();
     // Blocks of the next kernel that start meanwhile delay no copy, and know that tiles are there.
     pdl_launch();
