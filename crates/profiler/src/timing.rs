@@ -16,7 +16,7 @@ use crate::stress::Stop;
 use crate::timed_shape::TimedShape;
 use crate::{Phase, StepTimes, Target, TimedStep};
 
-/// The second round times steps of up to so many rows twice, as they vary more.
+/// The second round times steps of up to so many rows twice, as they vary more. Larger ones may be timed in it alone.
 const REPEATED_ROWS: usize = 256;
 
 /// Tokens before those that are generated: reading them takes no time.
@@ -246,7 +246,8 @@ impl Stopwatch {
         self.started.elapsed().as_secs_f64() + seconds < self.limit.as_secs_f64()
     }
 
-    /// Whether all of these are sure to end in time: a row of a larger step costs no more than one of the step that was timed last.
+    /// Whether all of these will end in time if a row of a larger step costs no more than one of the step that was timed last. Should it cost
+    /// more, those that come last are left out.
     fn is_time_for_all(&self, shapes: &[&TimedShape]) -> bool {
         let Some((timed, seconds)) = self.latest[1] else {
             return false;
