@@ -316,7 +316,7 @@ async fn a_gpu_holds_the_weights_alone_while_the_server_sleeps() {
 async fn parts_sum_to_what_the_gpu_reports_and_are_predicted() {
     let model = model();
     let gpu = gpu(None);
-    let flags = "--max-num-seqs 64 --max-num-batched-tokens 2048";
+    let flags = "--max-num-seqs 64 --max-num-batched-tokens 2048 --max-model-len 4096";
     let settings = model.settings(flags, PlanCache::off());
     let backend = model.on_gpu(&settings, &gpu);
     let prediction = predict(&settings, &*backend).unwrap();
