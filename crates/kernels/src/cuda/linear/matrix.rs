@@ -10,7 +10,6 @@ use plimsoll_device::Pod;
 use plimsoll_device::cuda::{GpuSlab, GpuSlice};
 use serde::{Deserialize, Serialize};
 
-use super::cublas_lt::Operands;
 use crate::GgufFormat;
 
 /// Elements that share a factor under [`Fp8Scaling::Blocks`]: of a row of inputs, and both ways of weights.
@@ -392,27 +391,6 @@ impl GpuLinear {
     /// Input features.
     pub fn inputs(&self) -> usize {
         self.k
-    }
-
-    /// What products take of it, without input and output.
-    pub(super) fn operands(&self) -> Operands {
-        let (weight, weight_scales) = match &self.matrix {
-            GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0),
-            GpuMatrix::Fp8 { values, scales, .. } => (values.slice().ptr(), scales.slice().ptr()),
-            GpuMatrix::Int4 { codes, groups, .. } => (codes.slice().ptr(), groups.slice().ptr()),
-            GpuMatrix::Gguf { rows, .. } => (rows.slice().ptr(), 0),
-            GpuMatrix::Parts(_) => panic!("each part is a product"),
-            GpuMatrix::Mxfp4(_) | GpuMatrix::ExpertInt4 { .. } => panic!("experts are no linear layers"),
-        };
-        Operands {
-            x: 0,
-            x_scales: 0,
-            weight,
-            weight_scales,
-            bias: self.bias.as_ref().map_or(0, |bias| bias.slice().ptr()),
-            out: 0,
-            room: 0,
-        }
     }
 }
 
