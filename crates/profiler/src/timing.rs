@@ -2,8 +2,8 @@
 //! generate.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::mem;
 use std::time::{Duration, Instant};
-use std::{iter, mem};
 
 use plimsoll_core::{
     Executor, KvConfig, MEASURED_DECODE_ROWS, MEASURED_MIXED_ROWS, OUTPUTS_BESIDE_PROMPTS, StepCost,
@@ -57,32 +57,37 @@ impl<T: Target> Profiler<'_, T> {
         let mut stopwatch = Stopwatch::new(started, limit, depth);
         let shapes = self.timed_shapes(kv);
         let (small, large) = shapes.split_at(shapes.partition_point(|shape| shape.rows <= REPEATED_ROWS));
-        let again = shapes.iter().rev();
-        let again =
-            again.flat_map(|shape| iter::repeat_n(shape, 1 + usize::from(shape.rows <= REPEATED_ROWS)));
-        let again: Vec<&TimedShape> = again.collect();
+        let small_again: Vec<_> = small.iter().rev().flat_map(|shape| [shape; 2]).collect();
+        let again: Vec<_> = large.iter().rev().chain(small_again.iter().copied()).collect();
         // The smallest first, until there is no more time on a slow device. The first step of a size can take longer than all that follow.
         self.time(state, kv, &mut stopwatch, small)?;
         // Behind another step that does not show: what is longer is launching it. So where there is time for all in any case, large steps are
         // timed in the second round alone.
         let is_once = depth > 1 && stopwatch.is_time_for_all(&again);
-        if self.ranks.min(usize::from(is_once))? == 0 {
+        let is_once = self.ranks.min(usize::from(is_once))? == 1;
+        if !is_once {
             self.time(state, kv, &mut stopwatch, large)?;
         }
         let ahead = small.last().filter(|_| depth > 1);
         // The largest first: under load a GPU's power limit lowers its clock, and small steps then take as long as in a busy server. On an
         // H200 256 rows of an 8B model take 6.7 ms after a pause, and 7.7 under load.
         stopwatch.begin_round();
-        self.time(state, kv, &mut stopwatch, ahead.into_iter().chain(again))?;
+        self.time(
+            state,
+            kv,
+            &mut stopwatch,
+            ahead.into_iter().chain(large.iter().rev()),
+        )?;
+        if is_once {
+            // More load, where the first round was none.
+            self.time_larger(state, kv, &mut stopwatch, ahead)?;
+        }
+        // Its time before that load is too short.
+        ahead.map(|shape| stopwatch.shortest.remove(shape));
+        self.time(state, kv, &mut stopwatch, small_again)?;
         stopwatch.end_round();
-        stopwatch.limit = limit.mul_f64(LIMIT_OF_LARGER);
-        stopwatch.latest = stopwatch.of_largest();
-        while let Some(larger) = self.larger(&stopwatch, kv)? {
-            // Launching the first one shows in its time. A small one takes less time than the larger one twice.
-            self.time(state, kv, &mut stopwatch, [ahead.unwrap_or(&larger), &larger])?;
-            if !stopwatch.shortest.contains_key(&larger) {
-                break;
-            }
+        if !is_once {
+            self.time_larger(state, kv, &mut stopwatch, ahead)?;
         }
         let times = stopwatch.times();
         // A slow device has no time for all of them.
@@ -95,6 +100,26 @@ impl<T: Target> Profiler<'_, T> {
         ]);
         self.log(Phase::Timing, fields);
         Ok(times.costs().is_some().then_some(times))
+    }
+
+    /// Times steps of [`larger_rows`], for which there is time of their own.
+    fn time_larger(
+        &mut self,
+        state: &mut T::State,
+        kv: KvConfig,
+        stopwatch: &mut Stopwatch,
+        ahead: Option<&TimedShape>,
+    ) -> Result<(), Stop> {
+        stopwatch.limit = stopwatch.limit.mul_f64(LIMIT_OF_LARGER);
+        stopwatch.latest = stopwatch.of_largest();
+        while let Some(larger) = self.larger(stopwatch, kv)? {
+            // Launching the first one shows in its time. A small one takes less time than the larger one twice.
+            self.time(state, kv, stopwatch, [ahead.unwrap_or(&larger), &larger])?;
+            if !stopwatch.shortest.contains_key(&larger) {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Times steps one after the other, and skips each that would not end in time: a smaller one that follows may.
