@@ -39,7 +39,7 @@ impl MoeKernels {
     }
 
     /// `hidden +=` what [`Self::combine`] makes of `delta`, then its norm into `out`; all `[rows, n]`: bit for bit that and
-    /// [`FusedKernels::add_rms_norm`](super::FusedKernels::add_rms_norm). `delta` is read where there are gates but no
+    /// [`FusedKernels::add_rms_norm`](crate::cuda::FusedKernels::add_rms_norm). `delta` is read where there are gates but no
     /// shared expert among routes, and stays as it is.
     ///
     /// # Errors
