@@ -66,7 +66,7 @@ struct Rows {
     __device__ __forceinline__ int outputs_log2() const { return gated || first == second ? 3 : 4; }
 };
 
-// Of a warp of a block whose warps share k `kParts` ways. Those that have all of it each multiply by no gate.
+// The rows of a warp, in a block whose warps divide k into `kParts`. With all of k in each warp, products are not gated.
 template <int kParts>
 __device__ __forceinline__ Rows rows_of_warp(const Problem& p) {
     const bool gated = kParts > 1 && p.kind != kPlain;

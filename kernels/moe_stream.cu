@@ -66,8 +66,8 @@ struct Stream {
     int input_pitch;  // bytes of a row of x, an odd number of pieces, so that matrices of eight rows are in different banks
     uint32_t inputs, ring;
     int stages;
-    // 2^23, made so that the compiler does not know it and cannot turn products by it into shifts: these are for the integer unit, which has the
-    // most to do, and products for another one.
+    // 2^23, in a way that hides its value from the compiler, which would turn products by it into shifts. Shifts run on the integer unit, the
+    // busiest here; products do not.
     uint32_t first_exponent_bit;
     // This block's tiles, of those of all passes.
     int first, last;

@@ -68,6 +68,7 @@ impl<T: Target> Profiler<'_, T> {
         if !is_once {
             self.time(state, kv, &mut stopwatch, large)?;
         }
+        // Launched ahead of larger steps: the time of the first of a row of steps has that of its launch in it.
         let ahead = small.last().filter(|_| depth > 1);
         // The largest first: under load a GPU's power limit lowers its clock, and small steps then take as long as in a busy server. On an
         // H200 256 rows of an 8B model take 6.7 ms after a pause, and 7.7 under load.
@@ -82,8 +83,10 @@ impl<T: Target> Profiler<'_, T> {
             // More load, where the first round was none.
             self.time_larger(state, kv, &mut stopwatch, ahead)?;
         }
-        // Its time before that load is too short.
-        ahead.map(|shape| stopwatch.shortest.remove(shape));
+        // It was timed before there was load.
+        if let Some(shape) = ahead {
+            stopwatch.shortest.remove(shape);
+        }
         self.time(state, kv, &mut stopwatch, small_again)?;
         stopwatch.end_round();
         if !is_once {
@@ -113,7 +116,7 @@ impl<T: Target> Profiler<'_, T> {
         stopwatch.limit = stopwatch.limit.mul_f64(LIMIT_OF_LARGER);
         stopwatch.latest = stopwatch.of_largest();
         while let Some(larger) = self.larger(stopwatch, kv)? {
-            // Launching the first one shows in its time. A small one takes less time than the larger one twice.
+            // The small one takes less time than a second larger one.
             self.time(state, kv, stopwatch, [ahead.unwrap_or(&larger), &larger])?;
             if !stopwatch.shortest.contains_key(&larger) {
                 break;

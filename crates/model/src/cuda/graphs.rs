@@ -11,6 +11,8 @@ pub(super) struct Graphs {
     gpu: Gpu,
     /// Ascending.
     ladder: Vec<(DecodeStep, Graph)>,
+    /// Tokens of context up to which the graph of one row has whole layers in one launch; longer ones have a graph of their own.
+    pub(super) longest_whole: Option<usize>,
 }
 
 impl Graphs {
@@ -19,6 +21,7 @@ impl Graphs {
         Self {
             gpu: gpu.clone(),
             ladder: Vec::new(),
+            longest_whole: None,
         }
     }
 

@@ -345,7 +345,7 @@ impl GpuRunner {
         self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
         let batch = match self.bounds.pooling {
             Some(_) => Batch::pooled(plan),
-            None => Batch::new(plan, &self.graphs, self.model.decoder(), &self.state),
+            None => Batch::new(plan, &self.graphs, self.model.decoder().state_chunk() > 1),
         };
         let step = self.launched;
         self.launched += 1;

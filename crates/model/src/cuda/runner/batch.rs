@@ -2,7 +2,6 @@
 
 use plimsoll_core::{Pooling, RequestId, Run, ScoreSpec, StepPlan};
 
-use crate::cuda::decoder::{Decoder, StepState};
 use crate::cuda::graphs::Graphs;
 use crate::cuda::input::StepInput;
 use crate::cuda::shape::BatchShape;
@@ -46,9 +45,8 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// A step of decoding requests takes a graph, if there is one.
-    pub(super) fn new(plan: &StepPlan, graphs: &Graphs, decoder: &Decoder, state: &StepState) -> Self {
-        let in_chunks = decoder.state_chunk() > 1;
+    /// A step of decoding requests takes a graph, if there is one. Prompts may be computed `in_chunks`.
+    pub(super) fn new(plan: &StepPlan, graphs: &Graphs, in_chunks: bool) -> Self {
         let decodes = plan
             .runs
             .iter()
@@ -57,7 +55,7 @@ impl Batch {
             && !(in_chunks && plan.runs.iter().any(|run| run.state.is_some_and(|state| state.in_chunks)))
             // Graphs know nothing of images, whose last row may be that which is sampled from.
             && images::rows_of(plan).is_none();
-        let is_long = is_long_row(&plan.runs, || decoder.longest_whole(state));
+        let is_long = is_long_row(&plan.runs, graphs.longest_whole);
         let step = graphs.step_for(plan.runs.len(), is_long).filter(|_| decodes);
         let (mut row, mut at, mut scored) = (0, Vec::new(), 0);
         let runs = plan.runs.iter().map(|run| {
@@ -123,9 +121,9 @@ impl Batch {
 }
 
 /// Whether this is one row with more context than `longest` tokens, if there is such a bound.
-fn is_long_row(runs: &[Run], longest: impl FnOnce() -> Option<usize>) -> bool {
-    match runs {
-        [run] => longest().is_some_and(|longest| run.end() > longest),
+fn is_long_row(runs: &[Run], longest: Option<usize>) -> bool {
+    match (runs, longest) {
+        ([run], Some(longest)) => run.end() > longest,
         _ => false,
     }
 }
@@ -157,11 +155,7 @@ mod tests {
             (&[1, 9000, 20_000], Some(8192), false),
         ] {
             let runs: Vec<Run> = contexts.iter().map(|&context| run(context)).collect();
-            assert_eq!(
-                is_long_row(&runs, || longest),
-                is_long,
-                "{contexts:?}, {longest:?}"
-            );
+            assert_eq!(is_long_row(&runs, longest), is_long, "{contexts:?}, {longest:?}");
         }
     }
 }

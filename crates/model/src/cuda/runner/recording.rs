@@ -9,8 +9,12 @@ use crate::cuda::shape::DecodeStep;
 impl GpuRunner {
     /// Those that get a graph.
     fn decode_steps(&self) -> Vec<DecodeStep> {
-        let has_long_row = self.model.decoder().longest_whole(&self.state).is_some();
-        graphs::steps(self.bounds.limits.max_num_seqs, has_long_row)
+        graphs::steps(self.bounds.limits.max_num_seqs, self.longest_whole().is_some())
+    }
+
+    /// As [`Graphs::longest_whole`].
+    fn longest_whole(&self) -> Option<usize> {
+        self.model.decoder().longest_whole(&self.state)
     }
 
     /// Takes what decode steps will take from the arena, so that none of them runs out of it.
@@ -52,7 +56,7 @@ impl GpuRunner {
         &mut self,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<(), DeviceError> {
-        let steps = self.decode_steps();
+        let (steps, longest_whole) = (self.decode_steps(), self.longest_whole());
         let Self {
             model, state, arena, ..
         } = self;
@@ -61,6 +65,7 @@ impl GpuRunner {
             let input = state.inputs.padding(step);
             gpu.capture(|| decoder.step(&input, state, arena, None))
         })?;
+        self.graphs.longest_whole = longest_whole;
         Ok(())
     }
 }
