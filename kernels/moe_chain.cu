@@ -15,6 +15,8 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+constexpr int kGate = 2;  // among links, of the expert that every row goes to
+
 // Copies the weights of all products, by one thread.
 template <typename Experts>
 __device__ __forceinline__ void produce(const MoeChain& c, Shared& shared, uint8_t* memory) {
@@ -85,19 +87,9 @@ __device__ __forceinline__ void run(const MoeChain& c) {
     __shared__ Shared shared;
     pdl_launch();
     if (threadIdx.x == 0) {
-        const auto bf16_rows = [](const bf16* rows) { return Matrix{reinterpret_cast<const uint8_t*>(rows), nullptr, 0}; };
-        shared.links[0] = {c.output, c.output_bias, c.width, c.attended, Take::kAdd, nullptr, 0};
-        shared.links[1] = {bf16_rows(c.router_weight), nullptr, c.experts, c.width, Take::kLogits, c.logits, 0};
-        shared.links[2] = {bf16_rows(c.shared_gate), nullptr, c.has_shared(), c.width, Take::kLogits, c.shared_logit, c.experts};
-#pragma unroll
-        for (int i = 0; i < kProjections; ++i) {
-            const Projection& next = c.next[i];
-            shared.links[kNext + i] = {next.matrix, next.bias, next.outputs, c.width, Take::kStore, next.out, 0};
-        }
-        if (c.has_shared()) shared.slots[c.top_k] = {c.shared_gate_up, c.shared_down, c.shared_activated, 0.0f, 0};
-        shared.zeros = {};
-        barrier_init(&shared.routed, c.top_k);
-        shared.barriers.init(c.stages, kConsumers);
+        begin(c, shared);
+        shared.links[kGate] = {bf16_rows(c.shared_gate), nullptr, c.has_shared(), c.width, Take::kLogits, c.shared_logit, c.experts};
+        if (c.has_shared()) shared.slots[c.top_k] = {c.dense_gate_up, c.dense_down, c.dense_activated, 0.0f, 0};
     }
     if (threadIdx.x == kWarp) {
         const auto source = [](const uint32_t* words, int count, const RowNorm& norm, const Matrix& matrix) {
@@ -125,15 +117,7 @@ __device__ __forceinline__ void run(const MoeChain& c) {
         return;
     }
     // Scales, biases, and weights of norms, wait in L2 for when they are needed.
-    const Share& outputs = shared.shares[0];
-    prefetch_scales(c.output, outputs.first, outputs.count);
-    prefetch_biases(c.output_bias, outputs.first, outputs.count);
-#pragma unroll
-    for (int i = 0; i < kProjections; ++i) {
-        const Share& share = shared.shares[kNext + i];
-        prefetch_scales(c.next[i].matrix, share.first, share.count);
-        prefetch_biases(c.next[i].bias, share.first, share.count);
-    }
+    prefetch_around(c, shared);
     if (blockIdx.x == 0) {
         prefetch_biases(c.router.bias, 0, c.experts);
         prefetch_norm(c.norm.weight, c.width);
@@ -142,61 +126,19 @@ __device__ __forceinline__ void run(const MoeChain& c) {
     if (threadIdx.x % kWarp == 0) produce<Experts>(c, shared, memory);
 }
 
+// Of a copy the compiler makes less code than of the parameter itself.
+#define RUN(EXPERTS, C) run<EXPERTS>(MoeChain(C));
+
+#else
+
+#define RUN(EXPERTS, C)
+
 #endif
 
 }  // namespace
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define RUN(EXPERTS, ...) run<EXPERTS>(__VA_ARGS__)
-#else
-#define RUN(EXPERTS, ...)
-#endif
-
-#define MOE_CHAIN(NAME, EXPERTS)                                                                                                            \
-    extern "C" __global__ void __launch_bounds__(kChainThreads, 1)                                                                          \
-        NAME(const bf16* x, const uint8_t* output, const float* output_scales, int output_stride, const bf16* output_bias, bf16* hidden,    \
-             const float* norm, float eps, const bf16* router_weight, const bf16* router_bias, int of_all, float scale,                     \
-             const float* expert_scales, float* logits, unsigned* loads, const uint8_t* gate_up, const float* gate_up_scales,               \
-             int gate_up_stride, const bf16* gate_up_bias, uint64_t next_gate_up, const uint8_t* down, const float* down_scales,            \
-             int down_stride, const bf16* down_bias, uint64_t next_down, const uint8_t* shared_gate_up,                                     \
-             const float* shared_gate_up_scales, const uint8_t* shared_down, const float* shared_down_scales, const bf16* shared_gate,      \
-             float* shared_logit, bf16* activated, bf16* shared_activated, const float* next_norm, float next_eps, const uint8_t* next,     \
-             const float* next_scales, int next_stride, const bf16* next_bias, bf16* next_out, int next_outputs, const uint8_t* other,      \
-             const float* other_scales, int other_stride, const bf16* other_bias, bf16* other_out, int other_outputs, Exchange* exchange,   \
-             int attended, int width, int experts, int top_k, int inner, int kind, int stage_bytes, int stages, int in_flight,              \
-             int plain_bytes) {                                                                                                             \
-        RUN(EXPERTS, MoeChain{x,                                                                                                            \
-                              {output, output_scales, output_stride},                                                                       \
-                              output_bias,                                                                                                  \
-                              hidden,                                                                                                       \
-                              {norm, eps},                                                                                                  \
-                              router_weight,                                                                                                \
-                              {router_bias, of_all != 0, scale, expert_scales},                                                             \
-                              logits,                                                                                                       \
-                              loads,                                                                                                        \
-                              {{gate_up, gate_up_scales, gate_up_stride}, gate_up_bias, next_gate_up},                                      \
-                              {{down, down_scales, down_stride}, down_bias, next_down},                                                     \
-                              {shared_gate_up, shared_gate_up_scales, gate_up_stride},                                                      \
-                              {shared_down, shared_down_scales, down_stride},                                                               \
-                              shared_gate,                                                                                                  \
-                              shared_logit,                                                                                                 \
-                              activated,                                                                                                    \
-                              shared_activated,                                                                                             \
-                              {next_norm, next_eps},                                                                                        \
-                              {{{next, next_scales, next_stride}, next_bias, next_out, next_outputs},                                       \
-                               {{other, other_scales, other_stride}, other_bias, other_out, other_outputs}},                                \
-                              exchange,                                                                                                     \
-                              attended,                                                                                                     \
-                              width,                                                                                                        \
-                              experts,                                                                                                      \
-                              top_k,                                                                                                        \
-                              inner,                                                                                                        \
-                              kind,                                                                                                         \
-                              stage_bytes,                                                                                                  \
-                              stages,                                                                                                       \
-                              in_flight,                                                                                                    \
-                              plain_bytes});                                                                                                \
-    }
+#define MOE_CHAIN(NAME, EXPERTS) \
+    extern "C" __global__ void __launch_bounds__(kChainThreads, 1) NAME(const __grid_constant__ MoeChain c) { RUN(EXPERTS, c) }
 
 MOE_CHAIN(moe_chain, RowExperts)
 MOE_CHAIN(moe_chain_mxfp4, Mxfp4Experts)

@@ -10,20 +10,34 @@
 
 namespace {
 
-// `moe.norm` is that of the MLP's input, `moe.kind` is the MLP's activation too.
+// As `SandwichArgs` of crates/kernels/src/cuda/moe/chain.rs. `moe.norm` is that of the MLP's input, `moe.kind` is the MLP's activation too.
 struct SandwichChain {
     MoeChain moe;
-    const float* mixer_norm;   // of what the mixer adds; all norms have the eps of `moe.norm` but `moe.next_norm`
-    const float* router_norm;  // of the router's input
-    const float* expert_norm;  // of the experts' input
-    Matrix gate_up, down;      // of the MLP: [2 inner, width], [width, inner]
-    bf16* activated;           // [inner]
-    int inner;
+    const float* mixer_norm;       // of what the mixer adds; all norms have the eps of `moe.norm` but `moe.next_norm`
+    const float* router_norm;      // of the router's input
+    const float* expert_norm;      // of the experts' input
     const float* mlp_sum_norm;     // of what the MLP gives
     const float* expert_sum_norm;  // of what the experts give
     const float* sum_norm;         // of both together
     const float* scalar;
+    int inner;  // of the MLP
+    int padding;
 };
+static_assert(sizeof(SandwichChain) == sizeof(MoeChain) + 64, "SandwichArgs of crates/kernels/src/cuda/moe/chain.rs");
+
+// With what the compiler may know of all such layers: it leaves out the code for others.
+__device__ __forceinline__ SandwichChain of_bf16(SandwichChain of) {
+    MoeChain& c = of.moe;
+    c.output = bf16_rows(c.output.weight);
+    c.gate_up.first = bf16_rows(c.gate_up.first.weight);
+    c.down.first = bf16_rows(c.down.first.weight);
+    c.dense_gate_up = bf16_rows(c.dense_gate_up.weight);
+    c.dense_down = bf16_rows(c.dense_down.weight);
+#pragma unroll
+    for (Projection& next : c.next) next.matrix = bf16_rows(next.matrix.weight);
+    c.shared_gate = nullptr;
+    return of;
+}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -253,19 +267,9 @@ __device__ __forceinline__ void run(const SandwichChain& of) {
     const MoeChain& c = of.moe;
     pdl_launch();
     if (threadIdx.x == 0) {
-        const Matrix router{reinterpret_cast<const uint8_t*>(c.router_weight), nullptr, 0};
-        shared.links[kOutput] = {c.output, c.output_bias, c.width, c.attended, Take::kAdd, c.exchange->hidden, 0};
-        shared.links[kRouter] = {router, nullptr, c.experts, c.width, Take::kLogits, c.logits, 0};
-        shared.links[kMlpDown] = {of.down, nullptr, c.width, of.inner, Take::kAdd, c.exchange->mlp, 0};
-#pragma unroll
-        for (int i = 0; i < kProjections; ++i) {
-            const Projection& next = c.next[i];
-            shared.links[kNext + i] = {next.matrix, next.bias, next.outputs, c.width, Take::kStore, next.out, 0};
-        }
-        shared.slots[c.top_k] = {of.gate_up, of.down, of.activated, 0.0f, 0};
-        shared.zeros = {};
-        barrier_init(&shared.routed, c.top_k);
-        shared.barriers.init(c.stages, kConsumers);
+        begin(c, shared);
+        shared.links[kMlpDown] = {c.dense_down, nullptr, c.width, of.inner, Take::kAdd, c.exchange->mlp, 0};
+        shared.slots[c.top_k] = {c.dense_gate_up, c.dense_down, c.dense_activated, 0.0f, 0};
     }
     if (threadIdx.x == kWarp) {
         shared.sources[kOutput] = {nullptr, {}, c.attended, true, false};
@@ -274,7 +278,7 @@ __device__ __forceinline__ void run(const SandwichChain& of) {
     if (threadIdx.x < kWarp) {
         __syncwarp();
         divide<RowExperts>(c, shared);
-        if (threadIdx.x == kShares) own.gated.set(of.inner, of.gate_up.row_bytes(c.width), 2, 1, c.stage_bytes);
+        if (threadIdx.x == kShares) own.gated.set(of.inner, c.dense_gate_up.row_bytes(c.width), 2, 1, c.stage_bytes);
     }
     __syncthreads();
     if (threadIdx.x < kConsumerThreads) {
@@ -282,9 +286,7 @@ __device__ __forceinline__ void run(const SandwichChain& of) {
         return;
     }
     // Biases, and weights of norms, wait in L2 for when they are needed.
-    prefetch_biases(c.output_bias, shared.shares[kOutput].first, shared.shares[kOutput].count);
-#pragma unroll
-    for (int i = 0; i < kProjections; ++i) prefetch_biases(c.next[i].bias, shared.shares[kNext + i].first, shared.shares[kNext + i].count);
+    prefetch_around(c, shared);
     // One norm a block.
     const float* const norms[] = {of.mixer_norm, of.router_norm, c.norm.weight, of.expert_norm, of.mlp_sum_norm, of.expert_sum_norm, of.sum_norm,
                                   c.next_norm.weight};
@@ -301,59 +303,6 @@ __device__ __forceinline__ void run(const SandwichChain&) {}
 
 #endif
 
-__device__ __forceinline__ Matrix bf16_rows(const bf16* rows) { return {reinterpret_cast<const uint8_t*>(rows), nullptr, 0}; }
-
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kChainThreads, 1)
-    moe_chain_sandwich(const bf16* x, const bf16* output, const bf16* output_bias, bf16* hidden, const float* mixer_norm, float eps,
-                       const float* router_norm, const bf16* router_weight, const bf16* router_bias, int of_all, float scale,
-                       const float* expert_scales, float* logits, unsigned* loads, const float* mlp_norm, const bf16* mlp_gate_up,
-                       const bf16* mlp_down, bf16* mlp_activated, int mlp_inner, const float* mlp_sum_norm, const float* expert_norm,
-                       const bf16* gate_up, uint64_t next_gate_up, const bf16* down, uint64_t next_down, bf16* activated,
-                       const float* expert_sum_norm, const float* sum_norm, const float* scalar, const float* next_norm, float next_eps,
-                       const bf16* next, const float*, int, const bf16* next_bias, bf16* next_out, int next_outputs, const bf16* other,
-                       const float*, int, const bf16* other_bias, bf16* other_out, int other_outputs, Exchange* exchange, int attended, int width,
-                       int experts, int top_k, int inner, int kind, int stage_bytes, int stages, int in_flight) {
-    run({{x,
-          bf16_rows(output),
-          output_bias,
-          hidden,
-          {mlp_norm, eps},
-          router_weight,
-          {router_bias, of_all != 0, scale, expert_scales},
-          logits,
-          loads,
-          {bf16_rows(gate_up), nullptr, next_gate_up},
-          {bf16_rows(down), nullptr, next_down},
-          {},
-          {},
-          nullptr,
-          nullptr,
-          activated,
-          nullptr,
-          {next_norm, next_eps},
-          {{bf16_rows(next), next_bias, next_out, next_outputs}, {bf16_rows(other), other_bias, other_out, other_outputs}},
-          exchange,
-          attended,
-          width,
-          experts,
-          top_k,
-          inner,
-          kind,
-          stage_bytes,
-          stages,
-          in_flight,
-          0},
-         mixer_norm,
-         router_norm,
-         expert_norm,
-         bf16_rows(mlp_gate_up),
-         bf16_rows(mlp_down),
-         mlp_activated,
-         mlp_inner,
-         mlp_sum_norm,
-         expert_sum_norm,
-         sum_norm,
-         scalar});
-}
+extern "C" __global__ void __launch_bounds__(kChainThreads, 1) moe_chain_sandwich(const __grid_constant__ SandwichChain of) { run(of_bf16(of)); }

@@ -13,7 +13,7 @@ constexpr int kConsumerThreads = kConsumers * kWarp;
 constexpr int kLeastBusy = kConsumers - 1;  // as warps take outputs in turn
 constexpr int kChainThreads = kConsumerThreads + kWarp;
 
-// As crates/kernels/src/cuda/moe.rs (MOST_ROUTES, and the expert for all rows) and moe/chain.rs have them too.
+// As crates/kernels/src/cuda/moe.rs (MOST_ROUTES, and the expert for all rows) and moe/chain/plan.rs have them too.
 constexpr int kMostSlots = 33;  // experts of a row
 constexpr int kMostWidth = kConsumerThreads * kVec;
 constexpr int kMostActivated = kMostSlots * 2048;
@@ -59,6 +59,7 @@ struct Projection {
 // As crates/kernels/src/cuda/chain.rs has it too: projections with weights of several types are as many products.
 constexpr int kProjections = 2;
 
+// As `Args` of crates/kernels/src/cuda/moe/chain.rs.
 struct MoeChain {
     const bf16* x;  // [attended]
     Matrix output;  // [width, attended]
@@ -67,14 +68,14 @@ struct MoeChain {
     RowNorm norm;
     const bf16* router_weight;  // [experts, width]
     Router router;
-    float* logits;                 // [experts]
-    unsigned* loads;               // [experts]: see Loads; or null
-    Matrices gate_up, down;        // [2 inner, width], [width, inner]
-    Matrix shared_gate_up, shared_down;  // of the expert that every row goes to; null for none
-    const bf16* shared_gate;       // [width]
+    float* logits;                     // [experts]
+    unsigned* loads;                   // [experts]: see Loads; or null
+    Matrices gate_up, down;            // [2 inner, width], [width, inner]
+    Matrix dense_gate_up, dense_down;  // of the expert that every row goes to, or of the MLP of moe_chain_sandwich.cu; null for none
+    const bf16* shared_gate;           // of that expert, [width]; null for none
     float* shared_logit;
-    bf16* activated;         // [top_k, inner]
-    bf16* shared_activated;  // [inner]
+    bf16* activated;        // [top_k, inner]
+    bf16* dense_activated;  // of what every row goes to
     RowNorm next_norm;
     Projection next[kProjections];
     Exchange* exchange;
@@ -86,10 +87,13 @@ struct MoeChain {
     __device__ __forceinline__ int slots() const { return top_k + has_shared(); }
     __device__ __forceinline__ bool has_next() const { return next[0].outputs > 0; }
 };
+static_assert(sizeof(MoeChain) == 432, "Args of crates/kernels/src/cuda/moe/chain.rs");
+
+__device__ __forceinline__ Matrix bf16_rows(const void* rows) { return {static_cast<const uint8_t*>(rows), nullptr, 0}; }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// As crates/kernels/src/cuda/moe/chain.rs has them too.
+// As crates/kernels/src/cuda/moe/chain/plan.rs has them too.
 constexpr int kMostResiduals = 32;  // outputs of a block that are added to the residual stream
 constexpr int kMostGroups = 2 * kConsumers;  // of eight gated outputs of a block, of MXFP4 weights
 constexpr int kStaticBytes = 10 << 10;
@@ -108,7 +112,7 @@ struct Link {
     const bf16* bias;
     int n, k;
     Take take;
-    void* out;        // null if take is kAdd
+    void* out;        // words of Exchange if take is kAdd
     int first_logit;  // where its logits begin in Exchange::logits
 };
 
@@ -192,6 +196,20 @@ __device__ __forceinline__ void divide(const MoeChain& c, Shared& shared) {
     if (at == kGatedShare) shared.first_slot = share.first / c.inner;
 }
 
+// By one thread, before all others use them; the link ahead of kNext, and the slot of what every row goes to, are up to the kernel.
+__device__ __forceinline__ void begin(const MoeChain& c, Shared& shared) {
+    shared.links[kOutput] = {c.output, c.output_bias, c.width, c.attended, Take::kAdd, c.exchange->hidden, 0};
+    shared.links[kRouter] = {bf16_rows(c.router_weight), nullptr, c.experts, c.width, Take::kLogits, c.logits, 0};
+#pragma unroll
+    for (int i = 0; i < kProjections; ++i) {
+        const Projection& next = c.next[i];
+        shared.links[kNext + i] = {next.matrix, next.bias, next.outputs, c.width, Take::kStore, next.out, 0};
+    }
+    shared.zeros = {};
+    barrier_init(&shared.routed, c.top_k);
+    shared.barriers.init(c.stages, kConsumers);
+}
+
 // The gated outputs of a block, in parts that go through a stage: of one expert each.
 struct GatedParts {
     int inner, slot, first, count = 0, left;
@@ -241,6 +259,19 @@ __device__ __forceinline__ void prefetch_biases(const bf16* biases, int first, i
     if (biases == nullptr || count == 0) return;
     for (int i = threadIdx.x % kWarp * kLine; i < count + kLine - 1; i += kWarp * kLine) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(biases + first + min(i, count - 1)));
+    }
+}
+
+// Brings the scales and biases of the products around the experts into L2, by a warp.
+__device__ __forceinline__ void prefetch_around(const MoeChain& c, const Shared& shared) {
+    const Share& outputs = shared.shares[kOutput];
+    prefetch_scales(c.output, outputs.first, outputs.count);
+    prefetch_biases(c.output_bias, outputs.first, outputs.count);
+#pragma unroll
+    for (int i = 0; i < kProjections; ++i) {
+        const Share& share = shared.shares[kNext + i];
+        prefetch_scales(c.next[i].matrix, share.first, share.count);
+        prefetch_biases(c.next[i].bias, share.first, share.count);
     }
 }
 

@@ -10,6 +10,7 @@ struct Matrix {
     const uint8_t* weight;
     const float* scales;  // of e4m3 weights; null for bf16
     int scale_stride;     // from one row of blocks of 128 x 128 to the next; 0 for a scale for each output
+    int padding;          // copies are of whole words
 
     __device__ __forceinline__ bool is_fp8() const { return scales != nullptr; }
     // Of the row of scales that a row of weights has, the first.

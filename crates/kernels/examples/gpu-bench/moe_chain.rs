@@ -60,7 +60,7 @@ impl Layer {
             gate_up: &self.gate_up,
             down: &self.down,
             top_k,
-            shared: None,
+            dense: None,
         }
     }
 }
@@ -128,7 +128,9 @@ pub(crate) fn bench(gpu: &Gpu) {
                     loads: Some(loads.slice().range(0..experts)),
                     activation: ExpertActivation::Glu(Activation::Silu),
                     activated: activated.slice().range(0..top_k * inner),
-                    shared: None,
+                    dense_activated: None,
+                    gate_logit: None,
+                    sandwich: None,
                     next: Some(GpuChainEnd {
                         norm,
                         linear: &layer.next,

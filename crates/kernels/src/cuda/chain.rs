@@ -1,6 +1,7 @@
 //! Layers of one row that follow each other in one launch: what `kernels/linear_chain.cu`, `kernels/moe_chain.cu` and
 //! `kernels/moe_chain_sandwich.cu` share (`kernels/include/chain.cuh`), and partly `kernels/layer_chain.cu`.
 
+use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice};
 
@@ -46,6 +47,11 @@ pub(super) fn load(
     Ok(functions)
 }
 
+/// Whether copies in bulk can begin there.
+pub(super) fn is_aligned(address: u64) -> bool {
+    address.is_multiple_of(PIECE as u64)
+}
+
 /// Bytes of a row of weights in bf16 or e4m3, if the kernels can multiply it.
 pub(super) fn row_bytes(linear: &GpuLinear) -> Option<usize> {
     let (weight, element) = match linear.matrix() {
@@ -54,28 +60,49 @@ pub(super) fn row_bytes(linear: &GpuLinear) -> Option<usize> {
         _ => return None,
     };
     let bytes = linear.inputs() * element;
-    (bytes.is_multiple_of(PIECE) && weight.is_multiple_of(PIECE as u64)).then_some(bytes)
+    (bytes.is_multiple_of(PIECE) && is_aligned(weight)).then_some(bytes)
 }
 
-/// Weights, scales or null, and scales from one row of blocks to the next, of a matrix in bf16 or e4m3.
-///
-/// # Panics
-/// If it is neither.
-pub(super) fn matrix_args(linear: &GpuLinear) -> [Arg; 3] {
-    let (weight, scales, stride) = match linear.matrix() {
-        GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0, 0),
-        GpuMatrix::Fp8 {
-            values,
+/// `Matrix` of `kernels/include/pieces.cuh`: weights, scales or null, and scales from one row of blocks to the next.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Matrix {
+    pub(super) weight: u64,
+    pub(super) scales: u64,
+    pub(super) scale_stride: i32,
+    pub(super) padding: i32,
+}
+
+impl Matrix {
+    /// In bf16 or e4m3.
+    ///
+    /// # Panics
+    /// If it is neither.
+    pub(super) fn of(linear: &GpuLinear) -> Self {
+        let (weight, scales, stride) = match linear.matrix() {
+            GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0, 0),
+            GpuMatrix::Fp8 {
+                values,
+                scales,
+                scaling,
+            } => (
+                values.slice().ptr(),
+                scales.slice().ptr(),
+                scaling.stride(linear.inputs()),
+            ),
+            _ => panic!("chains have weights in bf16 or e4m3"),
+        };
+        Self {
+            weight,
             scales,
-            scaling,
-        } => (
-            values.slice().ptr(),
-            scales.slice().ptr(),
-            scaling.stride(linear.inputs()),
-        ),
-        _ => panic!("chains have weights in bf16 or e4m3"),
-    };
-    [weight.into(), scales.into(), (stride as i32).into()]
+            scale_stride: stride as i32,
+            padding: 0,
+        }
+    }
+
+    pub(super) fn args(self) -> [Arg; 3] {
+        [self.weight.into(), self.scales.into(), self.scale_stride.into()]
+    }
 }
 
 /// The most bytes of a row of weights of the projections that end a chain, if the kernels can multiply all of them.
@@ -85,28 +112,46 @@ pub(super) fn longest_row(next: &GpuLinear) -> Option<usize> {
     rows.into_iter().max().filter(|_| products.len() <= PROJECTIONS)
 }
 
-/// Of each product of the projections that end a chain: [`matrix_args`], the bias or null, where its outputs go and how many there are; 0
-/// where there is no such product.
-///
-/// # Panics
-/// If [`longest_row`] is `None`, or `out` has no room for the outputs.
-pub(super) fn projection_args(next: Option<GpuChainEnd<'_>>) -> Vec<Arg> {
-    let (mut products, mut first) = (next.map_or(&[][..], |next| next.linear.products()).iter(), 0);
-    let args = (0..PROJECTIONS).flat_map(|_| match (next, products.next()) {
-        (Some(next), Some(product)) => {
-            let [weight, scales, stride] = matrix_args(product);
-            let out = next.out.range(first..first + product.outputs());
-            first += product.outputs();
-            let bias = product.bias().map_or(0, |bias| bias.ptr());
-            let outputs = product.outputs() as i32;
-            [weight, scales, stride, bias.into(), out.into(), outputs.into()]
+/// `Projection` of `kernels/include/moe_chain.cuh`: a product of the projections that end a chain; zeroes where there is none.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Projection {
+    matrix: Matrix,
+    /// 0 for none.
+    bias: u64,
+    out: u64,
+    outputs: i32,
+    padding: i32,
+}
+
+impl Projection {
+    /// Of the end of a chain.
+    ///
+    /// # Panics
+    /// If [`longest_row`] is `None`, or `out` has no room for the outputs.
+    pub(super) fn all(next: Option<GpuChainEnd<'_>>) -> [Self; PROJECTIONS] {
+        let mut all = [Self::zeroed(); PROJECTIONS];
+        let Some(next) = next else { return all };
+        let mut first = 0;
+        for (to, product) in all.iter_mut().zip(next.linear.products()) {
+            let outputs = first..first + product.outputs();
+            first = outputs.end;
+            *to = Self {
+                matrix: Matrix::of(product),
+                bias: product.bias().map_or(0, |bias| bias.ptr()),
+                out: next.out.range(outputs).ptr(),
+                outputs: product.outputs() as i32,
+                padding: 0,
+            };
         }
-        _ => {
-            let null = || Arg::from(0_u64);
-            [null(), null(), 0_i32.into(), null(), null(), 0_i32.into()]
-        }
-    });
-    args.collect()
+        all
+    }
+
+    pub(super) fn args(self) -> [Arg; 6] {
+        let [weight, scales, stride] = self.matrix.args();
+        let (bias, out, outputs) = (self.bias.into(), self.out.into(), self.outputs.into());
+        [weight, scales, stride, bias, out, outputs]
+    }
 }
 
 /// The last layer of a [`GpuChain`](crate::cuda::GpuChain) or a [`GpuMoeChain`](crate::cuda::GpuMoeChain).

@@ -50,9 +50,8 @@ pub use linear::{
 };
 pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
 pub use moe::{
-    EXPERT_TILES, GpuExpertLoads, GpuExpertOutputs, GpuExperts, GpuMoeChain, GpuRouter, GpuRoutes,
-    GpuSandwichChain, MOST_EXPERTS, MOST_ROUTES, MoeChainLayers, MoeKernels, SandwichLayers, SandwichNorms,
-    SharedExpertLayers,
+    DenseLayers, EXPERT_TILES, GpuExpertLoads, GpuExpertOutputs, GpuExperts, GpuMoeChain, GpuRouter,
+    GpuRoutes, MOST_EXPERTS, MOST_ROUTES, MoeChainLayers, MoeKernels, SandwichNorms,
 };
 pub use sample::{
     RankArgs, RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias, TokenRank,

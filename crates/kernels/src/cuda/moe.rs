@@ -10,7 +10,6 @@ mod chain;
 mod fused_router;
 mod operands;
 mod products;
-mod sandwich;
 mod stream;
 mod sums;
 
@@ -22,14 +21,12 @@ use super::has_hopper_kernels;
 use super::linear::{FP8_BLOCK, Fp8Scaling, GpuLinear, GpuRows, mxfp4_pitch};
 use crate::{Activation, ExpertActivation, RouterSoftmax};
 
-use chain::MoeChainKernel;
-pub use chain::{GpuMoeChain, MoeChainLayers, SharedExpertLayers};
+use chain::MoeChainKernels;
+pub use chain::{DenseLayers, GpuMoeChain, MoeChainLayers, SandwichNorms};
 use fused_router::FusedRouter;
 use operands::Addresses;
 pub use operands::{GpuExpertLoads, GpuExpertOutputs, GpuExperts, GpuRouter, GpuRoutes};
 use products::{Format, Products};
-use sandwich::SandwichKernel;
-pub use sandwich::{GpuSandwichChain, SandwichLayers, SandwichNorms};
 use stream::StreamKernel;
 
 /// Rows of a tile, of which the kernels have one each.
@@ -60,9 +57,8 @@ pub struct MoeKernels {
     products: Products,
     /// On GPUs of Hopper's generation.
     stream: Option<StreamKernel>,
-    chain: Option<MoeChainKernel>,
     /// On GPUs of Hopper's generation.
-    sandwich: Option<SandwichKernel>,
+    chain: Option<MoeChainKernels>,
     combine: Function,
     /// Of rows of which a thread keeps one vector or two; then the same with quantised outputs.
     add_rms_norm: [[Function; 2]; 2],
@@ -105,8 +101,7 @@ impl MoeKernels {
             fused_router: hopper.then(|| FusedRouter::load(gpu)).transpose()?,
             products: Products::load(gpu, hopper)?,
             stream: hopper.then(|| StreamKernel::load(gpu)).transpose()?,
-            chain: hopper.then(|| MoeChainKernel::load(gpu)).transpose()?.flatten(),
-            sandwich: hopper.then(|| SandwichKernel::load(gpu)).transpose()?.flatten(),
+            chain: hopper.then(|| MoeChainKernels::load(gpu)).transpose()?.flatten(),
             combine: sums.function("moe_combine")?,
             add_rms_norm: [
                 [

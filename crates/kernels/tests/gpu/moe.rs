@@ -2,7 +2,6 @@
 
 mod chain;
 mod routes;
-mod sandwich;
 mod shared;
 mod stream;
 mod weights;

@@ -12,7 +12,7 @@ use super::key::Kind;
 use super::timer::Timer;
 use super::{Fp8Scaling, GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
 use crate::Activation;
-use crate::cuda::chain::{self, BYTES_IN_FLIGHT, GpuChainEnd, PIECE, Ring, VEC};
+use crate::cuda::chain::{self, BYTES_IN_FLIGHT, GpuChainEnd, Matrix, PIECE, Projection, Ring, VEC};
 use crate::cuda::{GpuNorm, has_hopper_kernels};
 
 /// Constants of the kernel: threads that multiply and all threads, most vectors of a thread, and of one whose inputs are normalised, and
@@ -332,15 +332,13 @@ impl Linears {
             next_weight,
         ];
         assert!(
-            aligned
-                .iter()
-                .chain(&sum_args)
-                .all(|at| at.is_multiple_of(PIECE as u64)),
+            aligned.into_iter().chain(sum_args).all(chain::is_aligned),
             "rows at multiples of {PIECE} bytes"
         );
         let bias = |linear: &GpuLinear| Arg::from(linear.operands().bias);
         let int = |value: usize| Arg::from(value as i32);
-        let [of_output, of_gate_up, of_down] = [output, gate_up, down].map(chain::matrix_args);
+        let [of_output, of_gate_up, of_down] =
+            [output, gate_up, down].map(|linear| Matrix::of(linear).args());
         let args: Vec<Arg> = [
             &[x.into()][..],
             &of_output,
@@ -348,7 +346,7 @@ impl Linears {
             &of_gate_up,
             &of_down,
             &[bias(down)],
-            &chain::projection_args(next),
+            &Projection::all(next).map(Projection::args).concat(),
             &[
                 hidden.into(),
                 norm.weight.into(),

@@ -13,7 +13,7 @@ use super::exchange;
 use super::key::Kind;
 use super::timer::Timer;
 use super::{GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
-use crate::cuda::chain::{self, BYTES_IN_FLIGHT, GpuChainEnd, PIECE, VEC};
+use crate::cuda::chain::{self, BYTES_IN_FLIGHT, GpuChainEnd, VEC, is_aligned};
 use crate::cuda::{GpuKv, GpuKvElement, GpuNorm, GpuQkNorm, GpuRope, GpuRun, has_hopper_kernels};
 use crate::{Activation, KvLayout};
 
@@ -442,7 +442,7 @@ impl Linears {
         let mut norms = norms.flat_map(|(norm, first)| [norm, first]).chain(ends);
         let eps = first.norm.eps;
         assert!(
-            norms.all(|norm| norm.weight.len() == width && norm.eps == eps && aligned(norm.weight.ptr())),
+            norms.all(|norm| norm.weight.len() == width && norm.eps == eps && is_aligned(norm.weight.ptr())),
             "norms of {width} inputs, alike"
         );
         if let Some(next) = &of.next {
@@ -455,7 +455,7 @@ impl Linears {
                     && next.linear.matrix().values() == Some(GpuValues::Bf16)
             );
         }
-        assert!(aligned(of.projected.ptr()) && aligned(of.hidden.ptr()));
+        assert!(is_aligned(of.projected.ptr()) && is_aligned(of.hidden.ptr()));
         let mut args = Args {
             projected: of.projected.ptr(),
             hidden: of.hidden.ptr(),
@@ -498,7 +498,7 @@ impl Linears {
                 && layer.qk_norm.map(|norm| norm.eps) == first.qk_norm.map(|norm| norm.eps);
             assert!(is_alike, "layers of one kind");
             layer.kv.block_rows(layout);
-            assert!(aligned(layer.kv.k.ptr()) && aligned(layer.kv.v.ptr()));
+            assert!(is_aligned(layer.kv.k.ptr()) && is_aligned(layer.kv.v.ptr()));
             let of_heads = layer.qk_norm.map_or([0; 2], |norm| {
                 assert_eq!((norm.q.len(), norm.k.len()), (layout.head_dim, layout.head_dim));
                 [norm.q.ptr(), norm.k.ptr()]
@@ -526,10 +526,6 @@ impl Linears {
         // once, and alone.
         unsafe { kernels.gpu.launch_with_struct(function, launch, &args) }
     }
-}
-
-fn aligned(address: u64) -> bool {
-    address.is_multiple_of(PIECE as u64)
 }
 
 /// Address of weights in bf16.

@@ -1,36 +1,24 @@
-//! A layer of one row with experts, from its mixer's output on, in one launch: `kernels/moe_chain.cu`.
+//! A layer of one row with experts, from its mixer's output on, in one launch: `kernels/moe_chain.cu`, and `kernels/moe_chain_sandwich.cu` for
+//! layers with an MLP beside the experts and norms around both (Gemma 4).
 
+mod plan;
+
+use bytemuck::{Pod, Zeroable};
 use half::bf16;
-use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
+use plimsoll_device::cuda::{GpuError, GpuSlice, Launch};
 
-use super::{GpuExperts, GpuRouter, MOST_ROUTES, MoeKernels, address_of, int, kind};
+use super::operands::Addresses;
+use super::{GpuExperts, GpuRouter, MoeKernels, kind};
 use crate::cuda::GpuNorm;
-use crate::cuda::chain::{self, BYTES_IN_FLIGHT, GpuChainEnd, PIECE, Ring, VEC};
-use crate::cuda::linear::{
-    EXPERT_WINDOW, FP8_BLOCK, Fp8Scaling, GpuLinear, GpuMatrix, GpuValues, INT4_ROWS, Linears, mxfp4_pitch,
-};
+use crate::cuda::chain::{self, BYTES_IN_FLIGHT, GpuChainEnd, Matrix, PIECE, PROJECTIONS, Projection};
+use crate::cuda::linear::{GpuLinear, Linears};
 use crate::{ExpertActivation, RouterSoftmax};
 
-/// Constants of the kernels: warps that multiply and all threads, most experts, width of the residual stream, outputs of a block that are
-/// added to that, and outputs of the first projections of all experts of a row.
-const CONSUMERS: usize = 16;
-pub(super) const THREADS: usize = (CONSUMERS + 1) * super::WARP;
-pub(super) const MOST_ROUTED: usize = CONSUMERS * super::WARP;
-pub(super) const MOST_WIDTH: usize = CONSUMERS * super::WARP * VEC;
-const MOST_RESIDUALS: usize = 32;
-pub(super) const MOST_ACTIVATED: usize = (MOST_ROUTES + 1) * MOST_INNER;
-/// Shared memory beside the stages and inputs: at least `sizeof(Shared)`.
-pub(super) const STATIC_BYTES: usize = 10 << 10;
-/// Inputs that share a factor: those of 16 bytes of e4m3 weights, `kFp8Piece` of `kernels/include/pieces.cuh`.
-const FP8_PIECE: usize = 16;
-/// Of an expert whose weights are whole rows. Lanes of a warp have the scales of the second projections' blocks, of which the outputs of a block
-/// of the kernel touch two rows; with more inputs most warps would be idle, too.
-const MOST_INNER: usize = 2048;
-/// Of MXFP4 weights: inputs of a product, of which a warp has up to four windows, and groups of eight gated outputs of a block.
-const MOST_MXFP4_INPUTS: usize = 4 * CONSUMERS * EXPERT_WINDOW;
-const MOST_MXFP4_GROUPS: usize = 2 * CONSUMERS;
+pub(super) use plan::MoeChainKernels;
+use plan::{Plan, THREADS};
 
-/// The products of a [`GpuMoeChain`]; those of experts in bf16 and e4m3 have no biases.
+/// The products of a [`GpuMoeChain`]. Those of experts in bf16 and e4m3 have no biases; beside an MLP all are in bf16, and only the mixer's last
+/// projection and what follows the layer may have biases.
 #[derive(Clone, Copy, Debug)]
 pub struct MoeChainLayers<'a> {
     /// The mixer's last projection.
@@ -43,19 +31,59 @@ pub struct MoeChainLayers<'a> {
     pub down: &'a GpuExperts,
     /// Experts of the row.
     pub top_k: usize,
-    /// An expert that every row goes to, like the others.
-    pub shared: Option<SharedExpertLayers<'a>>,
+    /// What every row goes to beside its experts.
+    pub dense: Option<DenseLayers<'a>>,
 }
 
-/// See [`MoeChainLayers::shared`].
+impl<'a> MoeChainLayers<'a> {
+    /// The MLP beside the experts that has norms around it and them.
+    fn sandwiched(&self) -> Option<DenseLayers<'a>> {
+        self.dense.filter(|dense| dense.gate.is_none())
+    }
+}
+
+/// See [`MoeChainLayers::dense`].
 #[derive(Clone, Copy, Debug)]
-pub struct SharedExpertLayers<'a> {
+pub struct DenseLayers<'a> {
     /// Gate, then up.
     pub gate_up: &'a GpuLinear,
     /// Back to the residual stream.
     pub down: &'a GpuLinear,
-    /// To one logit, whose sigmoid multiplies the output.
-    pub gate: &'a GpuLinear,
+    /// Of an expert like the others: to one logit, whose sigmoid multiplies the output. An MLP that has none has norms instead:
+    /// [`GpuMoeChain::sandwich`].
+    pub gate: Option<&'a GpuLinear>,
+}
+
+/// Norms of a layer with an MLP beside the experts, `[width]` each, with the `eps` of [`GpuMoeChain::norm`].
+#[derive(Clone, Copy, Debug)]
+pub struct SandwichNorms<'a> {
+    /// Of what the mixer adds.
+    pub mixer_sum: GpuSlice<'a, f32>,
+    /// Of what the router sees.
+    pub router: GpuSlice<'a, f32>,
+    /// Of what experts see.
+    pub experts: GpuSlice<'a, f32>,
+    /// Of what the MLP gives.
+    pub mlp_sum: GpuSlice<'a, f32>,
+    /// Of what the experts give.
+    pub expert_sum: GpuSlice<'a, f32>,
+    /// Of the sum of these two.
+    pub sum: GpuSlice<'a, f32>,
+    /// Multiplies the residual stream at the end, `[1]`.
+    pub scalar: GpuSlice<'a, f32>,
+}
+
+impl<'a> SandwichNorms<'a> {
+    fn weights(&self) -> [GpuSlice<'a, f32>; 6] {
+        [
+            self.mixer_sum,
+            self.router,
+            self.experts,
+            self.mlp_sum,
+            self.expert_sum,
+            self.sum,
+        ]
+    }
 }
 
 /// A layer with experts, from what its mixer gives to the projections that the next mixer begins with, for one row; the residual stream is
@@ -66,9 +94,9 @@ pub struct GpuMoeChain<'a> {
     pub layers: MoeChainLayers<'a>,
     /// What the mixer gives: `[output.inputs()]`.
     pub x: GpuSlice<'a, bf16>,
-    /// The residual stream, to which the outputs of `output` and of the experts are added.
+    /// The residual stream, to which the outputs of `output`, of the experts and of what is beside them are added; norms of them in a sandwich.
     pub hidden: GpuSlice<'a, bf16>,
-    /// Of the residual stream, for the router and the experts.
+    /// Of the residual stream, for the router, the experts and what is beside them; in a sandwich for that alone.
     pub norm: GpuNorm<'a>,
     /// How logits become weights.
     pub router: GpuRouter<'a>,
@@ -76,205 +104,133 @@ pub struct GpuMoeChain<'a> {
     pub logits: GpuSlice<'a, f32>,
     /// Counts of rows that went to each expert, `[experts]`, if they are counted: see [`GpuExpertLoads`](super::GpuExpertLoads).
     pub loads: Option<GpuSlice<'a, u32>>,
-    /// Of the gates of all experts.
+    /// Of all gates.
     pub activation: ExpertActivation,
     /// Takes `activation(gate) * up` of the row's experts, those of the largest logits first: `[top_k, inner]`.
     pub activated: GpuSlice<'a, bf16>,
-    /// The same of the expert that every row goes to, `[inner]`, and its logit, `[1]`.
-    pub shared: Option<(GpuSlice<'a, bf16>, GpuSlice<'a, f32>)>,
+    /// Takes the same of what every row goes to, `[inner]` of it, if there is that.
+    pub dense_activated: Option<GpuSlice<'a, bf16>>,
+    /// Takes the logit of its gate, `[1]`, if it has one.
+    pub gate_logit: Option<GpuSlice<'a, f32>>,
+    /// Of a layer with an MLP beside the experts.
+    pub sandwich: Option<SandwichNorms<'a>>,
     /// What follows, if it is to be computed too.
     pub next: Option<GpuChainEnd<'a>>,
 }
 
-/// Its blocks wait for each other.
-#[derive(Debug)]
-pub(super) struct MoeChainKernel {
-    gpu: Gpu,
-    /// By how experts' weights lie in memory.
-    functions: [Function; 2],
+/// `Matrices` of `kernels/include/moe_chain.cuh`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Matrices {
+    first: Matrix,
+    bias: u64,
+    stride: u64,
 }
 
-/// How experts' weights lie in memory, and so which kernel takes them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stored {
-    /// In bf16 or e4m3, one row behind the other.
-    Rows,
-    /// [`INT4_ROWS`] rows together.
-    Mxfp4,
-}
-
-impl Stored {
-    const KERNELS: [&str; 2] = ["moe_chain", "moe_chain_mxfp4"];
-
-    fn of(experts: &GpuExperts) -> Option<Self> {
-        match experts.matrix() {
-            GpuMatrix::Bf16(_) | GpuMatrix::Fp8 { .. } => Some(Self::Rows),
-            GpuMatrix::Mxfp4(_) => Some(Self::Mxfp4),
-            _ => None,
-        }
-    }
-
-    /// Rows of weights that lie together.
-    fn together(self) -> usize {
-        match self {
-            Self::Rows => 1,
-            Self::Mxfp4 => INT4_ROWS,
-        }
-    }
-
-    /// Bytes of the weights that lie together, if the kernel can multiply them.
-    fn bytes(self, experts: &GpuExperts) -> Option<usize> {
-        match self {
-            Self::Rows => chain::row_bytes(experts.first()),
-            Self::Mxfp4 => Some(INT4_ROWS * mxfp4_pitch(experts.inputs())),
-        }
-    }
-
-    /// Whether the kernel can compute the products of experts of these widths, of so many experts of a row on so many multiprocessors.
-    fn fits(self, [gate_up, down]: [&GpuExperts; 2], slots: usize, blocks: usize) -> bool {
-        let (width, inner) = (gate_up.inputs(), down.inputs());
-        match self {
-            Self::Rows => {
-                let firsts = [gate_up, down].map(GpuExperts::first);
-                let in_blocks = Some(GpuValues::Fp8(Fp8Scaling::Blocks));
-                let are_in_blocks = firsts.iter().any(|of| of.matrix().values() == in_blocks);
-                firsts.iter().all(|of| of.bias().is_none())
-                    && (!are_in_blocks || inner.is_multiple_of(FP8_BLOCK))
-                    && inner.is_multiple_of(VEC)
-                    && inner <= MOST_INNER
-            }
-            Self::Mxfp4 => {
-                let biases = [gate_up, down].map(|of| of.addresses().bias);
-                biases.iter().all(|bias| bias.is_multiple_of(PIECE as u64))
-                    && [width, inner]
-                        .iter()
-                        .all(|inputs| inputs.is_multiple_of(EXPERT_WINDOW) && *inputs <= MOST_MXFP4_INPUTS)
-                    && (slots * inner / INT4_ROWS).div_ceil(blocks) <= MOST_MXFP4_GROUPS
-                    && slots * inner <= MOST_ACTIVATED
-            }
-        }
-    }
-}
-
-/// Bytes of shared memory for the inputs of one product at a time: as `bf16` for weights in bf16, and as `f16` with a factor for each
-/// [`FP8_PIECE`] for weights in e4m3. A product's inputs may be needed as both.
-#[derive(Clone, Copy, Debug, Default)]
-struct InputRoom {
-    plain: usize,
-    halves: usize,
-}
-
-impl InputRoom {
-    /// Grown to hold `count` inputs of a layer.
-    fn with(self, linear: &GpuLinear, count: usize) -> Self {
-        let Self { plain, halves } = self;
-        match linear.matrix().values() {
-            Some(GpuValues::Fp8(_)) => Self {
-                plain,
-                halves: halves.max(2 * count + count / FP8_PIECE * size_of::<f32>()),
-            },
-            _ => Self {
-                plain: plain.max(size_of::<bf16>() * count),
-                halves,
-            },
-        }
-    }
-
-    /// Grown to hold, behind the inputs of experts' products, the sums that warps have of the outputs of a block.
-    fn with_sums(self, stored: Stored, [width, activated]: [usize; 2], blocks: usize) -> Self {
-        let behind = |inputs: usize, groups: usize, rows: usize| {
-            let sums = groups.div_ceil(blocks) * INT4_ROWS * rows * CONSUMERS;
-            size_of::<bf16>() * inputs + size_of::<f32>() * sums
+impl Matrices {
+    fn of(experts: &GpuExperts) -> Self {
+        let Addresses {
+            weight,
+            bias,
+            scales,
+            scale_stride,
+        } = experts.addresses();
+        let first = Matrix {
+            weight,
+            scales,
+            scale_stride: scale_stride as i32,
+            padding: 0,
         };
-        match stored {
-            Stored::Rows => self,
-            // Of gates and up projections, and of the second projections.
-            Stored::Mxfp4 => Self {
-                plain: (self.plain)
-                    .max(behind(width, activated / INT4_ROWS, 2))
-                    .max(behind(activated, width / INT4_ROWS, 1)),
-                ..self
-            },
+        let stride = experts.stride() as u64;
+        Self { first, bias, stride }
+    }
+}
+
+/// `RowNorm` of `kernels/include/moe_chain.cuh`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct RowNorm {
+    weight: u64,
+    eps: f32,
+    padding: u32,
+}
+
+impl RowNorm {
+    fn of(norm: GpuNorm<'_>) -> Self {
+        Self {
+            weight: norm.weight.ptr(),
+            eps: norm.eps,
+            padding: 0,
         }
     }
-
-    fn bytes(self) -> usize {
-        self.plain + self.halves
-    }
 }
 
-impl MoeChainKernel {
-    /// `None` where its blocks do not all run at once.
-    pub(super) fn load(gpu: &Gpu) -> Result<Option<Self>, GpuError> {
-        let functions = chain::load(gpu, "moe_chain", &Stored::KERNELS, THREADS, STATIC_BYTES)?;
-        let functions = <[Function; 2]>::try_from(functions);
-        Ok(functions.ok().map(|functions| Self {
-            gpu: gpu.clone(),
-            functions,
-        }))
-    }
-
-    /// The kernel for these layers, its stages and the inputs beside them, if it can compute them.
-    fn plan(
-        &self,
-        layers: &MoeChainLayers<'_>,
-        next: Option<&GpuLinear>,
-    ) -> Option<(&Function, Ring, InputRoom)> {
-        let &MoeChainLayers {
-            output,
-            router,
-            gate_up,
-            down,
-            top_k,
-            shared,
-        } = layers;
-        let (info, stored) = (self.gpu.info(), Stored::of(gate_up)?);
-        let (width, inner, blocks) = (output.outputs(), down.inputs(), info.sm_count);
-        let slots = top_k + usize::from(shared.is_some());
-        let [first_gate_up, first_down] = [gate_up, down].map(GpuExperts::first);
-        let to_logits = |linear: &GpuLinear, count: usize| {
-            let is_bf16 = matches!(linear.matrix(), GpuMatrix::Bf16(_));
-            is_bf16 && linear.bias().is_none() && (linear.outputs(), linear.inputs()) == (count, width)
-        };
-        let is_like_experts = |shared: SharedExpertLayers<'_>| {
-            let all = [shared.gate_up, shared.down, shared.gate];
-            shared.gate_up.is_like(first_gate_up)
-                && shared.down.is_like(first_down)
-                && to_logits(shared.gate, 1)
-                && all.iter().all(|linear| chain::row_bytes(linear).is_some())
-        };
-        let together = stored.together();
-        let fit = width <= MOST_WIDTH
-            && (width / together).div_ceil(blocks) * together <= MOST_RESIDUALS
-            && to_logits(router, gate_up.count())
-            && gate_up.count() <= MOST_ROUTED
-            && (1..=gate_up.count().min(MOST_ROUTES)).contains(&top_k)
-            && (first_gate_up.outputs(), first_gate_up.inputs()) == (2 * inner, width)
-            && (first_down.outputs(), down.count()) == (width, gate_up.count())
-            && Stored::of(down) == Some(stored)
-            && stored.fits([gate_up, down], slots, blocks)
-            && shared.is_none_or(is_like_experts)
-            && next.is_none_or(|next| next.inputs() == width);
-        let stages = [
-            chain::row_bytes(output),
-            chain::row_bytes(router),
-            stored.bytes(gate_up).map(|bytes| 2 * bytes),
-            stored.bytes(down),
-            next.map_or(Some(0), chain::longest_row),
-        ];
-        let inputs = InputRoom::default()
-            .with(output, output.inputs())
-            .with(router, width)
-            .with(first_gate_up, width)
-            .with(first_down, slots * inner)
-            .with_sums(stored, [width, slots * inner], blocks);
-        let projections = next.into_iter().flat_map(GpuLinear::products);
-        let inputs = projections.fold(inputs, |inputs, projection| inputs.with(projection, width));
-        let room = info.max_shared_bytes.checked_sub(STATIC_BYTES + inputs.bytes())?;
-        let ring = Ring::new(stages, room)?;
-        fit.then_some((&self.functions[stored as usize], ring, inputs))
-    }
+/// `Router` of `kernels/include/route.cuh`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Router {
+    bias: u64,
+    /// The kernels have a `bool`, which is the lowest byte.
+    of_all: u32,
+    scale: f32,
+    scales: u64,
 }
+
+/// `MoeChain` of `kernels/include/moe_chain.cuh`. What there is none of is 0.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Args {
+    x: u64,
+    output: Matrix,
+    output_bias: u64,
+    hidden: u64,
+    norm: RowNorm,
+    router_weight: u64,
+    router: Router,
+    logits: u64,
+    loads: u64,
+    gate_up: Matrices,
+    down: Matrices,
+    dense_gate_up: Matrix,
+    dense_down: Matrix,
+    shared_gate: u64,
+    shared_logit: u64,
+    activated: u64,
+    dense_activated: u64,
+    next_norm: RowNorm,
+    next: [Projection; PROJECTIONS],
+    exchange: u64,
+    attended: i32,
+    width: i32,
+    experts: i32,
+    top_k: i32,
+    inner: i32,
+    kind: i32,
+    stage_bytes: i32,
+    stages: i32,
+    in_flight: i32,
+    plain_bytes: i32,
+}
+
+/// `SandwichChain` of `kernels/moe_chain_sandwich.cu`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct SandwichArgs {
+    moe: Args,
+    mixer_norm: u64,
+    router_norm: u64,
+    expert_norm: u64,
+    mlp_sum_norm: u64,
+    expert_sum_norm: u64,
+    sum_norm: u64,
+    scalar: u64,
+    /// Of the MLP.
+    inner: i32,
+    padding: i32,
+}
+
+/// The kernels assert the same.
+const _: () = assert!(size_of::<Args>() == 432 && size_of::<SandwichArgs>() == size_of::<Args>() + 64);
 
 impl MoeKernels {
     /// Whether [`Self::forward_chain`] can compute these layers for one row, and these projections of what follows if they are to be a
@@ -302,18 +258,26 @@ impl MoeKernels {
             loads,
             activation,
             activated,
-            shared,
+            dense_activated,
+            gate_logit,
+            sandwich,
             next,
         } = chain;
-        let kernel = self.chain.as_ref().expect("ask `can_chain`");
-        let plan = kernel.plan(&layers, next.map(|next| next.linear));
-        let (function, ring, inputs) = plan.expect("ask `can_chain`");
+        let kernels = self.chain.as_ref().expect("ask `can_chain`");
+        let plan = kernels.plan(&layers, next.map(|next| next.linear));
+        let Plan {
+            function,
+            ring,
+            inputs,
+        } = plan.expect("ask `can_chain`");
         let (output, gate_up, down) = (layers.output, layers.gate_up, layers.down);
         let (width, inner, experts) = (output.outputs(), down.inputs(), gate_up.count());
+        let (dense, gate) = (layers.dense, layers.dense.and_then(|dense| dense.gate));
+        let dense_inner = dense.map(|dense| dense.down.inputs());
         assert_eq!((x.len(), hidden.len()), (output.inputs(), width), "one row");
         assert_eq!(
-            (norm.weight.len(), activated.len(), logits.len()),
-            (width, layers.top_k * inner, experts),
+            (activated.len(), logits.len()),
+            (layers.top_k * inner, experts),
             "one row"
         );
         router.check_experts(experts);
@@ -321,139 +285,90 @@ impl MoeKernels {
             loads.is_none_or(|loads| loads.len() == experts),
             "a count for each expert"
         );
-        let shared = match (layers.shared, shared) {
-            (None, None) => None,
-            (Some(layers), Some((activated, logit))) => {
-                assert_eq!((activated.len(), logit.len()), (inner, 1), "one row");
-                Some((layers, activated, logit))
-            }
-            _ => panic!("room for the expert that every row goes to"),
-        };
+        assert_eq!(
+            (
+                dense_activated.map(|activated| activated.len()),
+                gate_logit.map(|logit| logit.len()),
+                sandwich.map(|norms| norms.scalar.len()),
+            ),
+            (dense_inner, gate.map(|_| 1), layers.sandwiched().map(|_| 1)),
+            "room and norms for what every row goes to"
+        );
         if let Some(next) = &next {
-            assert_eq!(
-                (next.norm.weight.len(), next.out.len()),
-                (width, next.linear.outputs()),
-                "one row"
-            );
+            assert_eq!(next.out.len(), next.linear.outputs(), "one row");
         }
-        let aligned = [
-            x.ptr(),
-            hidden.ptr(),
-            activated.ptr(),
-            norm.weight.ptr(),
-            shared.map_or(0, |(_, activated, _)| activated.ptr()),
-            next.map_or(0, |next| next.norm.weight.ptr()),
-        ];
+        let ends = next.map(|next| next.norm.weight);
+        let norms = sandwich.iter().flat_map(SandwichNorms::weights);
+        let norms: Vec<_> = norms.chain(ends).chain([norm.weight]).collect();
+        assert!(norms.iter().all(|norm| norm.len() == width), "norms of one row");
+        let rows = [x, hidden, activated].into_iter().chain(dense_activated);
+        let mut aligned = rows
+            .map(|row| row.ptr())
+            .chain(norms.iter().map(|norm| norm.ptr()));
         assert!(
-            aligned.iter().all(|at| at.is_multiple_of(PIECE as u64)),
+            aligned.all(chain::is_aligned),
             "rows at multiples of {PIECE} bytes"
         );
-        let null = || Arg::from(0_u64);
-        let of_shared = |linear: fn(SharedExpertLayers<'_>) -> &GpuLinear| match shared {
-            Some((layers, ..)) => {
-                let [weight, scales, _] = chain::matrix_args(linear(layers));
-                [weight, scales]
-            }
-            None => [null(), null()],
+        let int = |value: usize| value as i32;
+        let none = Matrix::zeroed();
+        let args = Args {
+            x: x.ptr(),
+            output: Matrix::of(output),
+            output_bias: output.bias().map_or(0, |bias| bias.ptr()),
+            hidden: hidden.ptr(),
+            norm: RowNorm::of(norm),
+            router_weight: layers.router.weight().ptr(),
+            router: Router {
+                bias: router.bias.map_or(0, |bias| bias.ptr()),
+                of_all: u32::from(router.softmax == RouterSoftmax::All),
+                scale: router.scale,
+                scales: router.expert_scale.map_or(0, |scales| scales.ptr()),
+            },
+            logits: logits.ptr(),
+            loads: loads.map_or(0, |loads| loads.ptr()),
+            gate_up: Matrices::of(gate_up),
+            down: Matrices::of(down),
+            dense_gate_up: dense.map_or(none, |dense| Matrix::of(dense.gate_up)),
+            dense_down: dense.map_or(none, |dense| Matrix::of(dense.down)),
+            shared_gate: gate.map_or(0, |gate| gate.weight().ptr()),
+            shared_logit: gate_logit.map_or(0, |logit| logit.ptr()),
+            activated: activated.ptr(),
+            dense_activated: dense_activated.map_or(0, |activated| activated.ptr()),
+            next_norm: next.map_or(RowNorm::zeroed(), |next| RowNorm::of(next.norm)),
+            next: Projection::all(next),
+            exchange: linears.chain_room().ptr(),
+            attended: int(x.len()),
+            width: int(width),
+            experts: int(experts),
+            top_k: int(layers.top_k),
+            inner: int(inner),
+            kind: kind(activation),
+            stage_bytes: int(ring.stage_bytes),
+            stages: int(ring.stages),
+            in_flight: int(BYTES_IN_FLIGHT),
+            plain_bytes: int(inputs.plain),
         };
-        let bias = |linear: &GpuLinear| linear.bias().map_or(0, |bias| bias.ptr()).into();
-        let of_experts = |experts: &GpuExperts| -> [Arg; 5] {
-            let address = experts.addresses();
-            [
-                address.weight.into(),
-                address.scales.into(),
-                int(address.scale_stride),
-                address.bias.into(),
-                (experts.stride() as u64).into(),
-            ]
-        };
-        let args: Vec<Arg> = [
-            &[x.into()][..],
-            &chain::matrix_args(output),
-            &[
-                bias(output),
-                hidden.into(),
-                norm.weight.into(),
-                norm.eps.into(),
-                layers.router.weight().into(),
-                router.bias.map_or(0, |bias| bias.ptr()).into(),
-                i32::from(router.softmax == RouterSoftmax::All).into(),
-                router.scale.into(),
-                address_of(router.expert_scale),
-                logits.into(),
-                loads.map_or_else(null, Into::into),
-            ],
-            &of_experts(gate_up),
-            &of_experts(down),
-            &of_shared(|layers| layers.gate_up),
-            &of_shared(|layers| layers.down),
-            &[
-                shared.map_or_else(null, |(layers, ..)| layers.gate.weight().into()),
-                shared.map_or_else(null, |(.., logit)| logit.into()),
-                activated.into(),
-                shared.map_or_else(null, |(_, activated, _)| activated.into()),
-                next.map_or_else(null, |next| next.norm.weight.into()),
-                next.map_or(0.0, |next| next.norm.eps).into(),
-            ],
-            &chain::projection_args(next),
-            &[
-                linears.chain_room().into(),
-                int(x.len()),
-                int(width),
-                int(experts),
-                int(layers.top_k),
-                int(inner),
-                kind(activation).into(),
-                int(ring.stage_bytes),
-                int(ring.stages),
-                int(BYTES_IN_FLIGHT),
-                int(inputs.plain),
-            ],
-        ]
-        .concat();
-        let launch = Launch::new([kernel.gpu.info().sm_count as u32, 1, 1], THREADS as u32)
+        let launch = Launch::new([self.gpu.info().sm_count as u32, 1, 1], THREADS as u32)
             .shared(ring.bytes() + inputs.bytes())
             .pdl(true);
-        // SAFETY: the lengths were checked; the arguments are those of `MOE_CHAIN` in kernels/moe_chain.cu. For its blocks that wait for
-        // each other holds what is said of `Linears::forward_chain`.
-        unsafe { kernel.gpu.launch(function, launch, &args) }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{INT4_ROWS, InputRoom, Ring, STATIC_BYTES, Stored, mxfp4_pitch};
-    use crate::cuda::AssumedGpu;
-
-    /// gpt-oss: attention gives 4,096 values, the residual stream and each of a row's four experts have 2,880.
-    #[test]
-    fn layers_of_gpt_oss_have_room_for_their_sums_and_a_deep_ring() {
-        let (width, activated, gpu) = (2880, 4 * 2880, AssumedGpu::H200);
-        let inputs = InputRoom::default().with_sums(Stored::Mxfp4, [width, activated], gpu.sm_count);
-        // A block has up to 11 groups of eight gates and up projections, and three of outputs; each of 16 warps has sums of all of them.
-        let (gated, down) = (11 * 2 * 8 * 16, 3 * 8 * 16);
-        assert_eq!(
-            inputs.plain,
-            (2 * width + 4 * gated).max(2 * activated + 4 * down)
-        );
-        assert_eq!(
-            InputRoom::default()
-                .with_sums(Stored::Rows, [width, activated], gpu.sm_count)
-                .bytes(),
-            0
-        );
-        let together = INT4_ROWS * mxfp4_pitch(width);
-        let room = gpu.most_shared() - STATIC_BYTES - inputs.bytes();
-        let ring = Ring::new(
-            [
-                Some(2 * 4096),
-                Some(2 * width),
-                Some(2 * together),
-                Some(together),
-            ],
-            room,
-        );
-        let ring = ring.expect("room for a ring");
-        assert_eq!((ring.stage_bytes, ring.stages), (32 << 10, 6));
+        let Some(norms) = sandwich else {
+            // SAFETY: the lengths were checked; the argument is that of kernels/moe_chain.cu. For its blocks that wait for each other holds what
+            // is said of `Linears::forward_chain`.
+            return unsafe { self.gpu.launch_with_struct(function, launch, &args) };
+        };
+        let args = SandwichArgs {
+            moe: args,
+            mixer_norm: norms.mixer_sum.ptr(),
+            router_norm: norms.router.ptr(),
+            expert_norm: norms.experts.ptr(),
+            mlp_sum_norm: norms.mlp_sum.ptr(),
+            expert_sum_norm: norms.expert_sum.ptr(),
+            sum_norm: norms.sum.ptr(),
+            scalar: norms.scalar.ptr(),
+            inner: dense_inner.map_or(0, int),
+            padding: 0,
+        };
+        // SAFETY: as above, of kernels/moe_chain_sandwich.cu.
+        unsafe { self.gpu.launch_with_struct(function, launch, &args) }
     }
 }

@@ -4,16 +4,16 @@
 use plimsoll_core::BlockSize;
 use plimsoll_device::cuda::GpuError;
 use plimsoll_kernels::cuda::{
-    GpuChain, GpuChainEnd, GpuKvElement, GpuLinear, GpuMoeChain, GpuNorm, GpuQkNorm, GpuRouter,
-    GpuRowAttention, GpuRowLayer, GpuRowLayers, GpuSandwichChain, Linears, MoeChainLayers, RowLayerProducts,
-    SandwichLayers, SandwichNorms, SharedExpertLayers, SumNorms,
+    DenseLayers, GpuChain, GpuChainEnd, GpuKvElement, GpuLinear, GpuMoeChain, GpuNorm, GpuQkNorm, GpuRouter,
+    GpuRowAttention, GpuRowLayer, GpuRowLayers, Linears, MoeChainLayers, RowLayerProducts, SandwichNorms,
+    SumNorms,
 };
 use plimsoll_kernels::{ExpertActivation, KvLayout};
 
 use super::beside::router_of;
 use super::layers::{Step, norm};
 use super::{Decoder, StepState};
-use crate::blocks::{Attention, Beside, MlpKind, Norms};
+use crate::blocks::{Attention, MlpKind, Norms};
 use crate::cuda::experts::LayerExperts;
 use crate::cuda::weights::{GpuLayer, GpuVector};
 use crate::spec::{AttentionSpec, DenseMlpSpec, Mlp, MoeSpec, Values};
@@ -23,20 +23,17 @@ use crate::spec::{AttentionSpec, DenseMlpSpec, Mlp, MoeSpec, Values};
 pub(super) enum Chain<'a> {
     /// Of the mixer, gate and up, down.
     Dense(&'a DenseMlpSpec, [&'a GpuLinear; 3]),
-    /// Of the mixer, the router and the experts.
-    Experts(&'a MoeSpec, MoeChainLayers<'a>),
-    /// Of the mixer, an MLP, the router and the experts beside it, with norms of what is added.
-    Sandwich(Sandwich<'a>),
+    /// Of the mixer, the router, the experts and what is beside them.
+    Experts(Box<ExpertChain<'a>>),
 }
 
-/// See [`Chain::Sandwich`].
-pub(super) struct Sandwich<'a> {
-    mlp: &'a DenseMlpSpec,
-    experts: &'a MoeSpec,
-    beside: &'a Beside<GpuLinear, GpuVector>,
-    layers: SandwichLayers<'a>,
-    norms: SandwichNorms<'a>,
-    scalar: &'a GpuVector,
+/// See [`Chain::Experts`].
+pub(super) struct ExpertChain<'a> {
+    spec: &'a MoeSpec,
+    layers: MoeChainLayers<'a>,
+    router: GpuRouter<'a>,
+    /// Of a layer with an MLP beside the experts.
+    sandwich: Option<SandwichNorms<'a>>,
 }
 
 /// See [`Chain::Dense`]; what is added may have norms.
@@ -92,38 +89,53 @@ impl<'a> WholeLayer<'a> {
     }
 }
 
-/// See [`Chain::Sandwich`].
-fn sandwich_of<'a>(layer: &'a GpuLayer, own: &'a LayerExperts) -> Option<Sandwich<'a>> {
-    let (Mlp::Both(mlp, experts), MlpKind::Both(dense, beside)) = (&layer.spec.mlp, &layer.mlp.kind) else {
-        return None;
+/// See [`Chain::Experts`].
+fn expert_chain_of<'a>(layer: &'a GpuLayer, own: &'a LayerExperts) -> Option<ExpertChain<'a>> {
+    let (spec, router, dense, sandwich) = match (&layer.spec.mlp, &layer.mlp.kind) {
+        (Mlp::Moe(spec), MlpKind::Moe(moe)) if is_plain(layer) => {
+            let activation = spec.shared.as_ref().map(|shared| shared.activation);
+            let shared = moe.shared.as_ref().map(|shared| DenseLayers {
+                gate_up: &shared.mlp.gate_up,
+                down: &shared.mlp.down,
+                gate: Some(&shared.gate),
+            });
+            let router = GpuRouter::plain(moe.router.bias(), spec.softmax);
+            (spec, router, activation.zip(shared), None)
+        }
+        (Mlp::Both(mlp, spec), MlpKind::Both(dense, beside)) if layer.input.is_none() => {
+            let norms = SandwichNorms {
+                mixer_sum: layer.mixer.post_norm()?.slice(),
+                router: beside.router_norm.slice(),
+                experts: beside.norm.slice(),
+                mlp_sum: beside.post_norms[0].slice(),
+                expert_sum: beside.post_norms[1].slice(),
+                sum: layer.mlp.post_norm.as_ref()?.slice(),
+                scalar: layer.scalar.as_ref()?.slice(),
+            };
+            let dense = DenseLayers {
+                gate_up: &dense.gate_up,
+                down: &dense.down,
+                gate: None,
+            };
+            let router = router_of(beside, spec);
+            (spec, router, Some((mlp.activation, dense)), Some(norms))
+        }
+        _ => return None,
     };
-    let norms = SandwichNorms {
-        mixer_sum: layer.mixer.post_norm()?.slice(),
-        router: beside.router_norm.slice(),
-        mlp: layer.mlp.norm().slice(),
-        experts: beside.norm.slice(),
-        mlp_sum: beside.post_norms[0].slice(),
-        expert_sum: beside.post_norms[1].slice(),
-        sum: layer.mlp.post_norm.as_ref()?.slice(),
-        eps: layer.spec.norm.eps,
-    };
-    let layers = SandwichLayers {
+    let are_alike = dense.is_none_or(|(activation, _)| spec.activation == ExpertActivation::Glu(activation));
+    let layers = MoeChainLayers {
         output: layer.mixer.output(),
-        mlp_gate_up: &dense.gate_up,
-        mlp_down: &dense.down,
         router: &own.router,
         gate_up: &own.gate_up,
         down: &own.down,
-        top_k: experts.top_k,
+        top_k: spec.top_k,
+        dense: dense.map(|(_, dense)| dense),
     };
-    let are_alike = experts.activation == ExpertActivation::Glu(mlp.activation);
-    (are_alike && layer.input.is_none()).then_some(Sandwich {
-        mlp,
-        experts,
-        beside,
+    are_alike.then_some(ExpertChain {
+        spec,
         layers,
-        norms,
-        scalar: layer.scalar.as_ref()?,
+        router,
+        sandwich,
     })
 }
 
@@ -138,24 +150,7 @@ impl Decoder {
             return dense_chain_of(layer).map(|(spec, products)| Chain::Dense(spec, products));
         }
         let experts = self.experts.as_ref()?.layer(index);
-        let (Mlp::Moe(spec), MlpKind::Moe(moe)) = (&layer.spec.mlp, &layer.mlp.kind) else {
-            return sandwich_of(layer, experts).map(Chain::Sandwich);
-        };
-        let activations = spec.shared.as_ref().map(|shared| shared.activation);
-        let are_alike = activations.is_none_or(|shared| spec.activation == ExpertActivation::Glu(shared));
-        let layers = MoeChainLayers {
-            output: layer.mixer.output(),
-            router: &experts.router,
-            gate_up: &experts.gate_up,
-            down: &experts.down,
-            top_k: spec.top_k,
-            shared: moe.shared.as_ref().map(|shared| SharedExpertLayers {
-                gate_up: &shared.mlp.gate_up,
-                down: &shared.mlp.down,
-                gate: &shared.gate,
-            }),
-        };
-        (is_plain(layer) && are_alike).then_some(Chain::Experts(spec, layers))
+        expert_chain_of(layer, experts).map(|chain| Chain::Experts(Box::new(chain)))
     }
 
     /// Whether the products of this layer are one launch in a step of so many rows.
@@ -165,8 +160,7 @@ impl Decoder {
         }
         match (self.chain_of(index), &self.experts) {
             (Some(Chain::Dense(_, products)), _) => self.linears.chains(products),
-            (Some(Chain::Experts(_, layers)), Some(experts)) => experts.kernels.can_chain(&layers, None),
-            (Some(Chain::Sandwich(of)), Some(experts)) => experts.kernels.can_sandwich(&of.layers, None),
+            (Some(Chain::Experts(of)), Some(experts)) => experts.kernels.can_chain(&of.layers, None),
             _ => false,
         }
     }
@@ -233,8 +227,7 @@ impl Step<'_, '_> {
         let linears = &decoder.linears;
         let can_chain = |linear: &GpuLinear| match &chain {
             Chain::Dense(_, products) => linears.can_chain(*products, Some(linear)),
-            Chain::Experts(_, layers) => self.of_experts().kernels.can_chain(layers, Some(linear)),
-            Chain::Sandwich(of) => self.of_experts().kernels.can_sandwich(&of.layers, Some(linear)),
+            Chain::Experts(of) => self.of_experts().kernels.can_chain(&of.layers, Some(linear)),
         };
         let next = next
             .filter(|(_, linear)| can_chain(linear))
@@ -272,49 +265,27 @@ impl Step<'_, '_> {
                 },
                 next,
             })?,
-            Chain::Experts(spec, layers) => {
-                let act = self.act.experts;
-                let bias = layer.mlp.experts().and_then(|moe| moe.router.bias());
-                let inner = spec.intermediate_size;
-                // The row's weights are known to the kernel alone, so their place has room for the logit of the gate.
-                let shared = layers
-                    .shared
-                    .map(|_| (self.rows(self.act.activated, inner), act.weights.range(0..1)));
+            Chain::Experts(of) => {
+                let (act, spec, dense) = (self.act.experts, of.spec, of.layers.dense);
                 self.of_experts().kernels.forward_chain(
                     linears,
                     &GpuMoeChain {
-                        layers,
+                        layers: of.layers,
                         x,
                         hidden,
                         norm: own_norm,
-                        router: GpuRouter::plain(bias, spec.softmax),
+                        router: of.router,
                         logits: act.logits.range(0..spec.experts),
                         loads: self.state.loads.of(index),
                         activation: spec.activation,
-                        activated: act.activated.range(0..spec.top_k * inner),
-                        shared,
-                        next,
-                    },
-                )?;
-            }
-            Chain::Sandwich(of) => {
-                let act = self.act.experts;
-                self.of_experts().kernels.forward_sandwich(
-                    linears,
-                    &GpuSandwichChain {
-                        layers: of.layers,
-                        norms: of.norms,
-                        x,
-                        hidden,
-                        scalar: of.scalar.slice(),
-                        router: router_of(of.beside, of.experts),
-                        logits: act.logits.range(0..of.experts.experts),
-                        loads: self.state.loads.of(index),
-                        activation: of.mlp.activation,
-                        activated: act
-                            .activated
-                            .range(0..of.experts.top_k * of.experts.intermediate_size),
-                        mlp_activated: self.rows(self.act.activated, of.mlp.intermediate_size),
+                        activated: act.activated.range(0..spec.top_k * spec.intermediate_size),
+                        dense_activated: dense
+                            .map(|dense| self.rows(self.act.activated, dense.down.inputs())),
+                        // The row's weights are known to the kernel alone, so their place has room for the logit.
+                        gate_logit: dense
+                            .and_then(|dense| dense.gate)
+                            .map(|_| act.weights.range(0..1)),
+                        sandwich: of.sandwich,
                         next,
                     },
                 )?;

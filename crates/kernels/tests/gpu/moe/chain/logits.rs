@@ -21,11 +21,11 @@ const SMALL: Size = Size {
 };
 
 impl Case {
-    /// Where the row goes by these logits, which are without biases, in the order in which the kernel stores what experts make of it: the
-    /// largest first; of equal ones they stay in the order of experts.
+    /// Where the row goes by these logits, which are without scales and biases, in the order in which the kernel stores what experts make of it:
+    /// the largest first; of equal ones they stay in the order of experts.
     pub(super) fn routes(&self, logits: &[f32]) -> Vec<Route> {
         let bias = self.router_bias.iter().flatten().map(|bias| bias.to_f32());
-        let mut logits = logits.to_vec();
+        let mut logits: Vec<f32> = logits.iter().map(|logit| logit * self.router_scale).collect();
         for (logit, bias) in logits.iter_mut().zip(bias) {
             *logit += bias;
         }
@@ -44,7 +44,10 @@ impl Case {
             weight: 0.0,
         };
         let mut routes = vec![none; self.size.top_k];
-        let router = Router::plain(self.softmax);
+        let router = Router {
+            expert_scale: self.expert_scale.as_deref(),
+            ..Router::plain(self.softmax)
+        };
         route(&mut logits, self.size.experts, router, &mut routes);
         routes.sort_by(|a, b| keys[b.expert as usize].total_cmp(&keys[a.expert as usize]));
         routes
@@ -68,16 +71,15 @@ impl Case {
 
     /// The row reached its experts, whose weights are no numbers: nor is then what they add.
     fn check_lost(&self, found: &Outputs) {
-        let [_, normed] = self.inputs();
         let routes = self.routes(&found.logits);
         assert!(routes.iter().all(|route| route.weight.is_nan()), "{routes:?}");
-        self.check_experts(found, &normed, &routes);
+        self.check_experts(found, &self.inputs(), &routes);
         assert!(found.hidden.iter().all(|x| x.is_nan()), "{:?}", self.size);
         assert!(found.out.iter().all(|x| x.is_nan()), "{:?}", self.size);
     }
 }
 
-/// Sizes in all formats that have a chain, with and without an expert for all rows.
+/// Sizes in all formats that have a chain, with and without an expert for all rows, and with an MLP.
 fn sizes() -> Vec<Size> {
     let formats = [Format::Bf16, Format::Fp8, Format::Fp8Blocks];
     let all = formats
@@ -93,7 +95,8 @@ fn sizes() -> Vec<Size> {
         format: Format::Mxfp4,
         ..SMALL
     };
-    all.chain([mxfp4]).collect()
+    let beside = Size { mlp: 136, ..SMALL };
+    all.chain([mxfp4, beside]).collect()
 }
 
 #[test]
@@ -182,7 +185,8 @@ fn infinite_products_of_the_router_are_infinite_logits() {
         let mut case = Case::random(&gpu, &mut rng, size);
         case.router_bias = None;
         let weights: Vec<bf16> = common::random(&mut rng, size.experts * size.width);
-        let [_, normed] = case.inputs();
+        let inputs = case.inputs();
+        let normed = &inputs.router;
         let is_far = |x: &f64| x.abs() > 0.1;
         let column = normed
             .iter()
@@ -197,7 +201,7 @@ fn infinite_products_of_the_router_are_infinite_logits() {
             let found = case.run(&gpu, &kernels, &linears);
             assert_eq!(found.logits[expert], logit, "{size:?}");
             let numbers: Vec<f32> = found.logits.iter().copied().filter(|x| x.is_finite()).collect();
-            let mut want = case.router.product(&normed);
+            let mut want = case.router.product(normed);
             want.remove(expert);
             case.close("finite logits", &numbers, &want);
             match logit > 0.0 {
@@ -209,7 +213,7 @@ fn infinite_products_of_the_router_are_infinite_logits() {
                     assert!(!case.chosen(&found).contains(&(expert as u32)), "{size:?}");
                     let routes = case.routes(&found.logits);
                     assert!(routes.iter().all(|route| route.weight.is_finite()), "{routes:?}");
-                    case.check_experts(&found, &normed, &routes);
+                    case.check_experts(&found, &inputs, &routes);
                     assert!(found.hidden.iter().all(|x| x.is_finite()), "{size:?}");
                 }
             }
@@ -232,11 +236,11 @@ fn a_row_of_no_numbers_stays_one() {
         let hidden = case.hidden.clone();
         case.hidden[7] = bf16::NAN;
         let found = case.run(&gpu, &kernels, &linears);
-        let floats = [&found.logits, &found.shared_logit];
+        let floats = [&found.logits, &found.gate_logit];
         assert!(floats.into_iter().flatten().all(|x| x.is_nan()), "{size:?}");
         let rest = [
             &found.activated,
-            &found.shared_activated,
+            &found.dense_activated,
             &found.hidden,
             &found.out,
         ];

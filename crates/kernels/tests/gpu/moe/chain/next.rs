@@ -5,7 +5,8 @@ use plimsoll_kernels::cuda::{GpuLinear, GpuMatrix, MoeKernels, has_hopper_kernel
 use rand::Rng;
 use rand::rngs::StdRng;
 
-use super::{BF16, Case, Experts, Format, MXFP4, Size, check_all};
+use super::sizes::check_all;
+use super::{BF16, Case, Experts, Format, MXFP4, Size};
 use crate::common;
 
 /// What follows a layer.
