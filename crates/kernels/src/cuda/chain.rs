@@ -63,21 +63,23 @@ pub(super) fn row_bytes(linear: &GpuLinear) -> Option<usize> {
     (bytes.is_multiple_of(PIECE) && is_aligned(weight)).then_some(bytes)
 }
 
-/// `Matrix` of `kernels/include/pieces.cuh`: weights, scales or null, and scales from one row of blocks to the next.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+/// Where a matrix is in device memory, as `Matrix` of `kernels/include/pieces.cuh` has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Matrix {
     pub(super) weight: u64,
+    /// Or words of groups; 0 for none.
     pub(super) scales: u64,
+    /// Scales from one row of blocks to the next, or words of groups of a row.
     pub(super) scale_stride: i32,
     pub(super) padding: i32,
 }
 
 impl Matrix {
-    /// In bf16 or e4m3.
+    /// Of a chain or of an expert.
     ///
     /// # Panics
-    /// If it is neither.
+    /// If there are no such products in its format.
     pub(super) fn of(linear: &GpuLinear) -> Self {
         let (weight, scales, stride) = match linear.matrix() {
             GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0, 0),
@@ -90,7 +92,15 @@ impl Matrix {
                 scales.slice().ptr(),
                 scaling.stride(linear.inputs()),
             ),
-            _ => panic!("chains have weights in bf16 or e4m3"),
+            GpuMatrix::Mxfp4(rows) => (rows.slice().ptr(), 0, 0),
+            GpuMatrix::ExpertInt4 { codes, groups, group } => (
+                codes.slice().ptr(),
+                groups.slice().ptr(),
+                group.stride(linear.inputs()),
+            ),
+            GpuMatrix::Int4 { .. } | GpuMatrix::Gguf { .. } | GpuMatrix::Parts(_) => {
+                panic!("there are no products of chains or of experts in this format")
+            }
         };
         Self {
             weight,

@@ -16,6 +16,7 @@ mod sums;
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
 
+use super::chain::Matrix;
 use super::fused::{address as address_of, fp8_args, int};
 use super::has_hopper_kernels;
 use super::linear::{FP8_BLOCK, Fp8Scaling, GpuLinear, GpuRows, mxfp4_pitch};
@@ -400,12 +401,13 @@ impl MoeKernels {
             let is_computed = product.takes_shared() && logits.is_none();
             experts.shared().filter(|_| is_computed).expect("ask `shares`")
         });
-        let address = experts.addresses();
+        let Addresses { matrix, bias } = experts.addresses();
+        let scale_stride = matrix.scale_stride as usize;
         let shared_tiles = routes.shared_rows().div_ceil(routes.tile);
         // One row has a tile for each of its experts.
         let most_tiles = logits.map_or_else(|| shared_tiles + routes.most_tiles(), |_| routes.top_k);
         let is_first = activation.is_some();
-        let launch = product.launch_of(n * stacked, k, address.scale_stride, most_tiles, is_first);
+        let launch = product.launch_of(n * stacked, k, scale_stride, most_tiles, is_first);
         let (shared, most) = (launch.shared as usize, self.gpu.info().max_shared_bytes);
         assert!(
             shared <= most,
@@ -430,9 +432,9 @@ impl MoeKernels {
         };
         let operands = [
             x.into(),
-            address.weight.into(),
-            address.bias.into(),
-            address.scales.into(),
+            matrix.weight.into(),
+            bias.into(),
+            matrix.scales.into(),
             out.into(),
         ];
         let sizes = [
@@ -442,11 +444,11 @@ impl MoeKernels {
             int(format.pitch(k)),
             int(gathered),
             activation.map_or(0, kind).into(),
-            int(address.scale_stride),
+            matrix.scale_stride.into(),
         ];
         if logits.is_none() && product.takes_shared() {
             let places = [routes.sources.into(), routes.tiles.into()];
-            let shared = of_all.map(Addresses::of);
+            let shared = of_all.map(Matrix::of);
             let extra = [
                 shared.map_or(0, |shared| shared.weight).into(),
                 shared.map_or(0, |shared| shared.scales).into(),

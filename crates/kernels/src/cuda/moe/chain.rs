@@ -7,8 +7,7 @@ use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{GpuError, GpuSlice, Launch};
 
-use super::operands::Addresses;
-use super::{GpuExperts, GpuRouter, MoeKernels, kind};
+use super::{Addresses, GpuExperts, GpuRouter, MoeKernels, kind};
 use crate::cuda::GpuNorm;
 use crate::cuda::chain::{self, BYTES_IN_FLIGHT, GpuChainEnd, Matrix, PIECE, PROJECTIONS, Projection};
 use crate::cuda::linear::{GpuLinear, Linears};
@@ -129,20 +128,12 @@ struct Matrices {
 
 impl Matrices {
     fn of(experts: &GpuExperts) -> Self {
-        let Addresses {
-            weight,
+        let Addresses { matrix, bias } = experts.addresses();
+        Self {
+            first: matrix,
             bias,
-            scales,
-            scale_stride,
-        } = experts.addresses();
-        let first = Matrix {
-            weight,
-            scales,
-            scale_stride: scale_stride as i32,
-            padding: 0,
-        };
-        let stride = experts.stride() as u64;
-        Self { first, bias, stride }
+            stride: experts.stride() as u64,
+        }
     }
 }
 

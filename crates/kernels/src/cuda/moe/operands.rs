@@ -6,6 +6,7 @@ use plimsoll_device::cuda::{Arg, Gpu, GpuError, GpuSlice, Matrices, TensorMap};
 use super::products::Format;
 use super::{EXPERT_TILES, MOST_EXPERTS, MOST_ROUTES, VEC};
 use crate::RouterSoftmax;
+use crate::cuda::chain::Matrix;
 use crate::cuda::has_hopper_kernels;
 use crate::cuda::linear::{GpuLinear, GpuMatrix};
 
@@ -64,43 +65,16 @@ pub struct GpuExperts {
 /// Of the first expert, in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Addresses {
-    pub(super) weight: u64,
+    pub(super) matrix: Matrix,
     /// 0 for none.
     pub(super) bias: u64,
-    /// Or words of groups; 0 for none.
-    pub(super) scales: u64,
-    /// Scales from one row of blocks to the next, or words of groups of a row.
-    pub(super) scale_stride: usize,
 }
 
 impl Addresses {
     pub(super) fn of(linear: &GpuLinear) -> Self {
-        let (weight, scales, scale_stride) = match linear.matrix() {
-            GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0, 0),
-            GpuMatrix::Fp8 {
-                values,
-                scales,
-                scaling,
-            } => (
-                values.slice().ptr(),
-                scales.slice().ptr(),
-                scaling.stride(linear.inputs()),
-            ),
-            GpuMatrix::Mxfp4(rows) => (rows.slice().ptr(), 0, 0),
-            GpuMatrix::ExpertInt4 { codes, groups, group } => (
-                codes.slice().ptr(),
-                groups.slice().ptr(),
-                group.stride(linear.inputs()),
-            ),
-            GpuMatrix::Int4 { .. } | GpuMatrix::Gguf { .. } | GpuMatrix::Parts(_) => {
-                panic!("there are no products of experts in this format")
-            }
-        };
         Self {
-            weight,
+            matrix: Matrix::of(linear),
             bias: linear.bias().map_or(0, |bias| bias.ptr()),
-            scales,
-            scale_stride,
         }
     }
 
@@ -108,10 +82,12 @@ impl Addresses {
     fn behind(self, bytes: u64) -> Self {
         let add = |address| if address == 0 { 0 } else { address + bytes };
         Self {
-            weight: add(self.weight),
+            matrix: Matrix {
+                weight: add(self.matrix.weight),
+                scales: add(self.matrix.scales),
+                ..self.matrix
+            },
             bias: add(self.bias),
-            scales: add(self.scales),
-            ..self
         }
     }
 }
@@ -129,7 +105,7 @@ impl GpuExperts {
         let start = Addresses::of(first);
         let stride = match experts.get(1) {
             None => 0,
-            Some(second) => Addresses::of(second).weight - start.weight,
+            Some(second) => Addresses::of(second).matrix.weight - start.matrix.weight,
         };
         for (index, expert) in (0_u64..).zip(experts) {
             assert!(expert.is_like(first), "experts of one shape and format");
@@ -140,7 +116,7 @@ impl GpuExperts {
             );
         }
         assert!(
-            stride.is_multiple_of(16) && start.weight.is_multiple_of(16),
+            stride.is_multiple_of(16) && start.matrix.weight.is_multiple_of(16),
             "experts at multiples of 16 bytes"
         );
         let (count, stride) = (experts.len(), stride as usize);
@@ -148,7 +124,7 @@ impl GpuExperts {
         let map = match has_hopper_kernels(gpu) && !format.has_four_bits() {
             false => None,
             true => Some(gpu.tensor_map(&Matrices {
-                first: start.weight,
+                first: start.matrix.weight,
                 rows: first.outputs(),
                 row_bytes: format.pitch(first.inputs()),
                 pitch: format.pitch(first.inputs()),
@@ -170,7 +146,7 @@ impl GpuExperts {
     #[must_use]
     pub fn with_shared(mut self, shared: &GpuLinear) -> Self {
         let is_alike = shared.bias().is_none() && shared.is_like(&self.first);
-        let is_aligned = || Addresses::of(shared).weight.is_multiple_of(16);
+        let is_aligned = || Addresses::of(shared).matrix.weight.is_multiple_of(16);
         self.shared = (is_alike && is_aligned()).then(|| shared.clone());
         self
     }
