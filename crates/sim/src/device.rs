@@ -369,13 +369,13 @@ pub struct VirtualState {
     canary: Option<Block>,
     arena_high: u64,
     launched: VecDeque<StepPlan>,
-    steps_beside_canary: usize,
+    steps_beside_canary: Vec<usize>,
 }
 
 impl VirtualState {
-    /// Steps that ran while the canary was held.
-    pub fn steps_beside_canary(&self) -> usize {
-        self.steps_beside_canary
+    /// Tokens of each step that ran while the canary was held, in order.
+    pub fn steps_beside_canary(&self) -> &[usize] {
+        &self.steps_beside_canary
     }
 }
 
@@ -428,7 +428,9 @@ impl Executor for VirtualState {
             seat.meet().map_err(|lost| StepError::Failed(lost.to_string()))?;
         }
         self.device.pool().check_step(true)?;
-        self.steps_beside_canary += usize::from(self.canary.is_some());
+        if self.canary.is_some() {
+            self.steps_beside_canary.push(plan.num_tokens());
+        }
         let sampled = || Sampled {
             token: 0,
             logprobs: None,
@@ -490,7 +492,7 @@ impl Target for VirtualDevice {
             canary,
             arena_high: 0,
             launched: VecDeque::new(),
-            steps_beside_canary: 0,
+            steps_beside_canary: Vec::new(),
         })
     }
 

@@ -386,7 +386,7 @@ fn check_state(
     );
     let (steps, _) = scenarios(&spec.limits, spec.vocab_size, config.kv, spec.pooling);
     let mut state = proved.into_parts().state;
-    let ran = state.steps_beside_canary();
+    let ran = state.steps_beside_canary().len();
     ensure!(
         spec.margins.canary_bytes == 0 || ran >= steps.len(),
         "{ran} steps of {} were proved",

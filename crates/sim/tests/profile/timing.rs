@@ -65,8 +65,34 @@ fn every_size_that_the_limits_allow_is_timed_beside_the_canary() {
             let state = proved.into_parts();
             assert!(state.costs.is_some());
             let steps = state.report.attempts[0].scenarios.len();
-            assert!(state.state.steps_beside_canary() >= steps + decode.len() + mixed.len());
+            assert!(state.state.steps_beside_canary().len() >= steps + decode.len() + mixed.len());
         }
+    }
+}
+
+/// The first round goes up, the second one down, where steps of up to 256 rows are timed twice. Larger ones are timed in the second alone
+/// if steps are launched ahead.
+#[test]
+fn the_largest_steps_are_timed_ahead_of_the_small_ones() {
+    // Decode steps of 1 and 16 rows, the latter with a long context too, and steps with prompts.
+    let (small, large) = ([1, 16, 16, 32, 128, 256], [384, 512]);
+    let descending = large.iter().rev().copied();
+    let small_twice = small.iter().rev().flat_map(|&tokens| [tokens; 2]);
+    let second_round = descending.chain(small_twice);
+    for (steps_in_flight, between) in [
+        // A small step ahead of the large ones hides that their first one has to be launched.
+        (2, vec![256]),
+        (1, large.to_vec()),
+    ] {
+        let proved = run(model(), &timed(steps_in_flight)).unwrap();
+        let state = proved.into_parts();
+        let proof = state.report.attempts[0].scenarios.len();
+        let expected = small.into_iter().chain(between).chain(second_round.clone());
+        assert_eq!(
+            state.state.steps_beside_canary()[proof..],
+            expected.collect::<Vec<_>>(),
+            "{steps_in_flight} in flight"
+        );
     }
 }
 
@@ -119,7 +145,7 @@ fn a_plan_has_the_times() {
 fn a_device_that_fails_meanwhile_ends_the_start() {
     let steps = |spec: &ProfileSpec| {
         let proved = run(model(), spec).unwrap();
-        proved.into_parts().state.steps_beside_canary() as u64
+        proved.into_parts().state.steps_beside_canary().len() as u64
     };
     let (proof, all) = (steps(&timed(0)), steps(&timed(2)));
     assert!(all > proof);
