@@ -118,7 +118,7 @@ impl<T: Target> Profiler<'_, T> {
             Ok(bytes) => bytes,
             Err(stop) => return Err(self.give_up(Phase::Validate, Some(state), stop)),
         };
-        let WorstSteps { left_out, .. } = steps;
+        let left_out = steps.into_left_out();
         let step_times = match self.time_steps(&mut state, config.kv, started.elapsed()) {
             Ok(times) => times,
             Err(stop) => return Err(self.give_up(Phase::Timing, Some(state), stop)),
