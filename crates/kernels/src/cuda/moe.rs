@@ -38,6 +38,11 @@ pub const MOST_EXPERTS: usize = 1024;
 /// See [`MOST_EXPERTS`].
 pub const MOST_ROUTES: usize = 32;
 
+/// Routes for each expert up to which tiles have 16 rows: reading the weights is what takes time.
+const FEW_ROUTES_EACH: usize = 8;
+/// The same of experts in integers of four bits: the kernel of few rows takes about half as long as that of many.
+const FEW_INT4_ROUTES_EACH: usize = 16;
+
 /// Constants of the kernels.
 const WARP: usize = 32;
 const VEC: usize = 8;
@@ -122,8 +127,10 @@ impl MoeKernels {
     /// weights is what takes time, and not wider than is fastest.
     pub fn tile(&self, experts: &GpuExperts, routes: usize) -> usize {
         let format = Format::of(experts.matrix());
-        // Integers of four bits take the kernel of few rows about half as long as that of many.
-        let few = if matches!(format, Format::Int4(_)) { 16 } else { 8 };
+        let few = match format {
+            Format::Int4(_) => FEW_INT4_ROUTES_EACH,
+            _ => FEW_ROUTES_EACH,
+        };
         match routes / experts.count() {
             each if each <= few => 16,
             0..=48 => 64,
@@ -224,6 +231,12 @@ impl MoeKernels {
             experts.shared().is_some() && product.takes_shared()
         };
         routes.rows > 1 && shares(gate_up) && shares(down)
+    }
+
+    /// Rows of the largest step whose products can have the shared expert in them, by [`Self::tile`] and [`Self::shares`].
+    pub fn most_shared_rows(experts: usize, top_k: usize) -> usize {
+        // Only tiles of 16 rows have it, and none of weights of four bits.
+        ((FEW_ROUTES_EACH + 1) * experts - 1) / top_k
     }
 
     /// [`Self::route`] by the product of `x` `[rows, k]` with the router's weights `linear` `[experts, k]`, in one kernel, where

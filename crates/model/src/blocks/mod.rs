@@ -421,8 +421,6 @@ pub(crate) struct Widths {
     pub(crate) routes: usize,
     /// Inside an expert.
     pub(crate) expert_inner: usize,
-    /// There is a layer with an expert that every row goes to.
-    pub(crate) has_shared_expert: bool,
     /// Inputs of all layers beside the residual stream.
     pub(crate) layer_inputs: usize,
     /// The widest inputs, where a device quantises them for products in eight bits.

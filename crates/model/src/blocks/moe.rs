@@ -156,7 +156,6 @@ pub(super) fn widen(spec: &MoeSpec, widths: &mut Widths) {
     widths.routes = widths.routes.max(spec.top_k);
     widths.expert_inner = widths.expert_inner.max(spec.intermediate_size);
     if let Some(shared) = &spec.shared {
-        widths.has_shared_expert = true;
         dense_mlp::widen(shared, widths);
     }
 }

@@ -94,14 +94,14 @@ pub(super) struct ExpertLayout {
 
 impl ExpertLayout {
     /// Of so many rows; `None` if no memory could hold it. Nothing for models without experts.
-    pub(super) fn new(layout: &mut Layout, widths: &Widths, rows: usize) -> Option<Self> {
+    pub(super) fn new(layout: &mut Layout, spec: &DecoderSpec, widths: &Widths, rows: usize) -> Option<Self> {
         let routes = rows.checked_mul(widths.routes)?;
         let tiles = match routes {
             0 => 0,
             _ => GpuRoutes::tile_list(routes, widths.experts),
         };
         // Those of a shared expert among routes are behind them.
-        let places = rows.checked_mul(widths.routes + usize::from(widths.has_shared_expert))?;
+        let places = routes.checked_add(rows.min(most_shared_rows(spec)))?;
         let [quantised, scales] = match widths.quantised {
             0 => [0, 0],
             _ => [widths.expert_inner, widths.expert_inner.div_ceil(FP8_BLOCK)],
@@ -182,6 +182,19 @@ impl<'a> ExpertSlices<'a> {
             scaling,
         }
     }
+}
+
+/// Rows of the largest step in which products of routes have the shared expert in them, if it is as large as the others of its layer.
+fn most_shared_rows(spec: &DecoderSpec) -> usize {
+    let are_alike = |moe: &&MoeSpec| {
+        let shared = moe.shared.as_ref();
+        shared.is_some_and(|shared| shared.intermediate_size == moe.intermediate_size)
+    };
+    let rows = spec
+        .mixtures()
+        .filter(are_alike)
+        .map(|moe| MoeKernels::most_shared_rows(moe.experts, moe.top_k));
+    rows.max().unwrap_or(0)
 }
 
 /// What the kernels ask of experts.

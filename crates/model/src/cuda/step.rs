@@ -86,7 +86,7 @@ impl StepLayout {
             ordered: layout.rows(rows, widths.ordered)?,
             layer_inputs: layout.rows(rows, widths.layer_inputs)?,
             last_inputs: layout.rows(rows, spec.per_layer.map_or(0, |own| own.width))?,
-            experts: ExpertLayout::new(&mut layout, &widths, rows)?,
+            experts: ExpertLayout::new(&mut layout, spec, &widths, rows)?,
             attention: layout.rows(attention_scratch(planners), 1)?,
             given: match spec.head {
                 OutputHead::None => after.rows(step.samples, spec.hidden_size)?,

@@ -105,7 +105,6 @@ fn widths(spec: &DecoderSpec) -> [usize; PARTS] {
         scales: _,
         ordered: _,
         has_codes: _,
-        has_shared_expert: _,
     } = Widths::of(spec);
     let angles = spec.ropes().iter().map(|rope| rope.rotary_dim).sum();
     let expert = if experts > 0 { hidden } else { 0 };

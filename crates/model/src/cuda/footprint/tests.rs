@@ -308,6 +308,45 @@ fn padded_rows_are_counted() {
     assert!(scratch(31) > scratch(30));
 }
 
+/// Products of routes have the shared expert in them where there are few rows: larger steps have no more room for it.
+#[test]
+fn shared_experts_have_places_in_small_steps_alone() {
+    let shape = footprint(&recorded("kv-full.json")).shape;
+    let config = std::fs::read_to_string(golden("qwen2-moe").join("config.json")).unwrap();
+    let with_shared = |inner: usize| {
+        let mut config: Value = serde_json::from_str(&config).unwrap();
+        config["shared_expert_intermediate_size"] = inner.into();
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        GpuFootprint::assumed(dir.path(), shape.clone()).unwrap()
+    };
+    // Of 6 experts 3 are for a row: 17 rows have 8 routes for each expert, rounded down. A shared expert of another size is none of them.
+    let (hidden, inner, other, top_k, most) = (64, 40, 32, 3, 17);
+    let [without, with] = [other, inner].map(with_shared);
+    for tokens in [1, 16, 17, 18, 32, 8192] {
+        let step = StepSize {
+            tokens,
+            samples: 1,
+            scored: 0,
+        };
+        // Capturing graphs counts to the first step.
+        let scratch = |footprint: &GpuFootprint| footprint.arena(&[(step, false), (step, false)]).scratch[1];
+        let room = |rows: usize, widths: [usize; 2]| {
+            let bytes = widths.map(|width| (rows * width * 2).next_multiple_of(256));
+            bytes[0] + bytes[1]
+        };
+        let (routes, shared) = (tokens * top_k, tokens.min(most));
+        let places = room(routes + shared, [inner, hidden]) - room(routes, [inner, hidden]);
+        // Where it is computed apart: gate and up, and their product.
+        let apart = room(tokens, [2 * inner, inner]) - room(tokens, [2 * other, other]);
+        assert_eq!(
+            scratch(&with) - scratch(&without),
+            (places + apart) as u64,
+            "{tokens} tokens"
+        );
+    }
+}
+
 /// However long the prompt, there are logits of so many rows at a time; what comes with them is small.
 #[test]
 fn scores_of_a_prompt_take_as_much_as_a_few_hundred_samples() {
