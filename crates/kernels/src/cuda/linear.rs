@@ -44,7 +44,7 @@ use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use super::{GpuNorm, has_hopper_kernels};
 use crate::Activation;
 use chain::ChainKernel;
-pub use chain::{ChainUse, GpuChain, SumNorms};
+pub use chain::{AddNormed, ChainUse, GpuChain, SumNorms};
 use choice::Choice;
 pub use choice::LinearPath;
 pub(super) use cublas_lt::find as find_cublas;

@@ -41,9 +41,9 @@ pub use host_copies::HostCopies;
 pub use image::{check, has_hopper_kernels, has_images, load, open_libraries};
 pub use kv::{GpuKv, GpuKvElement};
 pub use linear::{
-    ChainUse, EXPERT_WINDOW, FP8_BLOCK, FP8_CAPABILITY, Fp8Scaling, GgufKernels, GpuChain, GpuFp8Rows,
-    GpuInputs, GpuLinear, GpuMatrix, GpuResidual, GpuRowAttention, GpuRowLayer, GpuRowLayers, GpuRows,
-    GpuValues, GpuWeight, INT4_ROWS, INT4_WINDOW, Int4Group, Int4Kernels, LinearChoice, LinearCut,
+    AddNormed, ChainUse, EXPERT_WINDOW, FP8_BLOCK, FP8_CAPABILITY, Fp8Scaling, GgufKernels, GpuChain,
+    GpuFp8Rows, GpuInputs, GpuLinear, GpuMatrix, GpuResidual, GpuRowAttention, GpuRowLayer, GpuRowLayers,
+    GpuRows, GpuValues, GpuWeight, INT4_ROWS, INT4_WINDOW, Int4Group, Int4Kernels, LinearChoice, LinearCut,
     LinearLibrary, LinearOutput, LinearPath, LinearRoom, LinearScratch, LinearTile, LinearUse, LinearWays,
     Linears, MOST_DEQUANTISED, PART_OUTPUTS, Preparing, RowLayerProducts, RowLayersUse, StaleWays, SumNorms,
     TimedWay, dequantised_room, expert_int4_pitch, int4_pitch, mxfp4_pitch, mxfp4_word,

@@ -8,7 +8,7 @@ use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlab, GpuSlice, Lau
 
 use super::cublas_lt::WORKSPACE;
 use super::exchange;
-use super::key::Kind;
+use super::key::{ChainKind, Kind};
 use super::timer::Timer;
 use super::{Fp8Scaling, GpuLinear, GpuValues, LinearOutput, LinearScratch, Linears};
 use crate::Activation;
@@ -92,9 +92,12 @@ pub struct ChainUse<'a> {
     pub layers: &'a [[&'a GpuLinear; 4]],
     /// Of the gate.
     pub activation: Activation,
-    /// They have norms of what is added: [`SumNorms`].
-    pub sum_norms: bool,
 }
+
+/// Adds the norm of what was computed last to the residual stream and normalises the sum, for one row, as a launch of its own:
+/// [`FusedKernels::sandwich_norm`](crate::cuda::FusedKernels::sandwich_norm). It gets the weights of both norms, the residual stream, what
+/// is added, and where the outputs go.
+pub type AddNormed<'a> = dyn Fn(GpuNorm<'_>, [GpuSlice<'_, bf16>; 3]) -> Result<(), GpuError> + 'a;
 
 #[derive(Debug)]
 pub(super) struct ChainKernel {
@@ -103,8 +106,8 @@ pub(super) struct ChainKernel {
     /// them; on GPUs of Hopper's generation.
     functions: Vec<(GpuValues, [Function; 2])>,
     workspace: Arc<GpuSlab>,
-    /// Up to the end of an MLP, layers that were faster in one launch than one by one.
-    pub(super) faster: HashSet<[Kind; 3]>,
+    /// What was faster in one launch than one by one.
+    pub(super) faster: HashSet<ChainKind>,
 }
 
 /// Bytes of a row of weights of a layer that the kernel can compute.
@@ -177,15 +180,17 @@ impl Linears {
         self.chain.kernel(layers, next).is_some()
     }
 
-    /// Whether it should: [`Self::measure_chain`] found layers like these faster so, with what followed them there.
-    pub fn chains(&self, layers: [&GpuLinear; 3]) -> bool {
+    /// Whether it should: [`Self::measure_chain`] found layers like these faster so, with what followed them there, and with or without norms
+    /// of what is added.
+    pub fn chains(&self, layers: [&GpuLinear; 3], sum_norms: bool) -> bool {
         self.fixed.is_none()
             && self.can_chain(layers, None)
-            && self.chain.faster.contains(&layers.map(of_one_row))
+            && self.chain.faster.contains(&chain_kind(layers, sum_norms))
     }
 
-    /// Measures whether layers are faster in one launch than one by one, for which [`Self::measure`] was called. Returns the
-    /// microseconds of both; `None` if they cannot be one launch, or there is not enough room.
+    /// Measures whether layers are faster in one launch than one by one, for which [`Self::measure`] was called: with norms of what is added
+    /// ([`SumNorms`]) if there is `add_normed`, which makes them where layers are computed one by one. Returns the microseconds of both;
+    /// `None` if they cannot be one launch, or there is not enough room.
     ///
     /// # Errors
     /// [`GpuError`] of the device.
@@ -195,13 +200,10 @@ impl Linears {
     pub fn measure_chain(
         &mut self,
         of: ChainUse<'_>,
+        add_normed: Option<&AddNormed<'_>>,
         scratch: LinearScratch<'_>,
     ) -> Result<Option<[f32; 2]>, GpuError> {
-        let ChainUse {
-            layers,
-            activation,
-            sum_norms,
-        } = of;
+        let ChainUse { layers, activation } = of;
         let [output, gate_up, down, next] = *layers.first().expect("layers to measure");
         let fits = |[output, gate_up, down, next]: [&GpuLinear; 4]| {
             self.can_chain([output, gate_up, down], Some(next))
@@ -218,20 +220,20 @@ impl Linears {
         if !layers.iter().all(|layers| fits(*layers)) || ends[5] > room {
             return Ok(None);
         }
-        let known = |linear: &GpuLinear, output: LinearOutput| {
+        let outputs = [
+            LinearOutput::Bf16,
+            LinearOutput::Glu(activation),
+            LinearOutput::Bf16,
+            LinearOutput::Bf16,
+        ];
+        let known = |(linear, output): (&GpuLinear, LinearOutput)| {
             let products = linear.products().iter();
             products
                 .map(|product| self.measured_us(product, 1, output))
                 .sum::<Option<f32>>()
         };
-        let gated = LinearOutput::Glu(activation);
-        let apart = [
-            known(output, LinearOutput::Bf16),
-            known(gate_up, gated),
-            known(down, LinearOutput::Bf16),
-            known(next, LinearOutput::Bf16),
-        ];
-        let Some(apart) = apart.into_iter().sum::<Option<f32>>() else {
+        let one_by_one = [output, gate_up, down, next].into_iter().zip(outputs);
+        let Some(known) = one_by_one.map(known).sum::<Option<f32>>() else {
             return Ok(None);
         };
         let part = |of: usize| ends[of] - parts[of].next_multiple_of(64)..ends[of];
@@ -240,36 +242,57 @@ impl Linears {
             weight: bytes(1).cast::<f32>().range(0..output.n),
             eps: 1.0,
         };
+        let row = |of: usize| out.range(part(of)).range(0..output.n);
+        let (hidden, delta, normed) = (row(2), row(5), row(1));
         let timer = Timer::new(&self.gpu)?;
-        let recorded = timer.record(layers.len().max(LEAST_CALLS), |call| {
-            let [output, gate_up, down, next] = layers[call % layers.len()];
+        let time = |launch: &dyn Fn([&GpuLinear; 4]) -> Result<(), GpuError>| {
+            let recorded = timer.record(layers.len().max(LEAST_CALLS), |call| {
+                launch(layers[call % layers.len()])?;
+                self.stream.pause()
+            })?;
+            timer.start(&recorded)?;
+            timer.finish(&recorded, f32::INFINITY)
+        };
+        let us = time(&|[output, gate_up, down, next]| {
             self.forward_chain(&GpuChain {
                 x: bytes(0).range(0..output.k),
                 output,
-                hidden: out.range(part(2)).range(0..output.n),
+                hidden,
                 norm,
                 gate_up,
                 activation,
                 activated: out.range(part(3)).range(0..down.k),
                 down,
-                sum_norms: sum_norms.then_some(SumNorms {
+                sum_norms: add_normed.map(|_| SumNorms {
                     mixer: norm.weight,
                     mlp: norm.weight,
                     scalar: None,
-                    delta: out.range(part(5)).range(0..output.n),
+                    delta,
                 }),
                 next: Some(GpuChainEnd {
                     norm,
                     linear: next,
                     out: out.range(part(4)).range(0..next.n),
                 }),
-            })?;
-            self.stream.pause()
+            })
         })?;
-        timer.start(&recorded)?;
-        let us = timer.finish(&recorded, f32::INFINITY)?;
+        let apart = match add_normed {
+            // Pauses behind products stand for norms, or for what products that make their norm take longer.
+            None => known,
+            // A norm of a sum takes longer than a pause, and no product makes it.
+            Some(add_normed) => time(&|layers| {
+                for (at, (linear, output)) in layers.into_iter().zip(outputs).enumerate() {
+                    if at % 2 == 1 {
+                        add_normed(norm, [hidden, delta, normed])?;
+                    }
+                    self.launch_measured(linear, output, &scratch)?;
+                }
+                Ok(())
+            })?,
+        };
         if us < apart {
-            self.chain.faster.insert([output, gate_up, down].map(of_one_row));
+            let kind = chain_kind([output, gate_up, down], add_normed.is_some());
+            self.chain.faster.insert(kind);
         }
         Ok(Some([us, apart]))
     }
@@ -377,9 +400,12 @@ impl Linears {
     }
 }
 
-/// What decides how fast a layer is for one row.
-fn of_one_row(linear: &GpuLinear) -> Kind {
-    Kind::from(&linear.key(1, LinearOutput::Bf16))
+/// What decides how fast layers are for one row, up to the end of an MLP, with norms of what is added or without.
+fn chain_kind(layers: [&GpuLinear; 3], sum_norms: bool) -> ChainKind {
+    ChainKind {
+        layers: layers.map(|linear| Kind::from(&linear.key(1, LinearOutput::Bf16))),
+        sum_norms,
+    }
 }
 
 fn chain_room(workspace: &GpuSlab) -> GpuSlice<'_, u8> {

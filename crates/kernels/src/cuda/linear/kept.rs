@@ -6,7 +6,7 @@ use plimsoll_device::cuda::GpuError;
 use serde::{Deserialize, Serialize};
 
 use super::cublas_lt::Shape;
-use super::key::Kind;
+use super::key::{ChainKind, Kind};
 use super::tune::{Measured, Measurements};
 use super::{Choice, GpuLinear, Key, LinearOutput, LinearScratch, LinearUse, Linears, Operands};
 
@@ -17,8 +17,8 @@ pub struct LinearWays {
     /// cuBLASLt's version: no other understands the words of its algorithms.
     cublas_lt: usize,
     layers: Vec<KeptLayers>,
-    /// Up to the end of an MLP, layers that were faster in one launch than one by one.
-    chains: Vec<[Kind; 3]>,
+    /// What was faster in one launch than one by one.
+    chains: Vec<ChainKind>,
     /// Products of whole layers that were faster in one launch with their attention than these products alone otherwise.
     whole_layers: Vec<[Kind; 4]>,
 }
@@ -62,7 +62,7 @@ impl LinearWays {
     fn new(
         cublas_lt: usize,
         measured: &Measurements,
-        chains: &HashSet<[Kind; 3]>,
+        chains: &HashSet<ChainKind>,
         whole_layers: &HashSet<[Kind; 4]>,
     ) -> Self {
         let layers = measured.0.iter().map(|(kind, entries)| KeptLayers {
@@ -272,7 +272,10 @@ mod tests {
             measurements.insert(&key, choice, us);
         }
         let keys: Vec<Key> = measured().into_iter().map(|(key, ..)| key).collect();
-        let chain = [&keys[0], &keys[4], &keys[5]].map(Kind::from);
+        let chain = ChainKind {
+            layers: [&keys[0], &keys[4], &keys[5]].map(Kind::from),
+            sum_norms: true,
+        };
         let whole = [&keys[0], &keys[1], &keys[3], &keys[2]].map(Kind::from);
         let ways = LinearWays::new(VERSION, &measurements, &[chain].into(), &[whole].into());
         (keys, measurements, ways)
@@ -341,6 +344,9 @@ mod tests {
         refused(&|json| json["more"] = 1.into());
         refused(&|json| json["cublas_lt"] = "130100".into());
         refused(&|json| json["layers"][0]["ways"][0]["rows"] = (-1).into());
+        // Those of a build that did not tell layers with norms of sums from others.
+        refused(&|json| json["chains"][0] = json["chains"][0]["layers"].clone());
+        refused(&|json| drop(json["chains"][0].as_object_mut().unwrap().remove("sum_norms")));
         // Those of a build that did not measure whole layers say nothing of them.
         refused(&|json| drop(json.as_object_mut().unwrap().remove("whole_layers")));
         refused(&|json| drop(json["whole_layers"][0].as_array_mut().unwrap().pop()));

@@ -32,6 +32,16 @@ pub(super) struct Kind {
     pub(super) output: LinearOutput,
 }
 
+/// Layers that are computed alike in one launch, up to the end of an MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct ChainKind {
+    /// A mixer's output, gate and up, down.
+    pub(super) layers: [Kind; 3],
+    /// What the mixer and the MLP add has norms.
+    pub(super) sum_norms: bool,
+}
+
 impl From<&Key> for Kind {
     fn from(key: &Key) -> Self {
         let Shape {

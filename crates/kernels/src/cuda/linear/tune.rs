@@ -291,6 +291,32 @@ impl Linears {
         found.map(|measured| measured.us)
     }
 
+    /// Launches a layer of one row as [`Self::measure`] found it fastest, within the memory that it was measured in.
+    pub(super) fn launch_measured(
+        &self,
+        linear: &GpuLinear,
+        output: LinearOutput,
+        scratch: &LinearScratch<'_>,
+    ) -> Result<(), GpuError> {
+        for product in linear.products() {
+            let measured = |output| {
+                let key = product.key(1, output);
+                Some((key, self.measurements.find(&key)?.choice?))
+            };
+            let whole = measured(output);
+            // What is to be activated was measured without that, too.
+            let way = whole.or_else(|| measured(LinearOutput::Bf16));
+            let (key, choice) = way.expect("a layer that was measured");
+            // SAFETY: the scratch was found large enough; the stream orders what follows.
+            unsafe { self.launch(&key, choice, &Operands::within(scratch, product))? };
+            if whole.is_none() {
+                // For the launch of the activation.
+                self.stream.pause()?;
+            }
+        }
+        Ok(())
+    }
+
     /// Our own ways of a product that are worth a measurement.
     pub(super) fn own_ways(&self, key: &Key) -> Vec<Choice> {
         let shape = &key.shape;

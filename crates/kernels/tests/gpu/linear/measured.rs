@@ -1,10 +1,13 @@
 //! Choices that are measured, and taken over from another measurement.
 
+use std::cell::Cell;
+
 use half::bf16;
-use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_device::cuda::{Gpu, GpuSlab, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    GpuLinear, LinearOutput, LinearScratch, LinearUse, LinearWays, Linears, StaleWays,
+    AddNormed, ChainUse, FusedKernels, GpuLinear, GpuNorm, LinearOutput, LinearScratch, LinearUse,
+    LinearWays, Linears, StaleWays,
 };
 use rand::rngs::StdRng;
 
@@ -132,4 +135,69 @@ fn measured_choices_are_taken_over() {
         let refused = fails(&other, &ROWS);
         assert!(matches!(refused, StaleWays::Refused(_)), "{never}: {refused}");
     }
+}
+
+/// Layers with norms of what is added are measured with these, in one launch and one by one, and are another choice than those without.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn chains_are_measured_with_their_norms() {
+    let Some(gpu) = common::hopper() else { return };
+    let mut rng = common::rng("linear, chains with norms");
+    let (mut linears, fused) = (linears(&gpu), FusedKernels::load(&gpu).expect("kernels"));
+    let activation = Activation::GeluTanh;
+    // A mixer's output, gate and up, down, and what follows.
+    let sizes = [[512, 1024], [3072, 512], [512, 1536], [768, 512]];
+    let layers = sizes.map(|[n, k]| Case::random(&mut rng, 1, n, k, false).layer(&gpu));
+    let [output, gate_up, down, next] = layers.each_ref();
+    let room = common::random(&mut rng, 1 << 14);
+    let (x, out) = (common::upload(&gpu, &room), common::upload(&gpu, &room));
+    let scratch = LinearScratch {
+        x: x.slice().range(0..room.len()),
+        out: out.slice(),
+        weights: x.slice().range(0..0),
+    };
+    let plain = LinearOutput::Bf16;
+    let kinds = [plain, LinearOutput::Glu(activation), plain, plain];
+    let each = layers.each_ref().map(|layer| [layer]);
+    let uses = each.iter().zip(kinds).map(|(layers, output)| LinearUse {
+        layers,
+        output,
+        rows: &[1],
+    });
+    let uses: Vec<_> = uses.collect();
+    linears.measure(&uses, scratch).expect("measurements");
+
+    let (chain, of) = ([output, gate_up, down], [[output, gate_up, down, next]]);
+    let of = ChainUse {
+        layers: &of,
+        activation,
+    };
+    let norms = Cell::new(0);
+    let add_normed = |norm: GpuNorm<'_>, [hidden, delta, normed]: [GpuSlice<'_, bf16>; 3]| {
+        norms.set(norms.get() + 1);
+        fused.sandwich_norm(hidden, delta, norm.weight, None, norm, normed)
+    };
+    let found = [None, Some(&add_normed as &AddNormed<'_>)].map(|add_normed| {
+        let measured = linears
+            .measure_chain(of, add_normed, scratch)
+            .expect("a measurement");
+        let [together, apart] = measured.expect("layers of a chain");
+        assert!(together > 0.0 && apart > 0.0, "{together} {apart}");
+        let is_faster = together < apart;
+        let has_norms = add_normed.is_some();
+        assert_eq!(linears.chains(chain, has_norms), is_faster);
+        // Nothing is known of layers with norms from those without.
+        assert!(has_norms || !linears.chains(chain, true));
+        is_faster
+    });
+    // Two in each of two calls.
+    assert_eq!(norms.get(), 4);
+    let known = |linears: &Linears| [false, true].map(|sum_norms| linears.chains(chain, sum_norms));
+    assert_eq!(known(&linears), found);
+
+    let ways = linears.ways();
+    linears.forget();
+    assert_eq!(known(&linears), [false; 2]);
+    linears.take_over(&ways, &uses, scratch).expect("the same GPU");
+    assert_eq!(known(&linears), found);
 }

@@ -159,7 +159,10 @@ impl Decoder {
             return false;
         }
         match (self.chain_of(index), &self.experts) {
-            (Some(Chain::Dense(_, products)), _) => self.linears.chains(products),
+            (Some(Chain::Dense(_, products)), _) => {
+                let spec = &self.weights.decoder.layers[index].spec;
+                self.linears.chains(products, spec.post_norms)
+            }
             (Some(Chain::Experts(of)), Some(experts)) => experts.kernels.can_chain(&of.layers, None),
             _ => false,
         }

@@ -2,9 +2,10 @@
 
 use half::bf16;
 use plimsoll_core::{BlockSize, Component};
+use plimsoll_device::cuda::GpuSlice;
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    ChainUse, GpuLinear, LinearOutput, LinearScratch, LinearUse, LinearWays, RowLayersUse,
+    AddNormed, ChainUse, GpuLinear, GpuNorm, LinearOutput, LinearScratch, LinearUse, LinearWays, RowLayersUse,
 };
 
 use super::Decoder;
@@ -212,9 +213,16 @@ impl Decoder {
             let of = ChainUse {
                 layers: &alike,
                 activation: mlp.activation,
-                sum_norms: layers[first].spec.post_norms,
             };
-            let Some([together, apart]) = self.linears.measure_chain(of, scratch)? else {
+            let add_normed = |norm: GpuNorm<'_>, [hidden, delta, normed]: [GpuSlice<'_, bf16>; 3]| {
+                self.fused
+                    .sandwich_norm(hidden, delta, norm.weight, None, norm, normed)
+            };
+            let add_normed: Option<&AddNormed<'_>> = match layers[first].spec.post_norms {
+                true => Some(&add_normed),
+                false => None,
+            };
+            let Some([together, apart]) = self.linears.measure_chain(of, add_normed, scratch)? else {
                 continue;
             };
             tracing::debug!(
