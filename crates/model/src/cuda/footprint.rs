@@ -283,7 +283,8 @@ impl GpuFootprint {
             arena.reset();
             arena.alloc::<u8>(StepLayout::new(spec, step, &self.planners)?.bytes)
         };
-        for &size in graphs.iter().rev() {
+        // As `GpuRunner::reserve_for_graphs`.
+        if let Some(&size) = graphs.last() {
             let step = StepSize {
                 tokens: size,
                 samples: size,

@@ -284,6 +284,31 @@ fn without_graphs_there_is_nothing_to_capture() {
     assert!(without.peak < with_graphs.peak && without.scratch[0] > 0);
 }
 
+/// Memory for graphs is that of the largest step that has one.
+#[test]
+fn no_decode_step_takes_more_than_a_larger_one() {
+    let dense = footprint(&recorded("kv-full.json"));
+    let of_golden = |name| GpuFootprint::assumed(&golden(name), dense.shape.clone()).unwrap();
+    let others = [
+        "qwen3-next-moe",
+        "gemma4-moe",
+        "qwen3-moe-fp8-block",
+        "qwen3-gptq-order",
+    ]
+    .map(of_golden);
+    for mut footprint in others.into_iter().chain([dense]) {
+        footprint.shape.options.enforce_eager = true;
+        let step = |rows| StepSize {
+            tokens: rows,
+            samples: rows,
+            scored: 0,
+        };
+        let steps: Vec<_> = ladder(1024).into_iter().map(|rows| (step(rows), true)).collect();
+        let scratch = footprint.arena(&steps).scratch;
+        assert!(scratch.is_sorted() && scratch[0] > 0, "{scratch:?}");
+    }
+}
+
 /// A step with prompts takes as much as one of the rows to which it is padded, logits and scores included.
 #[test]
 fn padded_rows_are_counted() {

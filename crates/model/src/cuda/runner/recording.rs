@@ -17,17 +17,16 @@ impl GpuRunner {
         self.model.decoder().longest_whole(&self.state)
     }
 
-    /// Takes what decode steps will take from the arena, so that none of them runs out of it.
+    /// Takes what decode steps will take from the arena, so that none of them runs out of it: none takes more than the largest.
     pub(in crate::cuda) fn reserve_for_graphs(&mut self) -> Result<(), DeviceError> {
-        let steps = self.decode_steps();
         let Self {
             model, state, arena, ..
         } = self;
-        for step in steps.into_iter().rev() {
-            let input = state.inputs.padding(step);
-            model.decoder().reserve(&input, state, arena)?;
-        }
-        Ok(())
+        let input = state.inputs.padding(DecodeStep {
+            rows: self.bounds.limits.max_num_seqs,
+            is_long: false,
+        });
+        model.decoder().reserve(&input, state, arena)
     }
 
     /// Runs what each decode step that gets a graph launches once for real: libraries load what they need. The arena has been reserved.
