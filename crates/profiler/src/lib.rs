@@ -60,10 +60,7 @@ pub use proved::{Proved, ProvedParts};
 pub use ranks::{RankLost, Ranks, Solo, Verdict};
 pub use report::{ComponentLine, Memory, Report, Suggestion};
 pub use results::{Attempt, Bound, Disabled, Measured, Origin, Outcome, ScenarioResult};
-pub use scenario::{
-    LeftOut, Scenario, ScenarioKind, ScenarioShape, probe_scenarios, scenario_shapes, scenarios,
-    short_probe_scenarios,
-};
+pub use scenario::{Contexts, LeftOut, Scenario, ScenarioKind, ScenarioShape, scenario_shapes, scenarios};
 pub use setting::Setting;
 pub use spec::{
     CANARY_BYTES, KvSize, MAX_STEP, MAX_TOKENS, MIN_FRAGMENTATION_BYTES, Margins, MemFraction, ProfileSpec,

@@ -88,40 +88,23 @@ pub struct LeftOut {
     pub reason: String,
 }
 
+/// How many rows of one token of [`ScenarioKind::Mixed`] are at the longest context. The others are short.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Contexts {
+    /// All, as of requests that share all they read: in a proof.
+    All,
+    /// As many as the cache holds of requests that share nothing, but at least one: in a probe, which measures what steps take.
+    Held,
+    /// So many too, but the prefix of [`ScenarioKind::LongPrefix`] is short: in a probe where a step takes as much however far its
+    /// rows look back.
+    Short,
+}
+
 /// The worst steps that the scheduler can plan under `limits` in a KV cache of `kv`, and the worst cases left out.
 ///
 /// Contents do not matter, shapes do: a context may be longer than the cache, and then its blocks repeat. Blocks that a step
 /// writes never do. With `pooling`, steps are those of a model that is served for embeddings.
 pub fn scenarios(
-    limits: &StepLimits,
-    vocab_size: usize,
-    kv: KvConfig,
-    pooling: Option<Pooling>,
-) -> (Vec<Scenario>, Vec<LeftOut>) {
-    worst_steps(Contexts::All, limits, vocab_size, kv, pooling)
-}
-
-/// The same steps as a probe runs them, which measures what they take: see [`ScenarioKind::Mixed`].
-pub fn probe_scenarios(
-    limits: &StepLimits,
-    vocab_size: usize,
-    kv: KvConfig,
-    pooling: Option<Pooling>,
-) -> (Vec<Scenario>, Vec<LeftOut>) {
-    worst_steps(Contexts::Held, limits, vocab_size, kv, pooling)
-}
-
-/// The same where a step takes as much however far its rows look back: see [`ScenarioKind::LongPrefix`].
-pub fn short_probe_scenarios(
-    limits: &StepLimits,
-    vocab_size: usize,
-    kv: KvConfig,
-    pooling: Option<Pooling>,
-) -> (Vec<Scenario>, Vec<LeftOut>) {
-    worst_steps(Contexts::Short, limits, vocab_size, kv, pooling)
-}
-
-fn worst_steps(
     contexts: Contexts,
     limits: &StepLimits,
     vocab_size: usize,
@@ -234,17 +217,6 @@ struct Shapes {
     apart: bool,
     /// Of the decodes of [`ScenarioKind::Mixed`].
     contexts: Contexts,
-}
-
-/// How many rows of one token are at the longest context. The others are short.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Contexts {
-    /// All, as of requests that share all they read.
-    All,
-    /// As many as the cache holds of requests that share nothing, but at least one.
-    Held,
-    /// So many too, but the prefix of [`ScenarioKind::LongPrefix`] is short.
-    Short,
 }
 
 /// Tokens `start..end` of one request.

@@ -10,7 +10,7 @@ use plimsoll_core::{
 };
 
 use crate::profiler::Profiler;
-use crate::scenario::{LeftOut, Scenario, ScenarioKind, probe_scenarios, scenarios, short_probe_scenarios};
+use crate::scenario::{Contexts, LeftOut, Scenario, ScenarioKind, scenarios};
 use crate::{
     Attempt, DiscardReason, DiscardedPlan, Outcome, Phase, ProfileError, ProfileSpec, RankLost,
     ScenarioProgress, ScenarioResult, StepRecord, Target, Verdict,
@@ -159,12 +159,12 @@ pub(crate) struct WorstSteps {
 impl WorstSteps {
     /// For a KV cache of `kv`.
     fn new(phase: Phase, spec: &ProfileSpec, kv: KvConfig) -> Self {
-        let worst_steps = match phase {
-            Phase::Probe | Phase::Advise if spec.contexts_take_memory => probe_scenarios,
-            Phase::Probe | Phase::Advise => short_probe_scenarios,
-            _ => scenarios,
+        let contexts = match phase {
+            Phase::Probe | Phase::Advise if spec.contexts_take_memory => Contexts::Held,
+            Phase::Probe | Phase::Advise => Contexts::Short,
+            _ => Contexts::All,
         };
-        let (scenarios, left_out) = worst_steps(&spec.limits, spec.vocab_size, kv, spec.pooling);
+        let (scenarios, left_out) = scenarios(contexts, &spec.limits, spec.vocab_size, kv, spec.pooling);
         Self { scenarios, left_out }
     }
 

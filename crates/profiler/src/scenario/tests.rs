@@ -44,7 +44,7 @@ fn states_are_found_in_snapshots() {
             state_slots,
             ..kv(512)
         };
-        let (all, _) = scenarios(&limits(512, 4, 2048), 1000, kv, None);
+        let (all, _) = scenarios(Contexts::All, &limits(512, 4, 2048), 1000, kv, None);
         for Scenario { kind, plan } in all {
             let states: Vec<RunState> = plan.runs.iter().map(|run| run.state.unwrap()).collect();
             let written: HashSet<StateSlot> = states.iter().map(|state| state.after).collect();
@@ -71,7 +71,7 @@ fn states_are_found_in_snapshots() {
 
 #[test]
 fn every_worst_case_is_in() {
-    let (all, left_out) = scenarios(&limits(512, 4, 2048), 1000, kv(512), None);
+    let (all, left_out) = scenarios(Contexts::All, &limits(512, 4, 2048), 1000, kv(512), None);
     let included: Vec<_> = left_out
         .iter()
         .map(|left| (left.kind, left.reason.as_str()))
@@ -88,7 +88,7 @@ fn every_worst_case_is_in() {
     let mixed = [(2047, 2048), (2047, 2048), (2047, 2048), (0, 509)];
     assert_eq!(shapes(&all, ScenarioKind::Mixed), mixed);
     // Where nothing includes them.
-    let (alone, _) = scenarios(&limits(4, 4, 4), 1000, kv(512), None);
+    let (alone, _) = scenarios(Contexts::All, &limits(4, 4, 4), 1000, kv(512), None);
     assert_eq!(shapes(&alone, ScenarioKind::Prefill), [(0, 4)]);
     assert_eq!(shapes(&alone, ScenarioKind::SampleSort), [(3, 4); 4]);
     let all = all.into_iter().chain(alone);
@@ -116,8 +116,8 @@ fn as_many_contexts_are_the_longest_as_the_cache_holds() {
     for (blocks, held) in [(900, 7), (300, 2), (128, 1), (100, 1)] {
         let (limits, kv) = (limits(512, 8, 2048), kv(blocks));
         let of = |rows: usize| (0..rows).map(move |row| if row < held { long } else { short });
-        let (proof, _) = scenarios(&limits, 1000, kv, None);
-        let (probe, _) = probe_scenarios(&limits, 1000, kv, None);
+        let (proof, _) = scenarios(Contexts::All, &limits, 1000, kv, None);
+        let (probe, _) = scenarios(Contexts::Held, &limits, 1000, kv, None);
         for all in [&proof, &probe] {
             let decode = shapes(all, ScenarioKind::Decode);
             assert!(decode.into_iter().eq(of(8)), "{blocks}");
@@ -132,7 +132,7 @@ fn as_many_contexts_are_the_longest_as_the_cache_holds() {
         assert!(probed.into_iter().eq(of(7)), "{blocks}");
     }
     // Without `mixed` there is nothing else that has all of them.
-    let (alone, _) = probe_scenarios(&limits(8, 8, 2048), 1000, kv(300), None);
+    let (alone, _) = scenarios(Contexts::Held, &limits(8, 8, 2048), 1000, kv(300), None);
     assert_eq!(shapes(&alone, ScenarioKind::Decode), [long; 8]);
     assert_eq!(shapes(&alone, ScenarioKind::SampleSort), [long; 8]);
 }
@@ -142,8 +142,8 @@ fn as_many_contexts_are_the_longest_as_the_cache_holds() {
 fn a_probe_may_have_a_short_prefix() {
     for (context, start) in [(8192, 1024), (1600, 1024), (1500, 988)] {
         let (limits, kv) = (limits(512, 8, context), kv(900));
-        let (short, left_out) = short_probe_scenarios(&limits, 1000, kv, None);
-        let (long, also_left_out) = probe_scenarios(&limits, 1000, kv, None);
+        let (short, left_out) = scenarios(Contexts::Short, &limits, 1000, kv, None);
+        let (long, also_left_out) = scenarios(Contexts::Held, &limits, 1000, kv, None);
         assert_eq!(left_out, also_left_out);
         for Scenario { kind, plan } in &long {
             let rows = shapes(&short, *kind);
@@ -161,7 +161,7 @@ fn a_probe_may_have_a_short_prefix() {
 #[test]
 fn the_worst_step_scores_every_prompt_token_it_has() {
     let scored = |kind, batched, seqs| {
-        let (all, _) = scenarios(&limits(batched, seqs, 2048), 1000, kv(512), None);
+        let (all, _) = scenarios(Contexts::All, &limits(batched, seqs, 2048), 1000, kv(512), None);
         let scenario = all.into_iter().find(|scenario| scenario.kind == kind).unwrap();
         let of = |run: &Run| {
             run.score
@@ -188,7 +188,7 @@ fn the_worst_step_scores_every_prompt_token_it_has() {
 #[test]
 fn embeddings_have_the_same_steps_but_for_logits() {
     let (limits, kv) = (limits(512, 4, 2048), kv(512));
-    let (all, left_out) = scenarios(&limits, 1000, kv, Some(Pooling::Mean));
+    let (all, left_out) = scenarios(Contexts::All, &limits, 1000, kv, Some(Pooling::Mean));
     let mut runs = all.iter().flat_map(|scenario| &scenario.plan.runs);
     assert!(runs.all(|run| run.sample.is_none() && run.score.is_none() && run.pool == Some(Pooling::Mean)));
     assert_eq!(shapes(&all, ScenarioKind::Decode), [(2047, 2048); 4]);
@@ -207,7 +207,7 @@ fn embeddings_have_the_same_steps_but_for_logits() {
 #[test]
 fn unreachable_shapes_are_left_out_with_the_reason() {
     let left_out = |limits| {
-        let (reached, left_out) = scenarios(&limits, 1000, kv(1024), None);
+        let (reached, left_out) = scenarios(Contexts::All, &limits, 1000, kv(1024), None);
         assert_eq!(reached.len() + left_out.len(), ScenarioKind::ALL.len());
         left_out
             .into_iter()
@@ -225,7 +225,7 @@ fn unreachable_shapes_are_left_out_with_the_reason() {
 
 #[test]
 fn a_full_step_of_short_requests_is_several_prompts() {
-    let (all, _) = scenarios(&limits(100, 8, 40), 1000, kv(512), None);
+    let (all, _) = scenarios(Contexts::All, &limits(100, 8, 40), 1000, kv(512), None);
     let mixed = shapes(&all, ScenarioKind::Mixed);
     assert_eq!(
         (
@@ -257,13 +257,13 @@ fn plans_are_legal_under_any_limits() {
         spec.groups = CacheLayout::new(&layers, 1000).unwrap().groups;
         let probe = spec.probe_kv();
         let final_size = spec.kv(spec.request_pages() + up_to(200) - 1);
-        for (kv, worst_steps) in [
-            (probe, probe_scenarios as fn(&_, _, _, _) -> _),
-            (probe, short_probe_scenarios),
-            (probe, scenarios),
-            (final_size, scenarios),
+        for (kv, contexts) in [
+            (probe, Contexts::Held),
+            (probe, Contexts::Short),
+            (probe, Contexts::All),
+            (final_size, Contexts::All),
         ] {
-            let (all, left_out): (Vec<Scenario>, Vec<LeftOut>) = worst_steps(&limits, vocab, kv, None);
+            let (all, left_out) = scenarios(contexts, &limits, vocab, kv, None);
             let (sizes, left_out_sizes) = scenario_shapes(&limits, kv, None);
             assert_eq!(
                 (sizes.len(), left_out_sizes),

@@ -4,9 +4,9 @@ use std::thread;
 
 use plimsoll_core::{Component, Executor, KvConfig, Meters, StepError};
 use plimsoll_profiler::{
-    Bound, Cause, Diagnostic, KvSize, Observer, Origin, Outcome, Phase, PhaseRecord, Plan, ProfileError,
-    ProfileSpec, Proved, RankLost, Ranks, Report, ScenarioKind, ScenarioProgress, Solo, Target, Verdict,
-    profile_rank, scenarios,
+    Bound, Cause, Contexts, Diagnostic, KvSize, Observer, Origin, Outcome, Phase, PhaseRecord, Plan,
+    ProfileError, ProfileSpec, Proved, RankLost, Ranks, Report, ScenarioKind, ScenarioProgress, Solo, Target,
+    Verdict, profile_rank, scenarios,
 };
 use plimsoll_sim::{Member, VirtualDevice, VirtualState, World};
 
@@ -384,7 +384,13 @@ fn check_state(
         held(Component::Kv) >= config.kv.num_pages as u64 * rank.device.page_bytes,
         "the KV cache is smaller than said"
     );
-    let (steps, _) = scenarios(&spec.limits, spec.vocab_size, config.kv, spec.pooling);
+    let (steps, _) = scenarios(
+        Contexts::All,
+        &spec.limits,
+        spec.vocab_size,
+        config.kv,
+        spec.pooling,
+    );
     let mut state = proved.into_parts().state;
     let ran = state.steps_beside_canary().len();
     ensure!(

@@ -2,8 +2,8 @@
 
 use plimsoll_core::{CacheGroups, Component};
 use plimsoll_profiler::{
-    Bound, BuildProgress, Cause, KvSize, MemFraction, Observer, Outcome, Phase, PhaseRecord, ProfileError,
-    ProfileSpec, ScenarioKind, Setting, Target, profile, scenarios,
+    Bound, BuildProgress, Cause, Contexts, KvSize, MemFraction, Observer, Outcome, Phase, PhaseRecord,
+    ProfileError, ProfileSpec, ScenarioKind, Setting, Target, profile, scenarios,
 };
 use plimsoll_sim::{DeviceModel, StepMemory, VirtualDevice};
 
@@ -554,7 +554,7 @@ fn removing_any_scenario_lowers_the_peak_somewhere() {
                 groups: CacheGroups::default(),
                 state_slots: 0,
             };
-            let (all, _) = scenarios(limits, 1000, kv, None);
+            let (all, _) = scenarios(Contexts::All, limits, 1000, kv, None);
             devices.iter().any(|device| {
                 let peak = |keep: &dyn Fn(ScenarioKind) -> bool| {
                     all.iter()
