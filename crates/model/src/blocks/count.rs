@@ -1,6 +1,6 @@
 use std::convert::Infallible;
 
-use super::{Decoder, Matrix, Stack, Vector, Visitor};
+use super::{Decoder, Inspector, Matrix, Stack, Vector};
 use crate::DecoderSpec;
 
 impl DecoderSpec {
@@ -63,19 +63,12 @@ impl Count {
     }
 }
 
-impl Visitor for Count {
-    type Vector = ();
-    type Linear = ();
-    type Embedding = ();
+impl Inspector for Count {
     type Error = Infallible;
 
     fn vector(&mut self, vector: &Vector) -> Result<(), Infallible> {
         self.add_vector(vector);
         Ok(())
-    }
-
-    fn optional_vector(&mut self, _: &Vector) -> Result<Option<()>, Infallible> {
-        Ok(None)
     }
 
     fn linear(&mut self, stack: &Stack) -> Result<(), Infallible> {
@@ -88,6 +81,4 @@ impl Visitor for Count {
         self.add_matrix(table);
         Ok(())
     }
-
-    fn tied(&mut self, (): &()) {}
 }

@@ -1,4 +1,4 @@
-use super::{Decoder, Matrix, Stack, Vector, Visitor};
+use super::{Decoder, Inspector, Matrix, Stack};
 use crate::quantization::{INT4_WORD, MXFP4_BLOCK, MatrixFormat};
 use crate::{DecoderSpec, ModelError};
 
@@ -13,19 +13,8 @@ pub(crate) fn check_formats(spec: &DecoderSpec) -> Result<(), ModelError> {
 
 struct Alike;
 
-impl Visitor for Alike {
-    type Vector = ();
-    type Linear = ();
-    type Embedding = ();
+impl Inspector for Alike {
     type Error = ModelError;
-
-    fn vector(&mut self, _: &Vector) -> Result<(), ModelError> {
-        Ok(())
-    }
-
-    fn optional_vector(&mut self, _: &Vector) -> Result<Option<()>, ModelError> {
-        Ok(None)
-    }
 
     fn linear(&mut self, stack: &Stack) -> Result<(), ModelError> {
         let is_coded = |part: &Matrix| !part.format.may_be_mixed();
@@ -67,12 +56,6 @@ impl Visitor for Alike {
             )),
         }
     }
-
-    fn embedding(&mut self, _: &Matrix) -> Result<(), ModelError> {
-        Ok(())
-    }
-
-    fn tied(&mut self, (): &()) {}
 }
 
 #[cfg(test)]

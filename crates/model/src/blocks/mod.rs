@@ -57,6 +57,46 @@ pub(crate) trait Visitor {
     fn tied(&mut self, embedding: &Self::Embedding) -> Self::Linear;
 }
 
+/// A [`Visitor`] that looks at the tensors every checkpoint has, and makes nothing of them.
+pub(crate) trait Inspector {
+    type Error;
+
+    fn vector(&mut self, _: &Vector) -> Result<(), Self::Error> {
+        Ok(())
+    }
+
+    fn linear(&mut self, stack: &Stack) -> Result<(), Self::Error>;
+
+    fn embedding(&mut self, _: &Matrix) -> Result<(), Self::Error> {
+        Ok(())
+    }
+}
+
+impl<T: Inspector> Visitor for T {
+    type Vector = ();
+    type Linear = ();
+    type Embedding = ();
+    type Error = T::Error;
+
+    fn vector(&mut self, vector: &Vector) -> Result<(), T::Error> {
+        Inspector::vector(self, vector)
+    }
+
+    fn optional_vector(&mut self, _: &Vector) -> Result<Option<()>, T::Error> {
+        Ok(None)
+    }
+
+    fn linear(&mut self, stack: &Stack) -> Result<(), T::Error> {
+        Inspector::linear(self, stack)
+    }
+
+    fn embedding(&mut self, table: &Matrix) -> Result<(), T::Error> {
+        Inspector::embedding(self, table)
+    }
+
+    fn tied(&mut self, (): &()) {}
+}
+
 /// A decoder, with `E` for its embedding, `L` for each linear layer and `V` for each vector.
 #[derive(Clone, Debug)]
 pub(crate) struct Decoder<E, L, V> {

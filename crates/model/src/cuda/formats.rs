@@ -3,7 +3,7 @@ use std::collections::HashMap;
 use plimsoll_kernels::cuda::PART_OUTPUTS;
 
 use super::weights::{products, rows_together};
-use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
+use crate::blocks::{Decoder, Inspector, Matrix, Stack};
 use crate::quantization::{FP8_BLOCK, Fp8Scales, INT4_WORD, MXFP4_BLOCK, MatrixFormat};
 use crate::{DecoderSpec, ModelError};
 
@@ -121,31 +121,14 @@ impl Products {
     }
 }
 
-impl Visitor for Products {
-    type Vector = ();
-    type Linear = ();
-    type Embedding = ();
+impl Inspector for Products {
     type Error = ModelError;
-
-    fn vector(&mut self, _: &Vector) -> Result<(), ModelError> {
-        Ok(())
-    }
-
-    fn optional_vector(&mut self, _: &Vector) -> Result<Option<()>, ModelError> {
-        Ok(None)
-    }
 
     fn linear(&mut self, stack: &Stack) -> Result<(), ModelError> {
         check_parts(&stack.parts)?;
         self.check_experts(&stack.parts)?;
         products(&stack.parts).try_for_each(check_product)
     }
-
-    fn embedding(&mut self, _: &Matrix) -> Result<(), ModelError> {
-        Ok(())
-    }
-
-    fn tied(&mut self, (): &()) {}
 }
 
 #[cfg(test)]

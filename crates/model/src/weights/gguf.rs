@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use plimsoll_kernels::WeightType;
 
 use super::{RowOrder, Source, Tensor};
-use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
+use crate::blocks::{Decoder, Inspector, Matrix, Stack};
 use crate::gguf::{GgufFile, ROPE_DIVISORS, ROPE_FACTORS};
 use crate::quantization::GgufTypes;
 use crate::{Architecture, DecoderSpec, ModelError, Shape};
@@ -193,19 +193,8 @@ impl Types<'_> {
     }
 }
 
-impl Visitor for Types<'_> {
-    type Vector = ();
-    type Linear = ();
-    type Embedding = ();
+impl Inspector for Types<'_> {
     type Error = ModelError;
-
-    fn vector(&mut self, _: &Vector) -> Result<(), ModelError> {
-        Ok(())
-    }
-
-    fn optional_vector(&mut self, _: &Vector) -> Result<Option<()>, ModelError> {
-        Ok(None)
-    }
 
     fn linear(&mut self, stack: &Stack) -> Result<(), ModelError> {
         stack.parts.iter().try_for_each(|part| self.add(part))
@@ -214,8 +203,6 @@ impl Visitor for Types<'_> {
     fn embedding(&mut self, table: &Matrix) -> Result<(), ModelError> {
         self.add(table)
     }
-
-    fn tied(&mut self, (): &()) {}
 }
 
 /// GGUF's name of a tensor, where `post_attention_layernorm` is called so; a name without a counterpart stays as it is.
