@@ -16,17 +16,6 @@ pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Out {
     unsafe { kernel.run::<Avx2>() }
 }
 
-/// Bodies of intrinsics: every function of the trait is unsafe for the same two reasons.
-macro_rules! op {
-    ($name:ident$(<const $c:ident: usize>)?($($arg:ident: $ty:ty),*) $(-> $out:ty)? $body:block) => {
-        #[inline(always)]
-        unsafe fn $name$(<const $c: usize>)?($($arg: $ty),*) $(-> $out)? {
-            // SAFETY: the caller promised the CPU features and valid pointers.
-            unsafe { $body }
-        }
-    };
-}
-
 /// The same for both registers. Not closures: those would not be compiled with the features of the kernel.
 macro_rules! both {
     ($($v:ident),+ => $value:expr) => {

@@ -4,6 +4,18 @@
 //! Every implementation rounds alike: multiplications and additions are IEEE, `fma` is fused everywhere and reductions
 //! add in one fixed tree. So an operation gives the same bits on AVX-512, AVX2 and plain scalar code.
 
+/// Bodies of intrinsics: every function of the trait is unsafe for the same two reasons.
+#[cfg(target_arch = "x86_64")]
+macro_rules! op {
+    ($name:ident$(<const $c:ident: usize>)?($($arg:ident: $ty:ty),*) $(-> $out:ty)? $body:block) => {
+        #[inline(always)]
+        unsafe fn $name$(<const $c: usize>)?($($arg: $ty),*) $(-> $out)? {
+            // SAFETY: the caller promised the CPU features and valid pointers.
+            unsafe { $body }
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
