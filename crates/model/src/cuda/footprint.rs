@@ -17,9 +17,7 @@ use super::input::StepInputs;
 use super::loads::Loads;
 use super::masks::Masks;
 use super::output::Outputs;
-use super::planners::{
-    AttentionKind, AttentionPlanners, Planners, attention_counters, planners, planners_on,
-};
+use super::planners::{AttentionPlanners, Planners, attention_counters, planners, planners_on};
 use super::shape::{ImageInputs, Sampling};
 use super::states::States;
 use super::step::StepLayout;
@@ -113,16 +111,10 @@ impl GpuFootprint {
             &pages(&config.spec, shape.block_size),
             element,
             |kind| {
-                let AttentionKind {
-                    layout,
-                    heads,
-                    window,
-                    element,
-                } = kind;
                 Ok(AttentionPlanners {
                     kind,
-                    decode: DecodePlanner::assumed(layout, heads, window, gpu, runs),
-                    prefill: PrefillPlanner::assumed(layout, heads, window, element, gpu),
+                    decode: DecodePlanner::assumed(kind.layout, kind.heads, kind.window, gpu, runs),
+                    prefill: PrefillPlanner::assumed(kind.layout, kind.heads, kind.window, kind.element, gpu),
                 })
             },
         );

@@ -85,15 +85,9 @@ pub(super) fn planners_on(
     kind: AttentionKind,
     max_runs: usize,
 ) -> Result<AttentionPlanners, GpuError> {
-    let AttentionKind {
-        layout,
-        heads,
-        window,
-        element,
-    } = kind;
     Ok(AttentionPlanners {
         kind,
-        decode: decode.planner(layout, heads, window, max_runs)?,
-        prefill: prefill.planner(layout, heads, window, element)?,
+        decode: decode.planner(kind.layout, kind.heads, kind.window, max_runs)?,
+        prefill: prefill.planner(kind.layout, kind.heads, kind.window, kind.element)?,
     })
 }
