@@ -66,19 +66,6 @@ pub(crate) fn encode(
     tokens.map_err(|error| ApiError::from(error).in_field(field))
 }
 
-/// [`encode`] of a rendered chat, whose messages are guarded.
-pub(crate) fn rendered(
-    model: &ModelInfo,
-    text: &str,
-    add_special: bool,
-    most: Option<usize>,
-    field: &'static str,
-) -> Result<Vec<TokenId>, ApiError> {
-    check_length(model, text, most, field)?;
-    let tokens = model.tokenizer.encode_guarded(text, add_special);
-    tokens.map_err(|error| ApiError::from(error).in_field(field))
-}
-
 /// An error if `text` has certainly more than `most` tokens.
 pub(crate) fn check_length(
     model: &ModelInfo,

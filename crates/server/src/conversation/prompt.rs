@@ -122,7 +122,12 @@ impl Prompt {
             .iter()
             .filter_map(|message| message["content"].as_array());
         let count = parts.flatten().filter(is_image).count();
-        let encode = |text: &str| prompt::rendered(model, text, self.add_special_tokens, most, self.field);
+        let encode = |text: &str| {
+            prompt::check_length(model, text, most, self.field)?;
+            // What messages say is guarded.
+            let tokens = model.tokenizer.encode_guarded(text, self.add_special_tokens);
+            tokens.map_err(|error| ApiError::from(error).in_field(self.field))
+        };
         if count == 0 {
             return Ok(Encoded {
                 tokens: encode(text)?,
