@@ -352,7 +352,7 @@ fn bans(extra: &Extra, tokenizer: &Tokenizer) -> Result<Bans, ApiError> {
             return wrong(format!("a bad word must have 1 to {MAX_BAD_WORD_BYTES} bytes"));
         }
         for text in [word.to_owned(), format!(" {word}")] {
-            let tokens = tokenizer.encode_literal(&text, false)?;
+            let tokens = tokenizer.encode_literal(&text)?;
             if !words.contains(&tokens) {
                 words.push(tokens);
             }

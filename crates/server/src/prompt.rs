@@ -41,7 +41,7 @@ impl Middle {
             Prompt::Tokens(tokens) => tokens.clone(),
             Prompt::Text(text) => {
                 check_length(model, text, Some(most), "prompt")?;
-                let tokens = model.tokenizer.encode_literal(text, false);
+                let tokens = model.tokenizer.encode_literal(text);
                 tokens.map_err(|error| ApiError::from(error).in_field("prompt"))?
             }
         };

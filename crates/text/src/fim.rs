@@ -153,10 +153,10 @@ fn begin(tokenizer: &Tokenizer) -> Result<Vec<TokenId>, TextError> {
 /// Tokens of a text that continues another: without the space that some tokenizers put before a text. The texts of special
 /// tokens are text.
 fn continuation(tokenizer: &Tokenizer, text: &str) -> Result<Vec<TokenId>, TextError> {
-    let apart = tokenizer.encode_literal(APART, false)?;
-    let whole = tokenizer.encode_literal(&format!("{APART}{text}"), false)?;
+    let apart = tokenizer.encode_literal(APART)?;
+    let whole = tokenizer.encode_literal(&format!("{APART}{text}"))?;
     match whole.strip_prefix(apart.as_slice()) {
         Some(tokens) => Ok(tokens.to_vec()),
-        None => tokenizer.encode_literal(text, false),
+        None => tokenizer.encode_literal(text),
     }
 }

@@ -81,7 +81,7 @@ impl Tokenizer {
             }
             if std::mem::take(&mut is_guarded) {
                 tokens.extend(self.encode(&clean[done..from], add_special && done == 0)?);
-                tokens.extend(self.encode_literal(&clean[from..start], false)?);
+                tokens.extend(self.encode_literal(&clean[from..start])?);
                 done = start;
             }
             from = end;

@@ -89,10 +89,10 @@ impl Tokenizer {
         self.encode_with(text, add_special, true)
     }
 
-    /// Like [`Tokenizer::encode`], but the text of a special token is ordinary text: for text that must not be able to end
-    /// a turn.
-    pub fn encode_literal(&self, text: &str, add_special: bool) -> Result<Vec<TokenId>, TextError> {
-        self.encode_with(text, add_special, false)
+    /// Like [`Tokenizer::encode`] without what the model expects around a text, but the text of a special token is ordinary text: for
+    /// text that must not be able to end a turn.
+    pub fn encode_literal(&self, text: &str) -> Result<Vec<TokenId>, TextError> {
+        self.encode_with(text, false, false)
     }
 
     /// Tokens of two texts that are read together, with what the model expects around and between them.

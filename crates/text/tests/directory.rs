@@ -62,7 +62,7 @@ fn a_suffix_begins_without_a_space() {
     write(directory.path(), "tokenizer.json", &spec);
     let tokenizer = Tokenizer::from_dir(directory.path()).unwrap();
     let named = |name: &str| tokenizer.special_token(name).unwrap();
-    let text = |text: &str| tokenizer.encode_literal(text, false).unwrap();
+    let text = |text: &str| tokenizer.encode_literal(text).unwrap();
     let [pre, mid, suf, eot] = ["▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>"].map(named);
     let fim = Fim::detect(&tokenizer).unwrap();
     assert_eq!(fim.ends(), [pre, suf, mid, eot]);
@@ -137,7 +137,7 @@ fn text_is_what_the_tokenizers_crate_makes_of_it() {
     // The file asks to cut after two tokens; prompts are never cut.
     assert_eq!(ours.encode("hello hello hello hello", true).unwrap().len(), 5);
     assert_eq!(ours.encode("</s>", false).unwrap(), [2]);
-    assert!(!ours.encode_literal("</s>", false).unwrap().contains(&2));
+    assert!(!ours.encode_literal("</s>").unwrap().contains(&2));
 }
 
 #[test]

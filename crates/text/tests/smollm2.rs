@@ -21,7 +21,7 @@ fn special_tokens() {
     );
 
     assert_eq!(tokenizer.encode("<|im_end|>", false).unwrap(), [2]);
-    let literal = tokenizer.encode_literal("<|im_end|>", false).unwrap();
+    let literal = tokenizer.encode_literal("<|im_end|>").unwrap();
     assert!(literal.len() > 1 && !literal.contains(&2), "{literal:?}");
     assert_eq!(tokenizer.decode(&literal, true), "<|im_end|>");
     assert_eq!(tokenizer.decode(&[1, 2], true), "");

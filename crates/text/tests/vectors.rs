@@ -68,7 +68,7 @@ fn models_of_code_fill_in_the_middle() {
         let (Some(fim), Some(card)) = (fim, card) else {
             continue;
         };
-        let prefix = tokenizer.encode_literal("let a", false).unwrap();
+        let prefix = tokenizer.encode_literal("let a").unwrap();
         let prompt = |special| fim.prompt(&tokenizer, prefix.clone(), " = 1;", special).unwrap();
         let written = tokenizer.encode(card, false).unwrap();
         assert_eq!(prompt(false), written, "{name}");
@@ -94,7 +94,7 @@ fn vectors_of_llama_cpp() {
         let (texts, expected) = vectors(name);
         for (text, expected) in texts.iter().zip(&expected) {
             // The vectors are made without special tokens, added or parsed.
-            let tokens = tokenizer.encode_literal(text, false).unwrap();
+            let tokens = tokenizer.encode_literal(text).unwrap();
             assert!(tokenizer.count_at_least(text) <= tokens.len(), "{name}: {text:?}");
             if tokens != *expected {
                 failures.push(format!(

@@ -36,7 +36,7 @@ impl ReasoningBudget {
         let end = match tokenizer.special_token(close) {
             Some(token) => vec![token],
             // A mark can always be written in tokens.
-            None => tokenizer.encode_literal(close, false).unwrap_or_default(),
+            None => tokenizer.encode_literal(close).unwrap_or_default(),
         };
         Self {
             tokenizer: tokenizer.clone(),

@@ -46,7 +46,7 @@ impl TokenizerEnv for Tokens {
 
     fn tokenize_bytes(&self, bytes: &[u8]) -> Vec<TokenId> {
         self.trie.tokenize_with_greedy_fallback(bytes, |text| {
-            let tokens = self.tokenizer.encode_literal(text, false).unwrap_or_default();
+            let tokens = self.tokenizer.encode_literal(text).unwrap_or_default();
             // Not if the tokenizer normalizes the text, or replaces parts by the unknown token.
             let bytes = tokens.iter().flat_map(|&token| self.tokenizer.token_bytes(token));
             match bytes.eq(text.as_bytes()) {
