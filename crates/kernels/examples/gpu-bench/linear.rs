@@ -299,7 +299,14 @@ fn stream_few_bits(gpu: &Gpu, linears: &mut Linears, values: GpuValues) {
                     let us = time_us(gpu, 2 * layers.len(), |call| {
                         let x = model.x.slice().range(0..m * k);
                         let out = model.out.slice().range(0..m * n / 2);
-                        linears.forward_glu(x, &layers[call % layers.len()], Activation::Silu, out)
+                        let output = LinearOutput::Glu(Activation::Silu);
+                        linears.forward_in(
+                            LinearRoom::default(),
+                            x,
+                            &layers[call % layers.len()],
+                            output,
+                            out,
+                        )
                     });
                     print!(" ({us:.1})");
                 }
@@ -357,7 +364,7 @@ impl Norms {
             }
             self.kernels.add_rms_norm(hidden[0], delta, norm, normed)?;
             match output {
-                LinearOutput::Glu(activation) => linears.forward_glu(normed, layer, activation, out),
+                LinearOutput::Glu(_) => linears.forward_in(LinearRoom::default(), normed, layer, output, out),
                 _ => linears.forward(normed, layer, out),
             }
         };
@@ -455,7 +462,8 @@ fn chain(linears: &Linears, model: &Model, m: usize) -> Result<(), GpuError> {
         linears.forward(out.range(0..m * 4096), o, x.range(0..m * 4096))?;
         if linears.fuses_glu(m, gate_up, Activation::Silu) {
             let activated = out.range(0..m * 14336);
-            linears.forward_glu(x.range(0..m * 4096), gate_up, Activation::Silu, activated)?;
+            let (room, output) = (LinearRoom::default(), LinearOutput::Glu(Activation::Silu));
+            linears.forward_in(room, x.range(0..m * 4096), gate_up, output, activated)?;
         } else {
             linears.forward(x.range(0..m * 4096), gate_up, out.range(0..m * 28672))?;
         }

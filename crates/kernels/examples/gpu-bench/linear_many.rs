@@ -4,7 +4,7 @@ use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuError};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    FusedKernels, GpuLinear, GpuValues, LinearOutput, LinearPath, LinearTile, Linears,
+    FusedKernels, GpuLinear, GpuValues, LinearOutput, LinearPath, LinearRoom, LinearTile, Linears,
 };
 
 use crate::common::time_us;
@@ -39,7 +39,7 @@ pub(crate) fn bench(gpu: &Gpu) {
                     return linears.forward(x, layer, sums);
                 }
                 if linears.fuses_glu(m, layer, Activation::Silu) {
-                    return linears.forward_glu(x, layer, Activation::Silu, activated);
+                    return linears.forward_in(LinearRoom::default(), x, layer, gated, activated);
                 }
                 linears.forward(x, layer, sums)?;
                 fused.glu(Activation::Silu, sums, n / 2, activated)

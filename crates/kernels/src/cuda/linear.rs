@@ -254,14 +254,15 @@ impl Linears {
         self.forward_in(LinearRoom::default(), x, linear, LinearOutput::Bf16, out)
     }
 
-    /// As [`Self::forward`] or [`Self::forward_glu`], of weights in four bits or GGUF's types too. Rows of `out` may be wider than the
+    /// As [`Self::forward`], of weights in four bits or GGUF's types too. For [`LinearOutput::Glu`], where [`Self::fuses_glu`] says so,
+    /// `activation(gate) * up` to `out` `[m, n / 2]`, of a layer whose outputs are gate, then up. Rows of `out` may be wider than the
     /// outputs: what is behind them stays as it is.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
-    /// As these, if there is less room than the layer needs, or for `f32` outputs.
+    /// As this, if there is less room than the layer needs, for `f32` outputs, or for gated ones of other numbers of rows.
     pub fn forward_in<'a>(
         &self,
         room: LinearRoom<'_>,
@@ -317,7 +318,7 @@ impl Linears {
         self.run(room, x.into(), linear, out, LinearOutput::F32)
     }
 
-    /// Whether [`Self::forward_glu`] can, and should, be used for `m` rows; if not, [`Self::forward`] and then `glu`.
+    /// Whether [`Self::forward_in`] can, and should, give [`LinearOutput::Glu`] for `m` rows; if not, [`Self::forward`] and then `glu`.
     pub fn fuses_glu(&self, m: usize, gate_up: &GpuLinear, activation: Activation) -> bool {
         gate_up.products().len() == 1
             && gate_up.bias.is_none()
@@ -325,27 +326,8 @@ impl Linears {
             && self.own(&gate_up.key(m, LinearOutput::Glu(activation))).is_some()
     }
 
-    /// `activation(gate) * up` of `x` `[m, k]` to `out` `[m, n / 2]`, for the rows for which [`Self::fuses_glu`]. `gate_up`
-    /// is `[n, k]`: gate, then up.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the launch.
-    ///
-    /// # Panics
-    /// If a length does not fit, for other numbers of rows, or if `x` is not as [`Self::input_scaling`] says.
-    pub fn forward_glu<'a>(
-        &self,
-        x: impl Into<GpuRows<'a>>,
-        gate_up: &GpuLinear,
-        activation: Activation,
-        out: GpuSlice<'_, bf16>,
-    ) -> Result<(), GpuError> {
-        let output = LinearOutput::Glu(activation);
-        self.forward_in(LinearRoom::default(), x, gate_up, output, out)
-    }
-
     /// Whether [`Self::forward_norm`] can be used for `m` rows; if not, `add_rms_norm` and then [`Self::forward`] or
-    /// [`Self::forward_glu`].
+    /// [`Self::forward_in`].
     pub fn fuses_norm(&self, m: usize, linear: &GpuLinear, output: LinearOutput) -> bool {
         // Each part's blocks would compute it again.
         if linear.products().len() > 1 {

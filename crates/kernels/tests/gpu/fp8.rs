@@ -8,7 +8,7 @@ use plimsoll_device::cuda::{Gpu, GpuError};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
     FP8_BLOCK, Fp8Scaling, FusedKernels, GpuFp8Rows, GpuLinear, GpuMatrix, GpuNorm, GpuRows, GpuWeight,
-    LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
+    LinearOutput, LinearPath, LinearRoom, LinearScratch, LinearUse, Linears,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -336,7 +336,9 @@ impl Case {
             crate::linear::written(gpu, len, |out| {
                 let out = out.slice().range(0..len);
                 match output {
-                    LinearOutput::Glu(activation) => linears.forward_glu(rows, &layer, activation, out),
+                    LinearOutput::Glu(_) => {
+                        linears.forward_in(LinearRoom::default(), rows, &layer, output, out)
+                    }
                     LinearOutput::Bf16 | LinearOutput::F32 => linears.forward(rows, &layer, out),
                 }
             })

@@ -10,8 +10,8 @@ use plimsoll_core::{Component, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 use plimsoll_device::{Arena, Budget, Pod};
 use plimsoll_kernels::cuda::{
-    GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, LinearCut, LinearOutput, LinearPath, Linears,
-    has_hopper_kernels,
+    GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, LinearCut, LinearOutput, LinearPath, LinearRoom,
+    Linears, has_hopper_kernels,
 };
 use plimsoll_kernels::{Activation, Linear, Matrix, WeightType, glu};
 use rand::rngs::StdRng;
@@ -224,7 +224,8 @@ pub(crate) fn check(gpu: &Gpu, linears: &Linears, case: &Case, way: &str) {
         if case.n.is_multiple_of(2) && linears.fuses_glu(case.m, &layer, activation) {
             let len = len / 2;
             let out: Vec<bf16> = written(gpu, len, |out| {
-                linears.forward_glu(x.slice(), &layer, activation, out.slice().range(0..len))
+                let (room, output) = (LinearRoom::default(), LinearOutput::Glu(activation));
+                linears.forward_in(room, x.slice(), &layer, output, out.slice().range(0..len))
             });
             let what = case.what(&format!("{way} {activation:?}"));
             common::assert_close(
