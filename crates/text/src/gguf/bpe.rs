@@ -1,5 +1,5 @@
 use plimsoll_core::MetaValue;
-use tokenizers::models::bpe::{BPE, Merges, Vocab as Ids};
+use tokenizers::models::bpe::{BPE, BpeBuilder, Merges, Vocab as Ids};
 use tokenizers::normalizers::Replace;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
@@ -16,17 +16,7 @@ const MERGES: &str = "tokenizer.ggml.merges";
 /// GPT-2's BPE over bytes written as printable characters: nearly every model since.
 pub(super) fn byte_level(source: &Source<'_>) -> Result<Kind, TextError> {
     let pre = pre::load(source)?;
-    let ids = ids(source);
-    let merges = merges(source, &ids)?;
-    let model = BPE::builder()
-        .ignore_merges(pre.ignore_merges)
-        .vocab_and_merges(ids, merges)
-        .build();
-    let mut inner = Inner::new(
-        model
-            .map_err(|e| TextError::invalid(MERGES, e.to_string()))?
-            .into(),
-    );
+    let mut inner = inner(source, BPE::builder().ignore_merges(pre.ignore_merges))?;
     let splits = pre.patterns.iter().map(|pattern| split(pattern));
     let mut steps = splits.collect::<Result<Vec<PreTokenizerWrapper>, _>>()?;
     steps.push(ByteLevel::new(false, false, false).into());
@@ -40,22 +30,21 @@ pub(super) fn byte_level(source: &Source<'_>) -> Result<Kind, TextError> {
 
 /// Gemma 4's: BPE over characters, `▁` for spaces, bytes for what is not in the vocabulary.
 pub(super) fn gemma4(source: &Source<'_>) -> Result<Kind, TextError> {
-    let ids = ids(source);
-    let merges = merges(source, &ids)?;
-    let model = BPE::builder()
-        .byte_fallback(true)
-        .vocab_and_merges(ids, merges)
-        .build();
-    let mut inner = Inner::new(
-        model
-            .map_err(|e| TextError::invalid(MERGES, e.to_string()))?
-            .into(),
-    );
+    let mut inner = inner(source, BPE::builder().byte_fallback(true))?;
     let spaces = Replace::new(" ", "▁").map_err(|e| TextError::invalid(super::MODEL, e.to_string()))?;
     normalize(&mut inner, spaces)?;
     cut(&mut inner, vec![split(r"[^\n]+|[\n]+")?])?;
     add_special(source, &mut inner)?;
     Ok(Kind::of(inner, source.vocab(false, vocab::sentencepiece)))
+}
+
+/// With the vocabulary and the merges of the file.
+fn inner(source: &Source<'_>, builder: BpeBuilder) -> Result<Inner, TextError> {
+    let ids = ids(source);
+    let merges = merges(source, &ids)?;
+    let model = builder.vocab_and_merges(ids, merges).build();
+    let model = model.map_err(|e| TextError::invalid(MERGES, e.to_string()))?;
+    Ok(Inner::new(model.into()))
 }
 
 pub(super) fn ids(source: &Source<'_>) -> Ids {
