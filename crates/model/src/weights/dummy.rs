@@ -38,50 +38,7 @@ impl Source for DummyWeights {
     }
 
     fn tensor(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
-        let stream = name
-            .bytes()
-            .fold(self.seed, |hash, byte| mix(hash ^ u64::from(byte)));
-        let len: usize = expected.iter().product();
-        let is_factor = ["norm.weight", "layer_scalar", "router.scale", "per_expert_scale"]
-            .iter()
-            .any(|end| name.ends_with(end));
-        // Norms scale by about 1; matrices keep the variance of what they are applied to.
-        let (centre, spread) = match expected {
-            [_] if is_factor => (1.0, 0.1),
-            _ if is_scale(name) => (DUMMY_SCALE, 0.0),
-            [_] => (0.0, 0.1),
-            [.., inputs] => (0.0, (3.0 / *inputs as f32).sqrt()),
-            [] => (0.0, 1.0),
-        };
-        let value = |index: usize| centre + spread * unit(stream, index);
-        if let Some((module, part)) = name.rsplit_once('.')
-            && let MatrixFormat::Int4(format) = self.quantization.format(module)
-            && let Some((dtype, data)) = self.int4(format, part, expected, stream)
-        {
-            return Ok(Some(Tensor {
-                name: name.to_owned(),
-                dtype,
-                shape: Shape(expected.to_vec()),
-                order: RowOrder::Plain,
-                unit_offset: false,
-                data: data.into(),
-            }));
-        }
-        let module = name.strip_suffix(".weight").filter(|_| expected.len() == 2);
-        let format = module.map(|module| self.quantization.format(module));
-        let dtype = match format {
-            _ if name.ends_with("_blocks") || name.ends_with("_scales") => WeightType::U8,
-            Some(MatrixFormat::Fp8 { .. }) => WeightType::F8E4M3,
-            _ => self.stored_type(),
-        };
-        let data = match dtype {
-            WeightType::F16 => bytes(len, |index| f16::from_f32(value(index)).to_le_bytes()),
-            WeightType::Bf16 => bytes(len, |index| bf16::from_f32(value(index)).to_le_bytes()),
-            WeightType::U8 if name.ends_with("_scales") => vec![mxfp4_exponent(expected); len],
-            WeightType::U8 => bytes(len, |index| [(unit(stream, index) * 128.0) as i8 as u8]),
-            WeightType::F8E4M3 => bytes(len, |index| [e4m3_from_f32(value(index) / DUMMY_SCALE)]),
-            _ => bytes(len, |index| value(index).to_le_bytes()),
-        };
+        let (dtype, data) = self.values(name, expected);
         Ok(Some(Tensor {
             name: name.to_owned(),
             dtype,
@@ -102,6 +59,48 @@ impl Source for DummyWeights {
 }
 
 impl DummyWeights {
+    /// Type and data of a tensor.
+    fn values(&self, name: &str, expected: &[usize]) -> (WeightType, Vec<u8>) {
+        let stream = name
+            .bytes()
+            .fold(self.seed, |hash, byte| mix(hash ^ u64::from(byte)));
+        let len: usize = expected.iter().product();
+        let is_factor = ["norm.weight", "layer_scalar", "router.scale", "per_expert_scale"]
+            .iter()
+            .any(|end| name.ends_with(end));
+        // Norms scale by about 1; matrices keep the variance of what they are applied to.
+        let (centre, spread) = match expected {
+            [_] if is_factor => (1.0, 0.1),
+            _ if is_scale(name) => (DUMMY_SCALE, 0.0),
+            [_] => (0.0, 0.1),
+            [.., inputs] => (0.0, (3.0 / *inputs as f32).sqrt()),
+            [] => (0.0, 1.0),
+        };
+        let value = |index: usize| centre + spread * unit(stream, index);
+        if let Some((module, part)) = name.rsplit_once('.')
+            && let MatrixFormat::Int4(format) = self.quantization.format(module)
+            && let Some(codes) = self.int4(format, part, expected, stream)
+        {
+            return codes;
+        }
+        let module = name.strip_suffix(".weight").filter(|_| expected.len() == 2);
+        let format = module.map(|module| self.quantization.format(module));
+        let dtype = match format {
+            _ if name.ends_with("_blocks") || name.ends_with("_scales") => WeightType::U8,
+            Some(MatrixFormat::Fp8 { .. }) => WeightType::F8E4M3,
+            _ => self.stored_type(),
+        };
+        let data = match dtype {
+            WeightType::F16 => bytes(len, |index| f16::from_f32(value(index)).to_le_bytes()),
+            WeightType::Bf16 => bytes(len, |index| bf16::from_f32(value(index)).to_le_bytes()),
+            WeightType::U8 if name.ends_with("_scales") => vec![mxfp4_exponent(expected); len],
+            WeightType::U8 => bytes(len, |index| [(unit(stream, index) * 128.0) as i8 as u8]),
+            WeightType::F8E4M3 => bytes(len, |index| [e4m3_from_f32(value(index) / DUMMY_SCALE)]),
+            _ => bytes(len, |index| value(index).to_le_bytes()),
+        };
+        (dtype, data)
+    }
+
     /// Type and data of a part of a matrix in four bits, if it is one: random codes, zeros in their middle, and the scale with which
     /// they keep the variance of as many inputs as there are. A scale for each output tells nothing of the inputs: there are
     /// taken to be as many as outputs.
