@@ -192,6 +192,16 @@ def sim(start):
         yield server
 
 
+@pytest.fixture(scope="module")
+def agent(start):
+    """A simulated model that reasons and calls tools."""
+    with start(
+        "sim", "--max-model-len", "4096", "--served-model-name", "sim", "--tool-call-parser", "hermes",
+        "--reasoning-parser", "qwen3",
+    ) as server:
+        yield server
+
+
 @pytest.fixture(scope="session")
 def smollm2(start):
     """The default model."""

@@ -15,16 +15,6 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def agent(start):
-    """A simulated model that reasons and calls tools."""
-    with start(
-        "sim", "--max-model-len", "4096", "--served-model-name", "sim", "--tool-call-parser", "hermes",
-        "--reasoning-parser", "qwen3",
-    ) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def client(agent):
     with anthropic.Anthropic(base_url=agent.url, api_key="none", max_retries=0, timeout=120) as client:
         yield client

@@ -28,16 +28,6 @@ ANSWERS = {
 ENOUGH = 400
 
 
-@pytest.fixture(scope="module")
-def agent(start):
-    """A simulated model that reasons and calls tools."""
-    with start(
-        "sim", "--max-model-len", "4096", "--served-model-name", "sim", "--tool-call-parser", "hermes",
-        "--reasoning-parser", "qwen3",
-    ) as server:
-        yield server
-
-
 def say(text: str) -> str:
     """Makes the simulated model say `text`."""
     return f"<say>{text}</say>"
