@@ -19,16 +19,13 @@ pub(crate) struct Attention<L, V> {
 }
 
 impl<L, V> Attention<L, V> {
-    pub(super) fn visit<T>(
+    pub(super) fn visit<T: Visitor<Linear = L, Vector = V>>(
         layer: &LayerSpec,
         spec: &AttentionSpec,
         hidden: usize,
         scope: &Scope<'_>,
         visitor: &mut T,
-    ) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L, Vector = V>,
-    {
+    ) -> Result<Self, T::Error> {
         let (q, kv) = (spec.q_size(), spec.kv_size());
         let own = scope.part("self_attn");
         let (shard, kv_shard) = (scope.shard, spec.kv_shard);

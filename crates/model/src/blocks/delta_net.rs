@@ -25,16 +25,13 @@ pub(crate) struct DeltaRule<V> {
 }
 
 impl<L, V> DeltaNet<L, V> {
-    pub(super) fn visit<T>(
+    pub(super) fn visit<T: Visitor<Linear = L, Vector = V>>(
         layer: &LayerSpec,
         spec: &DeltaNetSpec,
         hidden: usize,
         scope: &Scope<'_>,
         visitor: &mut T,
-    ) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L, Vector = V>,
-    {
+    ) -> Result<Self, T::Error> {
         let layout = &spec.layout;
         let (groups, heads) = (layout.key_heads, layout.value_heads);
         let own = scope.part("linear_attn");

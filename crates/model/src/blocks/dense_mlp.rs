@@ -11,15 +11,12 @@ pub(crate) struct DenseMlp<L> {
 
 impl<L> DenseMlp<L> {
     /// `scope` is the MLP's own.
-    pub(super) fn visit<T>(
+    pub(super) fn visit<T: Visitor<Linear = L>>(
         spec: &DenseMlpSpec,
         hidden: usize,
         scope: &Scope<'_>,
         visitor: &mut T,
-    ) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L>,
-    {
+    ) -> Result<Self, T::Error> {
         let inner = spec.intermediate_size;
         let parts = match spec.projections {
             Projections::Separate => vec![("gate_proj", inner), ("up_proj", inner)],

@@ -91,10 +91,10 @@ pub(crate) trait EncoderOperations<L, V> {
 
 impl<L, V> Encoder<L, V> {
     /// Visits all tensors, in one order.
-    pub(crate) fn visit<T>(spec: &EncoderSpec, visitor: &mut T) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L, Vector = V>,
-    {
+    pub(crate) fn visit<T: Visitor<Linear = L, Vector = V>>(
+        spec: &EncoderSpec,
+        visitor: &mut T,
+    ) -> Result<Self, T::Error> {
         // Towers are stored in floats, whatever the decoder is stored in.
         let floats = crate::Quantization::default();
         let (family, hidden) = (spec.family, spec.hidden_size);
@@ -191,15 +191,12 @@ impl<L, V> Encoder<L, V> {
 }
 
 impl<L, V> EncoderLayer<L, V> {
-    fn visit<T>(
+    fn visit<T: Visitor<Linear = L, Vector = V>>(
         spec: &EncoderSpec,
         index: usize,
         scope: &Scope<'_>,
         visitor: &mut T,
-    ) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L, Vector = V>,
-    {
+    ) -> Result<Self, T::Error> {
         let (family, hidden, inner) = (spec.family, spec.hidden_size, spec.intermediate_size);
         let [attention_norm, mlp_norm] = family.norms;
         // Of all outputs together, divided among as many tensors as there are names.
@@ -231,10 +228,12 @@ impl<L, V> EncoderLayer<L, V> {
 }
 
 impl<V> EncoderNorm<V> {
-    fn visit<T>(spec: &EncoderSpec, len: usize, scope: &Scope<'_>, visitor: &mut T) -> Result<Self, T::Error>
-    where
-        T: Visitor<Vector = V>,
-    {
+    fn visit<T: Visitor<Vector = V>>(
+        spec: &EncoderSpec,
+        len: usize,
+        scope: &Scope<'_>,
+        visitor: &mut T,
+    ) -> Result<Self, T::Error> {
         Ok(Self {
             weight: visitor.vector(&Vector::norm(scope.name("weight"), len, spec.norm()))?,
             bias: match spec.family.norms_are_centred {
@@ -254,16 +253,13 @@ impl<V> EncoderNorm<V> {
 
 impl<L, V> Merger<L, V> {
     /// Of the last layer, or of one whose output becomes rows too.
-    fn visit<T>(
+    fn visit<T: Visitor<Linear = L, Vector = V>>(
         spec: &EncoderSpec,
         feature: Option<usize>,
         scope: &Scope<'_>,
         behind: &Scope<'_>,
         visitor: &mut T,
-    ) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L, Vector = V>,
-    {
+    ) -> Result<Self, T::Error> {
         let (hidden, out) = (spec.hidden_size, spec.out_size);
         let merged = hidden * spec.merged();
         let plain = NormSpec {

@@ -19,15 +19,12 @@ pub(crate) enum MlpKind<L, V> {
 }
 
 impl<L, V> Mlp<L, V> {
-    pub(super) fn visit<T>(
+    pub(super) fn visit<T: Visitor<Linear = L, Vector = V>>(
         layer: &LayerSpec,
         hidden: usize,
         scope: &Scope<'_>,
         visitor: &mut T,
-    ) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L, Vector = V>,
-    {
+    ) -> Result<Self, T::Error> {
         // The name that most families give this norm is that of attention's second where there is one.
         let before = match layer.post_norms {
             false => "post_attention_layernorm.weight",

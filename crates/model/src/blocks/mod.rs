@@ -131,10 +131,10 @@ pub(crate) enum Mixer<L, V> {
 
 impl<E, L, V> Decoder<E, L, V> {
     /// Visits all tensors, in one order.
-    pub(crate) fn visit<T>(spec: &DecoderSpec, visitor: &mut T) -> Result<Self, T::Error>
-    where
-        T: Visitor<Embedding = E, Linear = L, Vector = V>,
-    {
+    pub(crate) fn visit<T: Visitor<Embedding = E, Linear = L, Vector = V>>(
+        spec: &DecoderSpec,
+        visitor: &mut T,
+    ) -> Result<Self, T::Error> {
         let (vocab, hidden) = (spec.vocab_rows(), spec.hidden_size);
         let ropes = spec.ropes();
         // Which pairs turn is a part of the configuration.
@@ -234,15 +234,12 @@ impl<E, L, V> Decoder<E, L, V> {
 }
 
 impl<L, V> Layer<L, V> {
-    fn visit<T>(
+    fn visit<T: Visitor<Linear = L, Vector = V>>(
         spec: &Arc<LayerSpec>,
         decoder: &DecoderSpec,
         scope: &Scope<'_>,
         visitor: &mut T,
-    ) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L, Vector = V>,
-    {
+    ) -> Result<Self, T::Error> {
         let hidden = decoder.hidden_size;
         Ok(Self {
             mixer: Mixer::visit(spec, hidden, scope, visitor)?,
@@ -261,15 +258,12 @@ impl<L, V> Layer<L, V> {
 }
 
 impl<L, V> Mixer<L, V> {
-    fn visit<T>(
+    fn visit<T: Visitor<Linear = L, Vector = V>>(
         layer: &LayerSpec,
         hidden: usize,
         scope: &Scope<'_>,
         visitor: &mut T,
-    ) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L, Vector = V>,
-    {
+    ) -> Result<Self, T::Error> {
         Ok(match &layer.mixer {
             spec::Mixer::Attention(spec) => {
                 Self::Attention(Attention::visit(layer, spec, hidden, scope, visitor)?)

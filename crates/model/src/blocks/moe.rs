@@ -30,16 +30,13 @@ pub(crate) struct Beside<L, V> {
 
 impl<L, V> Beside<L, V> {
     /// `scope` is the layer's.
-    pub(super) fn visit<T>(
+    pub(super) fn visit<T: Visitor<Linear = L, Vector = V>>(
         layer: &LayerSpec,
         spec: &MoeSpec,
         hidden: usize,
         scope: &Scope<'_>,
         visitor: &mut T,
-    ) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L, Vector = V>,
-    {
+    ) -> Result<Self, T::Error> {
         let norm = |part: &str| Vector::norm(scope.name(part), hidden, layer.norm);
         let router = scope.part("router");
         Ok(Self {
@@ -65,15 +62,12 @@ pub(crate) struct SharedExpert<L> {
 
 impl<L> Moe<L> {
     /// `scope` is the layer's.
-    pub(super) fn visit<T>(
+    pub(super) fn visit<T: Visitor<Linear = L>>(
         spec: &MoeSpec,
         hidden: usize,
         scope: &Scope<'_>,
         visitor: &mut T,
-    ) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L>,
-    {
+    ) -> Result<Self, T::Error> {
         let inner = spec.intermediate_size;
         let own = match spec.names.module {
             "" => scope.clone(),

@@ -25,15 +25,12 @@ pub(crate) struct LayerInput<L, V> {
 }
 
 impl<E, L, V> PerLayer<E, L, V> {
-    pub(super) fn visit<T>(
+    pub(super) fn visit<T: Visitor<Embedding = E, Linear = L, Vector = V>>(
         decoder: &DecoderSpec,
         spec: &PerLayerSpec,
         scope: &Scope<'_>,
         visitor: &mut T,
-    ) -> Result<Self, T::Error>
-    where
-        T: Visitor<Embedding = E, Linear = L, Vector = V>,
-    {
+    ) -> Result<Self, T::Error> {
         let own = scope.part("model");
         let all = decoder.layers.len() * spec.width;
         let matrix = |name, outputs, inputs| -> Matrix { own.matrix(name, outputs, inputs) };
@@ -56,16 +53,13 @@ impl<E, L, V> PerLayer<E, L, V> {
 
 impl<L, V> LayerInput<L, V> {
     /// `scope` is the layer's.
-    pub(super) fn visit<T>(
+    pub(super) fn visit<T: Visitor<Linear = L, Vector = V>>(
         layer: &LayerSpec,
         spec: &PerLayerSpec,
         hidden: usize,
         scope: &Scope<'_>,
         visitor: &mut T,
-    ) -> Result<Self, T::Error>
-    where
-        T: Visitor<Linear = L, Vector = V>,
-    {
+    ) -> Result<Self, T::Error> {
         let gate = scope.matrix("per_layer_input_gate", spec.width, hidden);
         let projection = scope.matrix("per_layer_projection", hidden, spec.width);
         Ok(Self {
