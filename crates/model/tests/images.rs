@@ -2,15 +2,17 @@
 
 use std::sync::Arc;
 
-use crate::common::images::{IMAGE_LIMITS, IMAGE_MODELS, ImageCase, chunks, golden_images, image, options};
+use crate::common::images::{
+    IMAGE_LIMITS, IMAGE_MODELS, ImageCase, chunks, come_and_go, golden_images, image_of, options,
+};
 use crate::common::*;
 use plimsoll_core::{
     Component, EncoderLimits, Executor, Image, PartialEncode, RunInput, StepError, StepPlan, TokenId,
 };
 use plimsoll_device::Budget;
 use plimsoll_model::{Footprint, KvCacheDtype, LoadOptions, Model, Runner};
+use rand::SeedableRng;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
 
 fn load_with_images(name: &str) -> Arc<Model> {
     let options = options(KvCacheDtype::F32, IMAGE_LIMITS);
@@ -19,13 +21,6 @@ fn load_with_images(name: &str) -> Arc<Model> {
 
 fn is_mutual(model: &Model) -> bool {
     model.config().image_input().unwrap().mutual
-}
-
-/// An image that the model takes, of these patches if it takes any.
-fn image_of(model: &Model, seed: usize, grid: [usize; 3]) -> Image {
-    let input = model.config().image_input().unwrap();
-    let only = input.only.map(|grid| [grid.frames, grid.height, grid.width]);
-    image(seed, only.unwrap_or(grid), input.patch)
 }
 
 /// The logits of the last rows of a prompt.
@@ -147,7 +142,9 @@ fn images_are_encoded_in_parts_beside_steps() {
             }
             if other_first {
                 for (seed, width) in [(90, 4), (91, 12), (92, 12)] {
-                    runner.encode(&image_of(&model, seed, [1, 4, width])).unwrap();
+                    runner
+                        .encode(&image_of(model.config(), seed, [1, 4, width]))
+                        .unwrap();
                 }
             }
             for step in &steps[done..5] {
@@ -163,28 +160,15 @@ fn images_are_encoded_in_parts_beside_steps() {
     }
 }
 
-/// Images come and go; whether one is kept does not change what it is.
 #[test]
 fn embeddings_are_kept_by_content_and_encoded_again_when_they_are_gone() {
     let mut rng = StdRng::seed_from_u64(3);
     for name in IMAGE_MODELS {
         let model = load_with_images(name);
         let mut runner = runner(&model, 16, 8);
-        let mut known: Vec<(Image, Vec<f32>)> = Vec::new();
-        for seed in 0..60 {
-            if rng.random_bool(0.5) && !known.is_empty() {
-                let (image, rows) = &known[rng.random_range(0..known.len())];
-                assert_eq!(&runner.encode(image).unwrap(), rows, "{name}");
-                continue;
-            }
-            let height = 2 * rng.random_range(1..=4);
-            let width = 2 * rng.random_range(1..=IMAGE_LIMITS.max_patches / height / 2);
-            let image = image_of(&model, seed, [1, height, width]);
-            let rows = runner.encode(&image).unwrap();
-            assert!(rows.iter().all(|x| x.is_finite()));
-            assert!(known.iter().all(|(_, other)| *other != rows));
-            known.push((image, rows));
-        }
+        come_and_go(name, model.config(), &mut rng, |image| {
+            runner.encode(image).unwrap()
+        });
     }
 }
 
@@ -217,7 +201,7 @@ fn the_encoder_takes_what_the_footprint_says_and_no_more_while_it_serves() {
                 .into_iter()
                 .enumerate()
             {
-                runner.encode(&image_of(&model, seed, grid)).unwrap();
+                runner.encode(&image_of(model.config(), seed, grid)).unwrap();
             }
             let meters = budget.meters();
             assert_eq!(

@@ -7,7 +7,9 @@ use plimsoll_core::{
     EncoderLimits, Image, ImageGrid, ImageSpan, PageId, PartialEncode, PatchShape, Run, RunInput, StepPlan,
     TokenId,
 };
-use plimsoll_model::{KvCacheDtype, LoadOptions, ServeAs};
+use plimsoll_model::{KvCacheDtype, LoadOptions, ModelConfig, ServeAs};
+use rand::Rng;
+use rand::rngs::StdRng;
 use serde::Deserialize;
 
 use super::{blocks, golden_path, greedy_spec, plan, run};
@@ -194,6 +196,37 @@ pub fn image(seed: usize, [frames, height, width]: [usize; 3], shape: PatchShape
         grid,
         pixels: (0..grid.patches() * shape.bytes()).map(byte).collect(),
         levels: Arc::new([std::array::from_fn(level); 3]),
+    }
+}
+
+/// An image that a model takes, of these patches if it takes any.
+pub fn image_of(config: &ModelConfig, seed: usize, grid: [usize; 3]) -> Image {
+    let input = config.image_input().unwrap();
+    let only = input.only.map(|grid| [grid.frames, grid.height, grid.width]);
+    image(seed, only.unwrap_or(grid), input.patch)
+}
+
+/// Images come and go; whether one is kept does not change what it is. `encode` gives the rows of one.
+pub fn come_and_go(
+    name: &str,
+    config: &ModelConfig,
+    rng: &mut StdRng,
+    mut encode: impl FnMut(&Image) -> Vec<f32>,
+) {
+    let mut known: Vec<(Image, Vec<f32>)> = Vec::new();
+    for seed in 0..60 {
+        if rng.random_bool(0.5) && !known.is_empty() {
+            let (image, rows) = &known[rng.random_range(0..known.len())];
+            assert_eq!(&encode(image), rows, "{name}");
+            continue;
+        }
+        let height = 2 * rng.random_range(1..=4);
+        let width = 2 * rng.random_range(1..=IMAGE_LIMITS.max_patches / height / 2);
+        let image = image_of(config, seed, [1, height, width]);
+        let rows = encode(&image);
+        assert!(rows.iter().all(|x| x.is_finite()));
+        assert!(known.iter().all(|(_, other)| *other != rows));
+        known.push((image, rows));
     }
 }
 

@@ -14,7 +14,9 @@ use plimsoll_model::{KvCacheDtype, LoadFormat, LoadOptions};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::common::images::{IMAGE_LIMITS, IMAGE_MODELS, ImageCase, chunks, golden_images, image, options};
+use crate::common::images::{
+    IMAGE_LIMITS, IMAGE_MODELS, ImageCase, chunks, come_and_go, golden_images, image_of, options,
+};
 use crate::common::*;
 use crate::reference::root_mean_square;
 use crate::setup::{LIMITS, Setup, gpu, report};
@@ -26,13 +28,6 @@ fn load_for(gpu: &Gpu, name: &str, limits: EncoderLimits) -> Arc<GpuModel> {
 
 fn load(gpu: &Gpu, name: &str) -> Arc<GpuModel> {
     load_for(gpu, name, IMAGE_LIMITS)
-}
-
-/// An image that the model takes, of these patches if it takes any.
-fn image_of(model: &GpuModel, seed: usize, grid: [usize; 3]) -> Image {
-    let input = model.config().image_input().unwrap();
-    let only = input.only.map(|grid| [grid.frames, grid.height, grid.width]);
-    image(seed, only.unwrap_or(grid), input.patch)
 }
 
 /// Whether rows of an image see each other.
@@ -251,7 +246,7 @@ fn large_images_are_encoded_in_parts() {
         let one_size = model.config().image_input().unwrap().only.is_some();
         let grids = [(1, [1, 50, 90]), (2, [1, 2, 2400]), (3, [1, 32, 64])];
         for (seed, grid) in grids.into_iter().take(if one_size { 1 } else { 3 }) {
-            let image = Arc::new(image_of(&model, seed, grid));
+            let image = Arc::new(image_of(model.config(), seed, grid));
             let whole = setup().build(&model).encode(&image).unwrap();
             let mut runner = setup().build(&model);
             for step in 0..20 {
@@ -307,7 +302,6 @@ fn images_may_end_a_prompt() {
     }
 }
 
-/// Images come and go; whether one is kept does not change what it is.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn images_are_kept_by_content_and_encoded_again_when_they_are_gone() {
@@ -316,21 +310,9 @@ fn images_are_kept_by_content_and_encoded_again_when_they_are_gone() {
     for name in IMAGE_MODELS {
         let model = load(&gpu, name);
         let mut runner = setup().build(&model);
-        let mut known: Vec<(Image, Vec<f32>)> = Vec::new();
-        for seed in 0..60 {
-            if rng.random_bool(0.5) && !known.is_empty() {
-                let (image, rows) = &known[rng.random_range(0..known.len())];
-                assert_eq!(&runner.encode(image).unwrap(), rows, "{name}");
-                continue;
-            }
-            let height = 2 * rng.random_range(1..=4);
-            let width = 2 * rng.random_range(1..=IMAGE_LIMITS.max_patches / height / 2);
-            let image = image_of(&model, seed, [1, height, width]);
-            let rows = runner.encode(&image).unwrap();
-            assert!(rows.iter().all(|x| x.is_finite()));
-            assert!(known.iter().all(|(_, other)| *other != rows));
-            known.push((image, rows));
-        }
+        come_and_go(name, model.config(), &mut rng, |image| {
+            runner.encode(image).unwrap()
+        });
     }
 }
 
@@ -370,7 +352,7 @@ fn images_take_what_the_footprint_says_and_nothing_more_while_they_are_served() 
                 .into_iter()
                 .enumerate()
             {
-                runner.encode(&image_of(&model, seed, grid)).unwrap();
+                runner.encode(&image_of(model.config(), seed, grid)).unwrap();
             }
             assert_eq!(
                 (gpu.allocations(), gpu.budget().meters().reserved),
