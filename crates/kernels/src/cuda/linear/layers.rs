@@ -69,6 +69,13 @@ pub struct RowLayerProducts<'a> {
     pub down: &'a GpuLinear,
 }
 
+impl<'a> RowLayerProducts<'a> {
+    /// In the order in which they are computed.
+    fn all(&self) -> [&'a GpuLinear; 4] {
+        [self.projections, self.output, self.gate_up, self.down]
+    }
+}
+
 /// A layer of [`GpuRowLayers`], from its q, k and v on.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuRowLayer<'a> {
@@ -221,14 +228,9 @@ impl LayerKernels {
 
     /// The kernel for such layers, if there is one.
     fn kernel(&self, products: &RowLayerProducts<'_>, heads: usize, layout: &KvLayout) -> Option<&Function> {
-        let RowLayerProducts {
-            projections,
-            output,
-            gate_up,
-            down,
-        } = products;
+        let all = products.all();
+        let [projections, output, gate_up, down] = all;
         let (width, inner, sm_count) = (output.n, down.k, self.gpu.info().sm_count);
-        let all = [projections, output, gate_up, down];
         let rows = all.map(|linear| {
             let is_bf16 = linear.matrix().values() == Some(GpuValues::Bf16);
             chain::row_bytes(linear).filter(|_| is_bf16)
@@ -535,13 +537,8 @@ fn weights(linear: &GpuLinear) -> u64 {
 
 /// What decides how fast a layer is for one row.
 fn kinds(products: &RowLayerProducts<'_>) -> [Kind; 4] {
-    let RowLayerProducts {
-        projections,
-        output,
-        gate_up,
-        down,
-    } = products;
-    [projections, output, gate_up, down].map(|linear| Kind::from(&linear.key(1, LinearOutput::Bf16)))
+    let kind = |linear: &GpuLinear| Kind::from(&linear.key(1, LinearOutput::Bf16));
+    products.all().map(kind)
 }
 
 fn room(workspace: &GpuSlab) -> GpuSlice<'_, u8> {
