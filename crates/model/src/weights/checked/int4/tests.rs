@@ -280,14 +280,17 @@ fn every_layout_is_read_by_its_definition() {
     }
 }
 
-/// What loading says of the tensors after a change.
-fn error_with(format: Int4Format, change: impl Fn(&mut Tensors)) -> String {
+/// Loading names the part of the matrix that was changed, and says this of it.
+fn refuses(format: Int4Format, part: &str, says: &str, change: impl Fn(&mut Tensors, &str)) {
     let plain = Plain::random(format, 16, 256, &mut StdRng::seed_from_u64(7));
-    let mut tensors = plain.tensors();
-    change(&mut tensors);
+    let (mut tensors, name) = (plain.tensors(), format!("{MODULE}.{part}"));
+    change(&mut tensors, &name);
     let stored = Checked::new(&tensors).matrix(&plain.matrix(RowOrder::Plain));
-    let error = stored.and_then(StoredMatrix::dequantised).unwrap_err();
-    error.to_string()
+    let error = stored
+        .and_then(StoredMatrix::dequantised)
+        .unwrap_err()
+        .to_string();
+    assert!(error.starts_with(&format!("tensor `{name}`{says}")), "{error}");
 }
 
 #[test]
@@ -312,44 +315,23 @@ fn what_is_wrong_is_named() {
         (gptq, ["qweight", "scales", "qzeros", "g_idx"]),
     ] {
         for name in names {
-            let name = format!("{MODULE}.{name}");
-            let error = error_with(format, |tensors| drop(tensors.0.remove(&name)));
-            assert!(
-                error.starts_with(&format!("tensor `{name}` is missing")),
-                "{error}"
-            );
-            let error = error_with(format, |tensors| tensors.0.get_mut(&name).unwrap().1.push(1));
-            assert!(
-                error.starts_with(&format!("tensor `{name}` has shape")),
-                "{error}"
-            );
-            let error = error_with(format, |tensors| {
-                tensors.0.get_mut(&name).unwrap().0 = WeightType::U8
+            refuses(format, name, " is missing", |tensors, name| {
+                drop(tensors.0.remove(name))
             });
-            assert!(
-                error.starts_with(&format!("tensor `{name}` has type U8")),
-                "{error}"
-            );
+            refuses(format, name, " has shape", |tensors, name| {
+                tensors.0.get_mut(name).unwrap().1.push(1)
+            });
+            refuses(format, name, " has type U8", |tensors, name| {
+                tensors.0.get_mut(name).unwrap().0 = WeightType::U8
+            });
         }
     }
-    let scales = format!("{MODULE}.scales");
-    let error = error_with(gptq, |tensors| tensors.0.get_mut(&scales).unwrap().2[1] = 0x7c);
-    assert!(
-        error.starts_with(&format!("tensor `{scales}`: element 0 is")),
-        "{error}"
-    );
-    let index = format!("{MODULE}.g_idx");
-    let error = error_with(gptq, |tensors| tensors.0.get_mut(&index).unwrap().2[4] = 2);
-    assert!(
-        error.starts_with(&format!("tensor `{index}`: input 1 is in group 2 of 2")),
-        "{error}"
-    );
-    let shape = format!("{MODULE}.weight_shape");
-    let error = error_with(compressed, |tensors| tensors.0.get_mut(&shape).unwrap().2[0] = 17);
-    assert!(
-        error.starts_with(&format!("tensor `{shape}`: says [17, 256]")),
-        "{error}"
-    );
+    let set = |at: usize, to: u8| {
+        move |tensors: &mut Tensors, name: &str| tensors.0.get_mut(name).unwrap().2[at] = to
+    };
+    refuses(gptq, "scales", ": element 0 is", set(1, 0x7c));
+    refuses(gptq, "g_idx", ": input 1 is in group 2 of 2", set(4, 2));
+    refuses(compressed, "weight_shape", ": says [17, 256]", set(0, 17));
 }
 
 #[test]
