@@ -514,14 +514,8 @@ mod tests {
         }
 
         fn tensor(&self, name: &str, _: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
-            Ok((name == NAME).then(|| Tensor {
-                name: name.to_owned(),
-                dtype: WeightType::F32,
-                shape: Shape(self.0.clone()),
-                order: RowOrder::Plain,
-                unit_offset: false,
-                data: self.1.iter().flat_map(|x| x.to_le_bytes()).collect(),
-            }))
+            let data = || self.1.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+            Ok((name == NAME).then(|| Tensor::plain(name, WeightType::F32, &self.0, data())))
         }
 
         fn names(&self) -> Vec<String> {

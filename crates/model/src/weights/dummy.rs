@@ -5,9 +5,9 @@ use rayon::prelude::*;
 
 use half::{bf16, f16};
 
-use super::{RowOrder, Source, Tensor};
+use super::{Source, Tensor};
+use crate::ModelError;
 use crate::quantization::{Int4Format, Int4Packing, MXFP4_BLOCK, MatrixFormat, Quantization};
-use crate::{ModelError, Shape};
 
 /// Makes each tensor up when it is asked for. The same seed gives the same weights.
 #[derive(Clone, Debug)]
@@ -39,14 +39,7 @@ impl Source for DummyWeights {
 
     fn tensor(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
         let (dtype, data) = self.values(name, expected);
-        Ok(Some(Tensor {
-            name: name.to_owned(),
-            dtype,
-            shape: Shape(expected.to_vec()),
-            order: RowOrder::Plain,
-            unit_offset: false,
-            data: data.into(),
-        }))
+        Ok(Some(Tensor::plain(name, dtype, expected, data)))
     }
 
     fn names(&self) -> Vec<String> {

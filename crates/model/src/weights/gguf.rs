@@ -9,7 +9,7 @@ use super::{RowOrder, Source, Tensor};
 use crate::blocks::{Decoder, Inspector, Matrix, Stack};
 use crate::gguf::{GgufFile, ROPE_DIVISORS, ROPE_FACTORS};
 use crate::quantization::GgufTypes;
-use crate::{Architecture, DecoderSpec, ModelError, Shape};
+use crate::{Architecture, DecoderSpec, ModelError};
 
 /// A GGUF file as a source of weights.
 #[derive(Debug)]
@@ -121,7 +121,6 @@ impl Source for GgufWeights<'_> {
                 return Err(ModelError::corrupt(self.file.path(), message));
             }
         };
-        let shape = Shape(shape.to_vec());
         let data = match hf_name.ends_with(".A_log") && info.dtype == WeightType::F32 {
             true => Cow::Owned(logarithms(data).map_err(|rate| {
                 let message = format!("`{name}` has an element {rate}, and all are to be negative");
@@ -130,12 +129,8 @@ impl Source for GgufWeights<'_> {
             false => Cow::Borrowed(data),
         };
         Ok(Some(Tensor {
-            name,
-            dtype: info.dtype,
-            shape,
             order,
-            unit_offset: false,
-            data,
+            ..Tensor::plain(&name, info.dtype, shape, data)
         }))
     }
 

@@ -68,6 +68,20 @@ pub(crate) struct Tensor<'a> {
     pub(crate) data: Cow<'a, [u8]>,
 }
 
+impl<'a> Tensor<'a> {
+    /// With its rows in their order, and its elements as they are.
+    fn plain(name: &str, dtype: WeightType, shape: &[usize], data: impl Into<Cow<'a, [u8]>>) -> Self {
+        Self {
+            name: name.to_owned(),
+            dtype,
+            shape: Shape(shape.to_vec()),
+            order: RowOrder::Plain,
+            unit_offset: false,
+            data: data.into(),
+        }
+    }
+}
+
 impl Tensor<'_> {
     /// The stored rows of a tensor of two dimensions, also those between its own.
     pub(crate) fn matrix(&self) -> Result<Matrix<'_>, ModelError> {
@@ -100,15 +114,7 @@ impl Tensor<'_> {
     pub(crate) fn float_row(&self, row: usize) -> Result<Vec<f32>, ModelError> {
         let bytes = self.data.len() / self.shape.0[0];
         let own = row * bytes..(row + 1) * bytes;
-        let row = Tensor {
-            name: self.name.clone(),
-            dtype: self.dtype,
-            shape: Shape(self.shape.0[1..].to_vec()),
-            order: RowOrder::Plain,
-            unit_offset: false,
-            data: Cow::Borrowed(&self.data[own]),
-        };
-        row.widen()
+        Tensor::plain(&self.name, self.dtype, &self.shape.0[1..], &self.data[own]).widen()
     }
 
     /// Elements of a float vector.

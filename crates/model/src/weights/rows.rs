@@ -61,7 +61,6 @@ mod tests {
     use plimsoll_kernels::WeightType;
 
     use super::*;
-    use crate::Shape;
 
     /// The converter's own words: `w.reshape(heads, 2, d / 2).swapaxes(1, 2)`.
     #[test]
@@ -73,14 +72,10 @@ mod tests {
         let converted: Vec<u8> = pairs.collect();
         assert_ne!(converted, original);
         let tensor = Tensor {
-            name: String::new(),
-            dtype: WeightType::F32,
-            shape: Shape(vec![converted.len(), 1]),
             order: RowOrder::Interleaved {
                 head_dim: usize::from(2 * half),
             },
-            unit_offset: false,
-            data: converted.into(),
+            ..Tensor::plain("", WeightType::F32, &[converted.len(), 1], converted)
         };
         assert_eq!(tensor.in_order().data, original);
     }
@@ -94,13 +89,10 @@ mod tests {
                 false => (0..12).map(|i| at(i / 3, i % 3)).collect(),
                 true => (0..12).map(|i| at(i % 4, i / 4)).collect(),
             };
+            let data: Vec<u8> = elements.iter().flat_map(|x| x.to_le_bytes()).collect();
             Tensor {
-                name: String::new(),
-                dtype: WeightType::F32,
-                shape: Shape(vec![2, 3]),
                 order,
-                unit_offset: false,
-                data: elements.iter().flat_map(|x| x.to_le_bytes()).collect(),
+                ..Tensor::plain("", WeightType::F32, &[2, 3], data)
             }
         };
         let among = |first, step| Among { all: 4, first, step };

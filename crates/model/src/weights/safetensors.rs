@@ -10,9 +10,9 @@ use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, Metadata};
 use serde::Deserialize;
 
-use super::{RowOrder, Source, Tensor};
+use super::{Source, Tensor};
 use crate::gguf::map_file;
-use crate::{ModelError, Shape, names};
+use crate::{ModelError, names};
 
 const SINGLE: &str = "model.safetensors";
 /// Most bytes of an index: a line for each tensor.
@@ -162,14 +162,7 @@ impl Source for Checkpoint {
         };
         let (start, end) = info.data_offsets;
         let data = &file.bytes[file.data_start + start..file.data_start + end];
-        Ok(Some(Tensor {
-            name: name.to_owned(),
-            dtype,
-            shape: Shape(info.shape.clone()),
-            order: RowOrder::Plain,
-            unit_offset: false,
-            data: data.into(),
-        }))
+        Ok(Some(Tensor::plain(name, dtype, &info.shape, data)))
     }
 
     fn names(&self) -> Vec<String> {

@@ -118,14 +118,8 @@ mod tests {
     /// `[rows, columns]`, each element with its row and its column.
     fn tensor(rows: usize, columns: usize) -> Tensor<'static> {
         let elements = (0..rows * columns).map(|at| (100 * (at / columns) + at % columns) as f32);
-        Tensor {
-            name: "t".to_owned(),
-            dtype: WeightType::F32,
-            shape: Shape(vec![rows, columns]),
-            order: RowOrder::Plain,
-            unit_offset: false,
-            data: elements.flat_map(f32::to_le_bytes).collect(),
-        }
+        let data: Vec<u8> = elements.flat_map(f32::to_le_bytes).collect();
+        Tensor::plain("t", WeightType::F32, &[rows, columns], data)
     }
 
     #[test]

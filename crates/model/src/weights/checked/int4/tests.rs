@@ -5,7 +5,6 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::*;
-use crate::Shape;
 use crate::blocks::{RowOrder, StoredAs};
 use crate::quantization::{Int4Groups, MatrixFormat};
 use crate::weights::Source;
@@ -35,14 +34,8 @@ impl Source for Tensors {
     }
 
     fn tensor(&self, name: &str, _: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
-        Ok(self.0.get(name).map(|(dtype, shape, data)| Tensor {
-            name: name.to_owned(),
-            dtype: *dtype,
-            shape: Shape(shape.clone()),
-            order: RowOrder::Plain,
-            unit_offset: false,
-            data: data.into(),
-        }))
+        let stored = self.0.get(name);
+        Ok(stored.map(|(dtype, shape, data)| Tensor::plain(name, *dtype, shape, data)))
     }
 
     fn names(&self) -> Vec<String> {
