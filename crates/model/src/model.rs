@@ -236,7 +236,7 @@ pub(crate) struct Description {
 
 impl Description {
     pub(crate) fn read(path: &Path, serve_as: &ServeAs) -> Result<Self, ModelError> {
-        if path.is_dir() {
+        let (config, generation, gguf) = if path.is_dir() {
             let mut config = ModelConfig::read_json(&path.join("config.json"), &serve_as.hf_overrides)?;
             if let Some(embedding) = embedding::read_directory(path, serve_as)? {
                 config.embedding = Some(embedding);
@@ -247,23 +247,16 @@ impl Description {
             }
             let config = config.served(path, serve_as)?;
             let generation = GenerationConfig::read(path, config.spec.vocab_size)?;
-            return Ok(Self {
-                path: path.to_owned(),
-                about: About {
-                    config,
-                    generation,
-                    scoring_row: None,
-                },
-                gguf: None,
-            });
-        }
-        let file = GgufFile::open(path)?;
-        let mut config = file.config(&serve_as.hf_overrides)?.served(path, serve_as)?;
-        if !config.spec.quantization.is_online() {
-            let types = GgufWeights::new(&file, config.architecture, &config.spec).types(&config.spec)?;
-            config.spec.quantization = Quantization::of_gguf(types);
-        }
-        let generation = GenerationConfig::default();
+            (config, generation, None)
+        } else {
+            let file = GgufFile::open(path)?;
+            let mut config = file.config(&serve_as.hf_overrides)?.served(path, serve_as)?;
+            if !config.spec.quantization.is_online() {
+                let types = GgufWeights::new(&file, config.architecture, &config.spec).types(&config.spec)?;
+                config.spec.quantization = Quantization::of_gguf(types);
+            }
+            (config, GenerationConfig::default(), Some(file))
+        };
         Ok(Self {
             path: path.to_owned(),
             about: About {
@@ -271,7 +264,7 @@ impl Description {
                 generation,
                 scoring_row: None,
             },
-            gguf: Some(file),
+            gguf,
         })
     }
 
