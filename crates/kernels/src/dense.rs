@@ -1,11 +1,8 @@
 use half::{bf16, f16};
-use plimsoll_core::Component;
 use plimsoll_device::{Budget, Slab};
 
 use crate::dtype::{Matrix, WeightError, WeightType};
-use crate::format::panel_bytes;
-use crate::panel::{PANEL, Target};
-use crate::parallel::{Disjoint, run};
+use crate::panel::{PANEL, Target, packed};
 use crate::simd::{Kernel, Level, Simd, dispatch};
 
 /// A float matrix in panels of sixteen outputs: `[panels][inputs][16]`, in the type it was stored in.
@@ -21,21 +18,12 @@ pub(crate) struct Dense {
 impl Dense {
     pub(crate) fn new(matrix: &Matrix<'_>, budget: &Budget) -> Result<Self, WeightError> {
         let (dtype, inputs) = (matrix.dtype(), matrix.cols());
-        let panels = matrix.rows().div_ceil(PANEL);
         let size = dtype.block_bytes();
-        let panel_bytes = panel_bytes(dtype, inputs).expect("the matrix is in memory");
-        let mut data = Slab::new(budget, Component::Weights, panels * panel_bytes)?;
-        let packed = Disjoint::new(data.as_mut_slice::<u8>());
-        run(panels, &|_, panel| {
-            // SAFETY: panels are disjoint.
-            let packed = unsafe { packed.part(panel * panel_bytes, panel_bytes) };
-            for lane in 0..PANEL.min(matrix.rows() - panel * PANEL) {
-                let row = matrix.row(panel * PANEL + lane);
-                for (k, element) in row.chunks_exact(size).enumerate() {
-                    packed[(k * PANEL + lane) * size..][..size].copy_from_slice(element);
-                }
+        let data = packed(matrix, budget, |row, lane, packed| {
+            for (k, element) in row.chunks_exact(size).enumerate() {
+                packed[(k * PANEL + lane) * size..][..size].copy_from_slice(element);
             }
-        });
+        })?;
         Ok(Self { dtype, inputs, data })
     }
 

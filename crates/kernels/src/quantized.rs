@@ -14,14 +14,12 @@
 
 mod many;
 
-use plimsoll_core::Component;
 use plimsoll_device::{Budget, Slab};
 
 use crate::dtype::{Matrix, WeightError};
-use crate::format::{Codes, FORMATS, Format, Spec, panel_bytes};
+use crate::format::{Codes, FORMATS, Format, Spec};
 use crate::pack;
-use crate::panel::{PANEL, Target};
-use crate::parallel::{Disjoint, run};
+use crate::panel::{PANEL, Target, packed};
 use crate::quantize::{Activations, CodeLayout, X_GROUP};
 use crate::simd::{Kernel, Level, Simd, dispatch};
 
@@ -43,23 +41,9 @@ impl Quantized {
         let format = Format::of(matrix.dtype()).ok_or_else(unsupported)?;
         let spec = format.spec();
         let blocks = matrix.cols() / spec.block();
-        let panels = matrix.rows().div_ceil(PANEL);
-        let panel_bytes = panel_bytes(matrix.dtype(), matrix.cols()).expect("the matrix is in memory");
-        let mut data = Slab::new(budget, Component::Weights, panels * panel_bytes)?;
-        let packed = Disjoint::new(data.as_mut_slice::<u8>());
-        run(panels, &|_, panel| {
-            // SAFETY: panels are disjoint.
-            let packed = unsafe { packed.part(panel * panel_bytes, panel_bytes) };
-            for lane in 0..PANEL.min(matrix.rows() - panel * PANEL) {
-                pack::pack_row(
-                    matrix.dtype(),
-                    &spec,
-                    matrix.row(panel * PANEL + lane),
-                    lane,
-                    packed,
-                );
-            }
-        });
+        let data = packed(matrix, budget, |row, lane, packed| {
+            pack::pack_row(matrix.dtype(), &spec, row, lane, packed)
+        })?;
         Ok(Self { format, blocks, data })
     }
 
