@@ -58,7 +58,7 @@ pub use plan::{DRIFT_WARNING, DiscardReason, DiscardedPlan, Plan, Probed};
 pub use prediction::{ArenaUse, Compared, Footprint, PredictedScenario, Prediction, predict, state_slots};
 pub use proved::{Proved, ProvedParts};
 pub use ranks::{RankLost, Ranks, Solo, Verdict};
-pub use report::{ComponentLine, Memory, Report, Suggestion};
+pub use report::{ComponentLine, Memory, Report, Sizing, Suggestion};
 pub use results::{Attempt, Bound, Disabled, Measured, Origin, Outcome, ScenarioResult};
 pub use scenario::{Contexts, LeftOut, Scenario, ScenarioKind, ScenarioShape, scenario_shapes, scenarios};
 pub use setting::Setting;

@@ -5,10 +5,10 @@ use serde::Serialize;
 
 use crate::advice::{Basis, Source, advise};
 use crate::arithmetic::shrunk;
-use crate::report::Memory;
+use crate::report::{Memory, Sizing};
 use crate::{
-    Arithmetic, Bound, Cause, Diagnostic, GroupReport, KvSize, LeftOut, Margins, Measured, ProfileError,
-    ProfileSpec, Report, ScenarioShape, StatesReport, scenario_shapes,
+    Arithmetic, Bound, Cause, Diagnostic, KvSize, LeftOut, Measured, ProfileError, ProfileSpec, Report,
+    ScenarioShape, scenario_shapes,
 };
 
 /// What a model and its states for the limits of one profile take on a device, by the formulas with which the real ones take
@@ -44,38 +44,11 @@ pub struct ArenaUse {
 /// What the profile is computed to find; fields as in [`Report`].
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Prediction {
-    /// Tokens the KV cache would hold.
-    pub kv_tokens: usize,
-    /// Pages it would have: with one group of layers, blocks.
-    pub kv_pages: usize,
-    /// Tokens per block.
-    pub block_size: usize,
-    /// Bytes of the KV cache.
-    pub kv_bytes: u64,
+    /// What it would prove.
+    #[serde(flatten)]
+    pub sizing: Sizing,
     /// Bytes of KV cache per token.
     pub kv_bytes_per_token: u64,
-    /// Bytes of the step arena.
-    pub scratch_bytes: u64,
-    /// What decides the size.
-    pub bound: Bound,
-    /// `--max-model-len`.
-    pub max_model_len: usize,
-    /// `--max-num-seqs`.
-    pub max_num_seqs: usize,
-    /// `--max-num-batched-tokens`.
-    pub max_num_batched_tokens: usize,
-    /// How the linear layers are stored; null in floats.
-    pub quantization: Option<String>,
-    /// Bits of device memory for each weight, scales and norms included; null for a simulated model.
-    pub bits_per_weight: Option<f64>,
-    /// What each group of layers would keep.
-    pub groups: Vec<GroupReport>,
-    /// What layers with states of fixed size would keep; null where there are none.
-    pub states: Option<StatesReport>,
-    /// Requests of full length that would fit at once.
-    pub full_length_requests: f64,
-    /// What would be kept free.
-    pub margins: Margins,
     /// Before any state is built.
     pub baseline: Memory,
     /// Ready to serve, the canary freed.
@@ -300,27 +273,14 @@ impl<'a> Predicted<'a> {
 
     fn prediction(self, size: Size) -> Prediction {
         let spec = self.spec;
-        let kv = spec.kv(size.pages);
-        let ready = self.footprint.with_state(kv, size.arena);
+        let ready = self.footprint.with_state(spec.kv(size.pages), size.arena);
+        let (baseline, ready) = (Memory::from(&self.idle), Memory::from(&ready));
+        let weights = baseline.bytes_of(Component::Weights);
         Prediction {
-            kv_tokens: kv.capacity_tokens(),
-            kv_pages: size.pages,
-            block_size: spec.block_size.tokens(),
-            kv_bytes: ready.by_component.get(Component::Kv),
+            sizing: Sizing::new(spec, size.pages, size.bound, weights, &ready),
             kv_bytes_per_token: spec.kv_bytes_per_token,
-            scratch_bytes: ready.by_component.get(Component::Arena),
-            bound: size.bound,
-            max_model_len: spec.limits.max_model_len,
-            max_num_seqs: spec.limits.max_num_seqs,
-            max_num_batched_tokens: spec.limits.max_num_batched_tokens,
-            quantization: spec.quantization.clone(),
-            bits_per_weight: spec.bits_per_weight(self.idle.by_component.get(Component::Weights)),
-            groups: GroupReport::all(spec),
-            states: StatesReport::of(spec),
-            full_length_requests: kv.requests_of(spec.limits.max_model_len),
-            margins: spec.margins,
-            baseline: Memory::from(&self.idle),
-            ready: Memory::from(&ready),
+            baseline,
+            ready,
             probe: self.measured,
             probe_scenarios: self.scenarios,
             arithmetic: self.arithmetic,
@@ -373,8 +333,8 @@ impl Prediction {
     pub fn compare(&self, report: &Report) -> Vec<Compared> {
         let mut compared = vec![Compared::new(
             "kv tokens",
-            self.kv_tokens as u64,
-            report.kv_tokens as u64,
+            self.sizing.kv_tokens as u64,
+            report.sizing.kv_tokens as u64,
         )];
         if let Some(arithmetic) = &report.arithmetic {
             compared.push(Compared::new(

@@ -14,9 +14,9 @@ use crate::{
 pub use suggestion::Suggestion;
 use suggestion::suggestions;
 
-/// Everything the profile found, for `GET /memory`, `--profile-report`, metrics and people.
+/// The size of a KV cache, what it is in requests, and the limits for which it is that large.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Report {
+pub struct Sizing {
     /// Tokens the KV cache holds in every group of layers at once.
     pub kv_tokens: usize,
     /// Pages it has: with one group of layers, blocks.
@@ -27,7 +27,7 @@ pub struct Report {
     pub kv_bytes: u64,
     /// Bytes of the step arena.
     pub scratch_bytes: u64,
-    /// What decided the size.
+    /// What decides the size.
     pub bound: Bound,
     /// `--max-model-len`.
     pub max_model_len: usize,
@@ -45,8 +45,40 @@ pub struct Report {
     pub states: Option<StatesReport>,
     /// Requests of full length that fit at once.
     pub full_length_requests: f64,
-    /// What was kept free.
+    /// What is kept free.
     pub margins: Margins,
+}
+
+impl Sizing {
+    /// Of a state of `pages`, which takes `ready`, beside weights that take `weights` bytes.
+    pub(crate) fn new(spec: &ProfileSpec, pages: usize, bound: Bound, weights: u64, ready: &Memory) -> Self {
+        let (kv, limits) = (spec.kv(pages), spec.limits);
+        Self {
+            kv_tokens: kv.capacity_tokens(),
+            kv_pages: pages,
+            block_size: spec.block_size.tokens(),
+            kv_bytes: ready.bytes_of(Component::Kv),
+            scratch_bytes: ready.bytes_of(Component::Arena),
+            bound,
+            max_model_len: limits.max_model_len,
+            max_num_seqs: limits.max_num_seqs,
+            max_num_batched_tokens: limits.max_num_batched_tokens,
+            quantization: spec.quantization.clone(),
+            bits_per_weight: spec.bits_per_weight(weights),
+            groups: GroupReport::all(spec),
+            states: StatesReport::of(spec),
+            full_length_requests: kv.requests_of(limits.max_model_len),
+            margins: spec.margins,
+        }
+    }
+}
+
+/// Everything the profile found, for `GET /memory`, `--profile-report`, metrics and people.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// What it proved.
+    #[serde(flatten)]
+    pub sizing: Sizing,
     /// While the model was loaded; null for a simulated model.
     pub loading: Option<Loading>,
     /// Before any state was built.
@@ -173,23 +205,9 @@ impl Report {
             Some((measured, scenarios, arithmetic)) => (Some(measured), scenarios, Some(arithmetic)),
             None => (None, Vec::new(), None),
         };
-        let kv = spec.kv(start.kv_pages);
+        let weights = start.baseline.bytes_of(Component::Weights);
         Self {
-            kv_tokens: kv.capacity_tokens(),
-            kv_pages: start.kv_pages,
-            block_size: spec.block_size.tokens(),
-            kv_bytes: start.ready.bytes_of(Component::Kv),
-            scratch_bytes: start.ready.bytes_of(Component::Arena),
-            bound: search.bound,
-            max_model_len: spec.limits.max_model_len,
-            max_num_seqs: spec.limits.max_num_seqs,
-            max_num_batched_tokens: spec.limits.max_num_batched_tokens,
-            quantization: spec.quantization.clone(),
-            bits_per_weight: spec.bits_per_weight(start.baseline.bytes_of(Component::Weights)),
-            groups: GroupReport::all(spec),
-            states: StatesReport::of(spec),
-            full_length_requests: kv.requests_of(spec.limits.max_model_len),
-            margins: spec.margins,
+            sizing: Sizing::new(spec, start.kv_pages, search.bound, weights, &start.ready),
             loading: spec.loading,
             baseline: start.baseline,
             ready: start.ready,

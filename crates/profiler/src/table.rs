@@ -4,8 +4,8 @@ use std::fmt::{self, Write};
 
 use plimsoll_core::human_bytes;
 
-use crate::report::Memory;
-use crate::{Bound, Compared, GroupReport, Prediction, Report, StatesReport};
+use crate::report::{Memory, Sizing};
+use crate::{Bound, Compared, Prediction, Report};
 
 /// Cells of the bar, where the terminal is no narrower.
 const CELLS: usize = 80;
@@ -42,16 +42,6 @@ impl Report {
     /// Where every byte went, for people: a bar of the device's memory, one line a component, the sum of the parts, and what
     /// that is in requests. On a terminal of so many `columns` the bar fits.
     pub fn table(&self, columns: Option<usize>) -> String {
-        let size = Size {
-            tokens: self.kv_tokens,
-            blocks: self.kv_pages,
-            block_size: self.block_size,
-            groups: &self.groups,
-            states: self.states.as_ref(),
-            requests: self.full_length_requests,
-            max_model_len: self.max_model_len,
-            bound: self.bound,
-        };
         let loading = self.loading.map(|loading| format!("\n  {loading}"));
         let ranks = (self.ranks > 1).then(|| {
             let Self { rank, ranks, .. } = self;
@@ -60,8 +50,9 @@ impl Report {
             )
         });
         format!(
-            "{}\n{size}{}{}",
+            "{}\n{}{}{}",
             self.ready.table(columns),
+            self.sizing,
             ranks.unwrap_or_default(),
             loading.unwrap_or_default()
         )
@@ -71,48 +62,29 @@ impl Report {
 impl Prediction {
     /// As [`Report::table`].
     pub fn table(&self, columns: Option<usize>) -> String {
-        let size = Size {
-            tokens: self.kv_tokens,
-            blocks: self.kv_pages,
-            block_size: self.block_size,
-            groups: &self.groups,
-            states: self.states.as_ref(),
-            requests: self.full_length_requests,
-            max_model_len: self.max_model_len,
-            bound: self.bound,
-        };
-        format!("{}\n{size}", self.ready.table(columns))
+        format!("{}\n{}", self.ready.table(columns), self.sizing)
     }
 }
 
-/// A KV cache, in requests.
-struct Size<'a> {
-    tokens: usize,
-    blocks: usize,
-    block_size: usize,
-    groups: &'a [GroupReport],
-    states: Option<&'a StatesReport>,
-    requests: f64,
-    max_model_len: usize,
-    bound: Bound,
-}
-
-impl fmt::Display for Size<'_> {
+/// In requests.
+impl fmt::Display for Sizing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
-            tokens,
-            blocks,
+            kv_tokens,
+            kv_pages,
             block_size,
             groups,
             states,
-            requests,
+            full_length_requests,
             max_model_len,
             bound,
+            ..
         } = self;
         let unit = if groups.len() > 1 { "pages" } else { "blocks" };
         write!(
             f,
-            "  {tokens} tokens of KV ({blocks} {unit} of {block_size}): {requests:.1} requests of {max_model_len} tokens; {}",
+            "  {kv_tokens} tokens of KV ({kv_pages} {unit} of {block_size}): {full_length_requests:.1} requests of {max_model_len} \
+             tokens; {}",
             reason(*bound)
         )?;
         for group in groups.iter().filter(|_| groups.len() > 1) {

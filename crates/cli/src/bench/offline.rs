@@ -237,7 +237,7 @@ impl Bench {
                 text: loaded.text,
                 grammar: None,
                 images: images.transpose().map_err(Error::ImageTokens)?,
-                places: Semaphore::new(started.report.max_num_seqs + threads),
+                places: Semaphore::new(started.report.sizing.max_num_seqs + threads),
                 turns: Semaphore::new(threads),
                 engine: started.engine,
             })

@@ -148,7 +148,7 @@ fn judge(
         .and_then(|device| predict(&settings, &*device));
     match predicted {
         Ok(prediction) => {
-            row.kv_tokens = Some(prediction.kv_tokens);
+            row.kv_tokens = Some(prediction.sizing.kv_tokens);
             (Fits::Yes, None)
         }
         Err(error) => {

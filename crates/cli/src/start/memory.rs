@@ -89,7 +89,9 @@ impl StateMemory {
 /// What the accounts of all ranks show of the attempt that passed, in which the canary was held from the first byte to the last.
 fn proved_peaks(device: &dyn Backend, report: &Report) -> Vec<u64> {
     let peak = |meters: Meters| {
-        let without_canary = meters.reserved_high.saturating_sub(report.margins.canary_bytes);
+        let without_canary = meters
+            .reserved_high
+            .saturating_sub(report.sizing.margins.canary_bytes);
         without_canary.max(meters.reserved)
     };
     let accounts = device.accounts().into_iter();

@@ -132,9 +132,9 @@ pub(super) fn find(plans: &PlanCache, key: &Key) -> Option<Plan> {
 /// Keeps what was measured, or the size that an older measurement led to now: drift is the change since the last start, so
 /// a flag or a neighbour that stays is told once. That a plan cannot be kept is no reason not to serve.
 pub(super) fn keep(plans: &PlanCache, key: &Key, plan: &Plan, report: &Report, seconds: &PhaseSeconds) {
-    if plan.kv_pages != report.kv_pages {
+    if plan.kv_pages != report.sizing.kv_pages {
         let plan = Plan {
-            kv_pages: report.kv_pages,
+            kv_pages: report.sizing.kv_pages,
             ..plan.clone()
         };
         if let Err(error) = plans.store(key, &plan, seconds) {

@@ -276,7 +276,7 @@ async fn suggested_sizes_start_without_a_probe() {
         let ready = model.start(&flags, &budget).unwrap();
         let suggestions = ready.report.suggestions.clone();
         assert_eq!(suggestions.len(), if fraction == "1.0" { 1 } else { 2 });
-        let kv_bytes = ready.report.kv_bytes;
+        let kv_bytes = ready.report.sizing.kv_bytes;
         assert_eq!(suggestions[0].flag, Setting::KvCacheMemoryBytes(kv_bytes));
         stop(ready, &budget).await;
         for suggestion in suggestions {
@@ -290,7 +290,10 @@ async fn suggested_sizes_start_without_a_probe() {
                 "{}",
                 suggestion.flag
             );
-            assert_eq!(suggestion.flag, Setting::KvCacheMemoryBytes(report.kv_bytes));
+            assert_eq!(
+                suggestion.flag,
+                Setting::KvCacheMemoryBytes(report.sizing.kv_bytes)
+            );
             stop(ready, &budget).await;
         }
     }
@@ -314,8 +317,8 @@ async fn the_largest_size_that_is_named_is_the_largest() {
             .start(&format!("--max-total-token-num {named}"), &budget)
             .unwrap();
         // What the proof does not hold is the buffer for fragmentation; a pin may use it.
-        let spare = ready.report.margins.min_fragmentation_bytes;
-        let block = ready.report.kv_bytes / ready.report.kv_pages as u64;
+        let spare = ready.report.sizing.margins.min_fragmentation_bytes;
+        let block = ready.report.sizing.kv_bytes / ready.report.sizing.kv_pages as u64;
         stop(ready, &budget).await;
         let beyond = named + (spare / block + 2) as usize * 16 + (64 << 10) / block as usize * 16;
         assert_eq!(largest(&format!("--max-total-token-num {beyond}")), named);

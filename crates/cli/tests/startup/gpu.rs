@@ -63,9 +63,9 @@ async fn the_size_that_is_proved_is_what_the_gpu_holds() {
         let (report, meters) = (&ready.report, gpu.meters());
         assert_eq!(report.attempts.len(), 1, "{:?}", report.attempts);
         assert_eq!(report.baseline.total, LIMIT);
-        assert!(report.kv_bytes > LIMIT / 2, "{report:?}");
+        assert!(report.sizing.kv_bytes > LIMIT / 2, "{report:?}");
         // The canary and the buffer are free, as promised.
-        assert!(meters.free >= report.margins.canary_bytes, "{meters:?}");
+        assert!(meters.free >= report.sizing.margins.canary_bytes, "{meters:?}");
         assert!(meters.free <= LIMIT / 4, "{meters:?}");
         let allocations = meters.allocations;
         let expected = answers(&ready.engine).await;
@@ -107,7 +107,7 @@ async fn the_second_start_on_a_gpu_skips_the_probe() {
     };
     // The runtime has loaded by now what it loads once.
     assert!(drift.abs() < 0.02, "{drift}");
-    assert!(second.kv_pages.abs_diff(first.kv_pages) <= first.kv_pages / 50);
+    assert!(second.sizing.kv_pages.abs_diff(first.sizing.kv_pages) <= first.sizing.kv_pages / 50);
     assert_eq!(second.attempts.len(), 1, "{:?}", second.attempts);
     let [first, second] = [0, 1].map(|n| allocations[n + 1] - allocations[n]);
     assert!(second < first, "{second} allocations instead of {first}");
@@ -166,7 +166,10 @@ async fn a_gpu_that_gives_less_gets_a_smaller_cache() {
     let model = model();
     let clean = gpu(None);
     let ready = model.start_on_gpu("", &clean).unwrap();
-    let (full, peak) = (ready.report.kv_tokens, ready.report.attempts[0].peak_reserved);
+    let (full, peak) = (
+        ready.report.sizing.kv_tokens,
+        ready.report.attempts[0].peak_reserved,
+    );
     let runtime = clean.meters().by_component.get(Component::Runtime);
     let expected = answers(&ready.engine).await;
     stop(ready, &clean).await;
@@ -181,7 +184,7 @@ async fn a_gpu_that_gives_less_gets_a_smaller_cache() {
         .collect();
     assert!(matches!(outcomes[0], Outcome::OutOfMemory { .. }), "{outcomes:?}");
     assert_eq!(outcomes.last(), Some(&&Outcome::Proved));
-    assert!(ready.report.kv_tokens < full && ready.report.kv_tokens > full / 5 * 4);
+    assert!(ready.report.sizing.kv_tokens < full && ready.report.sizing.kv_tokens > full / 5 * 4);
     assert_eq!(answers(&ready.engine).await, expected);
     stop(ready, &capped).await;
 }
@@ -335,6 +338,6 @@ async fn parts_sum_to_what_the_gpu_reports_and_are_predicted() {
     let probed = taken(&report.probe_scenarios);
     assert_eq!(taken(&report.attempts.last().unwrap().scenarios), probed);
     assert!(probed.iter().any(|(kind, _)| *kind == ScenarioKind::LongPrefix));
-    let tokens = prediction.kv_tokens as f64 / report.kv_tokens as f64;
+    let tokens = prediction.sizing.kv_tokens as f64 / report.sizing.kv_tokens as f64;
     assert!((tokens - 1.0).abs() < 0.03, "{:?}", prediction.compare(report));
 }

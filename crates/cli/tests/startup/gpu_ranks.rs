@@ -134,10 +134,14 @@ async fn the_smaller_gpu_decides() {
         let ready = start_on(&model, "--mem-fraction 1.0", &gpus).unwrap();
         // Of two with the same limit, one has a few megabytes less.
         if limits[0] != limits[1] {
-            assert_eq!(ready.report.bound == Bound::OtherRank, limits[1] < limits[0]);
+            assert_eq!(
+                ready.report.sizing.bound == Bound::OtherRank,
+                limits[1] < limits[0]
+            );
         }
-        let margins = ready.report.margins.canary_bytes + ready.report.margins.min_fragmentation_bytes;
-        sizes.push(ready.report.kv_bytes + margins);
+        let margins =
+            ready.report.sizing.margins.canary_bytes + ready.report.sizing.margins.min_fragmentation_bytes;
+        sizes.push(ready.report.sizing.kv_bytes + margins);
         stop(ready, &gpus).await;
     }
     // Margins are scaled to the first GPU, so they are smaller where that is the smaller one.

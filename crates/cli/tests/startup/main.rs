@@ -282,7 +282,7 @@ async fn fail_each_allocation(model: &Model, flags: &str) -> Ends {
     let clean = model.start(flags, &budget).unwrap();
     let expected = answers(&clean.engine).await;
     assert!(expected.iter().all(|tokens| tokens.len() == 24));
-    let full = clean.report.kv_tokens;
+    let full = clean.report.sizing.kv_tokens;
     let allocations = budget.meters().allocations;
     stop(clean, &budget).await;
 
@@ -292,8 +292,8 @@ async fn fail_each_allocation(model: &Model, flags: &str) -> Ends {
         budget.fail_allocation(n);
         match model.start(flags, &budget) {
             Ok(ready) => {
-                assert!(ready.report.kv_tokens <= full, "allocation {n}");
-                ends.smaller += usize::from(ready.report.kv_tokens < full);
+                assert!(ready.report.sizing.kv_tokens <= full, "allocation {n}");
+                ends.smaller += usize::from(ready.report.sizing.kv_tokens < full);
                 ends.served += 1;
                 assert_eq!(answers(&ready.engine).await, expected, "allocation {n}");
                 stop(ready, &budget).await;
@@ -338,15 +338,15 @@ async fn a_pinned_size_is_proved_or_refused_with_the_largest_that_fits() {
     let ready = model
         .start(&format!("--max-total-token-num {largest_tokens}"), &budget)
         .unwrap();
-    assert_eq!(ready.report.kv_tokens, largest_tokens);
+    assert_eq!(ready.report.sizing.kv_tokens, largest_tokens);
     assert_eq!(answers(&ready.engine).await.len(), 4);
     stop(ready, &budget).await;
 
     let ready = model.start("--kv-cache-memory-bytes 1MiB", &budget).unwrap();
     assert!(
-        ready.report.kv_bytes <= 1 << 20 && ready.report.kv_bytes > 900 << 10,
+        ready.report.sizing.kv_bytes <= 1 << 20 && ready.report.sizing.kv_bytes > 900 << 10,
         "{}",
-        ready.report.kv_bytes
+        ready.report.sizing.kv_bytes
     );
     stop(ready, &budget).await;
     let error = model.start("--kv-cache-memory-bytes 1GiB", &budget).unwrap_err();
@@ -371,7 +371,7 @@ async fn the_fraction_scales_the_cache() {
     let tokens = |fraction: &str| {
         let flags = format!("--mem-fraction {fraction} --max-num-seqs 32 --max-model-len 4096");
         let ready = model.start(&flags, &budget).unwrap();
-        let tokens = ready.report.kv_tokens;
+        let tokens = ready.report.sizing.kv_tokens;
         (ready, tokens)
     };
     let (ready, whole) = tokens("1.0");

@@ -137,7 +137,7 @@ fn assert_justified(report: &Report, name: &str) {
     assert_eq!(report.attempts.last().unwrap().outcome, Outcome::Proved, "{name}");
     assert!(report.attempts.len() <= 4, "{name}");
     let last = report.attempts.last().unwrap().kv_tokens / tokens;
-    assert_eq!(last, report.kv_pages, "{name}");
+    assert_eq!(last, report.sizing.kv_pages, "{name}");
     // The sum is that of the attempt that followed it; cuts come after.
     let cuts = (0..4)
         .find(|&cuts| (justified as f64 * 0.95_f64.powi(cuts) - last as f64).abs() <= 1.0 + f64::from(cuts));
@@ -211,7 +211,7 @@ async fn a_neighbour_costs_what_it_takes() {
         assert_eq!(ready.report.attempts.len(), 1);
         assert_eq!(ready.report.baseline.peers, bytes);
         blocks.push((
-            ready.report.kv_pages as u64,
+            ready.report.sizing.kv_pages as u64,
             ready.report.arithmetic.as_ref().unwrap().page_bytes,
         ));
         stop(ready, &budget).await;
@@ -255,7 +255,7 @@ async fn two_servers_fit_the_machine_that_both_were_promised() {
         assert_justified(report, "two servers");
     }
     assert!(first.meters().reserved + second.meters().reserved <= BUDGET);
-    assert!(two.report.kv_tokens < one.report.kv_tokens / 3 * 2);
+    assert!(two.report.sizing.kv_tokens < one.report.sizing.kv_tokens / 3 * 2);
     stop(two, &second).await;
     stop(one, &first).await;
 }

@@ -110,8 +110,16 @@ async fn the_second_start_skips_the_probe_and_is_proved_all_the_same() {
     let report = &second.report;
     assert_eq!(drift(report), 0.0);
     assert_eq!(
-        (report.kv_pages, report.scratch_bytes, report.bound),
-        (searched.kv_pages, searched.scratch_bytes, searched.bound)
+        (
+            report.sizing.kv_pages,
+            report.sizing.scratch_bytes,
+            report.sizing.bound
+        ),
+        (
+            searched.sizing.kv_pages,
+            searched.sizing.scratch_bytes,
+            searched.sizing.bound
+        )
     );
     // The proof is whole.
     assert_eq!(report.attempts.len(), 1);
@@ -178,7 +186,7 @@ async fn a_pinned_size_leaves_the_cache_alone() {
 async fn what_decides_a_step_is_in_the_key_and_nothing_else() {
     let rig = Rig::new();
     let full = rig.report(LARGE).await;
-    let mut last = full.kv_tokens;
+    let mut last = full.sizing.kv_tokens;
     for same in [
         "",
         "--mem-fraction 0.5",
@@ -188,11 +196,11 @@ async fn what_decides_a_step_is_in_the_key_and_nothing_else() {
     ] {
         let report = rig.report(&format!("{LARGE} {same}")).await;
         let fraction = if same.contains("0.5") { 0.5 } else { 0.95 };
-        let share = report.kv_tokens as f64 / full.kv_tokens as f64;
+        let share = report.sizing.kv_tokens as f64 / full.sizing.kv_tokens as f64;
         assert!((share - fraction / 0.95).abs() < 0.01, "{same}: {share}");
         // A new fraction is told once.
-        let change = report.kv_tokens as f64 / last as f64 - 1.0;
-        last = report.kv_tokens;
+        let change = report.sizing.kv_tokens as f64 / last as f64 - 1.0;
+        last = report.sizing.kv_tokens;
         assert!(
             (drift(&report) - change).abs() < 1e-9,
             "{same}: {:?}",
@@ -216,8 +224,8 @@ async fn what_decides_a_step_is_in_the_key_and_nothing_else() {
         assert_eq!(report.origin, Origin::Measured, "{change}");
         let again = rig.report(&format!("{LARGE} {change}")).await;
         assert_eq!(
-            (drift(&again), again.kv_pages),
-            (0.0, report.kv_pages),
+            (drift(&again), again.sizing.kv_pages),
+            (0.0, report.sizing.kv_pages),
             "{change}"
         );
     }
@@ -230,7 +238,7 @@ async fn what_decides_a_step_is_in_the_key_and_nothing_else() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_plan_on_a_smaller_device_or_beside_a_neighbour_ends_with_a_proved_size() {
     let rig = Rig::new();
-    let mut planned = rig.report(LARGE).await.kv_pages;
+    let mut planned = rig.report(LARGE).await.sizing.kv_pages;
     let cases = [
         (BUDGET / 2, 0),
         (BUDGET, BUDGET / 3),
@@ -245,11 +253,11 @@ async fn a_plan_on_a_smaller_device_or_beside_a_neighbour_ends_with_a_proved_siz
             (ready, budget)
         };
         let (measured, budget) = start(PlanCache::off());
-        let blocks = measured.report.kv_pages;
+        let blocks = measured.report.sizing.kv_pages;
         stop(measured, &budget).await;
         let (cached, budget) = start(rig.plans());
         let report = &cached.report;
-        assert_eq!(report.kv_pages, blocks, "{total} bytes, {peers} of others");
+        assert_eq!(report.sizing.kv_pages, blocks, "{total} bytes, {peers} of others");
         let change = blocks as f64 / planned as f64 - 1.0;
         assert!(
             (drift(report) - change).abs() < 1e-9,
@@ -277,14 +285,17 @@ async fn a_plan_that_fails_is_replaced() {
     let ready = rig.start(LARGE, &budget);
     assert_eq!(ready.report.origin, Origin::Measured);
     assert!(ready.report.discarded_plan.is_some());
-    let blocks = ready.report.kv_pages;
-    assert!(blocks < planned.kv_pages);
+    let blocks = ready.report.sizing.kv_pages;
+    assert!(blocks < planned.sizing.kv_pages);
     stop(ready, &budget).await;
     rig.file();
 
     let budget = capped();
     let ready = rig.start(LARGE, &budget);
-    assert_eq!((drift(&ready.report), ready.report.kv_pages), (0.0, blocks));
+    assert_eq!(
+        (drift(&ready.report), ready.report.sizing.kv_pages),
+        (0.0, blocks)
+    );
     assert_eq!(ready.report.attempts.len(), 1);
     stop(ready, &budget).await;
 }
@@ -292,7 +303,7 @@ async fn a_plan_that_fails_is_replaced() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_damaged_file_costs_time_and_is_replaced() {
     let rig = Rig::new();
-    let full = rig.report("").await.kv_pages;
+    let full = rig.report("").await.sizing.kv_pages;
     let whole = fs::read(rig.file()).unwrap();
     for seed in 0..40 {
         let mut random = StdRng::seed_from_u64(seed);
@@ -306,12 +317,12 @@ async fn a_damaged_file_costs_time_and_is_replaced() {
         fs::write(rig.file(), bytes).unwrap();
         let report = rig.report("").await;
         assert_eq!(
-            (report.origin, report.kv_pages),
+            (report.origin, report.sizing.kv_pages),
             (Origin::Measured, full),
             "seed {seed}"
         );
         let again = rig.report("").await;
-        assert_eq!((drift(&again), again.kv_pages), (0.0, full), "seed {seed}");
+        assert_eq!((drift(&again), again.sizing.kv_pages), (0.0, full), "seed {seed}");
     }
 }
 
@@ -346,10 +357,10 @@ async fn whatever_a_plan_says_the_size_is_proved() {
         let report = rig.report(LARGE).await;
         let last = report.attempts.last().unwrap();
         assert_eq!(last.outcome, Outcome::Proved, "seed {seed}");
-        assert_eq!(last.kv_tokens, report.kv_tokens, "seed {seed}");
+        assert_eq!(last.kv_tokens, report.sizing.kv_tokens, "seed {seed}");
         match report.origin {
             Origin::Cached { .. } => kept += 1,
-            _ => assert_eq!(report.kv_pages, honest.kv_pages, "seed {seed}"),
+            _ => assert_eq!(report.sizing.kv_pages, honest.sizing.kv_pages, "seed {seed}"),
         }
     }
     // Both ends occur.

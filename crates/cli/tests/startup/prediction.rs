@@ -58,13 +58,13 @@ pub(crate) fn both(
 
 pub(crate) fn compare(prediction: &Prediction, report: &Report, context: &str) {
     assert_eq!(
-        (prediction.kv_tokens, prediction.bound),
-        (report.kv_tokens, report.bound),
+        (prediction.sizing.kv_tokens, prediction.sizing.bound),
+        (report.sizing.kv_tokens, report.sizing.bound),
         "{context}"
     );
     assert_eq!(prediction.baseline, report.baseline, "{context}");
     assert_eq!(prediction.ready, report.ready, "{context}");
-    assert_eq!(prediction.states, report.states, "{context}");
+    assert_eq!(prediction.sizing.states, report.sizing.states, "{context}");
     for compared in prediction.compare(report) {
         let error = compared.error.unwrap_or(0.0);
         assert!(error.abs() < 0.03, "{context}: {compared:?}");
@@ -105,8 +105,8 @@ fn the_prediction_is_what_the_profile_measures() {
             (Ok(prediction), Ok(report)) => {
                 compare(&prediction, &report, &context);
                 fit += 1;
-                memory_bound += usize::from(report.bound == Bound::Memory);
-                pinned += usize::from(report.bound == Bound::PinnedTokens);
+                memory_bound += usize::from(report.sizing.bound == Bound::Memory);
+                pinned += usize::from(report.sizing.bound == Bound::PinnedTokens);
             }
             (Err(predicted), Err(measured)) => {
                 assert_eq!((predicted.exit_code(), measured.exit_code()), (4, 4), "{context}");

@@ -142,19 +142,21 @@ async fn all_serve_what_the_least_can_hold() {
         bytes[small] = BUDGET / 2;
         let group = Group::of(&bytes);
         let ready = group.start(&model, flags).unwrap();
-        sizes.push(ready.report.kv_tokens);
+        sizes.push(ready.report.sizing.kv_tokens);
         assert_eq!(
-            ready.report.bound == Bound::OtherRank,
+            ready.report.sizing.bound == Bound::OtherRank,
             small == 1,
             "{:?}",
-            ready.report.bound
+            ready.report.sizing.bound
         );
         group.stop(ready).await;
     }
     let group = Group::of(&[BUDGET; 2]);
     let ready = group.start(&model, flags).unwrap();
     assert!(
-        sizes.iter().all(|&size| 5 * size < 4 * ready.report.kv_tokens),
+        sizes
+            .iter()
+            .all(|&size| 5 * size < 4 * ready.report.sizing.kv_tokens),
         "{sizes:?}"
     );
     group.stop(ready).await;
@@ -166,7 +168,7 @@ async fn every_allocation_of_every_rank_may_fail() {
     let model = Model::new();
     let group = Group::of(&[BUDGET; 2]);
     let clean = group.start(&model, "").unwrap();
-    let (expected, full) = (answers(&clean.engine).await, clean.report.kv_tokens);
+    let (expected, full) = (answers(&clean.engine).await, clean.report.sizing.kv_tokens);
     let allocations = group.budgets[1].meters().allocations;
     group.stop(clean).await;
     for bad in 0..2 {
@@ -176,8 +178,11 @@ async fn every_allocation_of_every_rank_may_fail() {
             group.budgets[bad].fail_allocation(n);
             match group.start(&model, "") {
                 Ok(ready) => {
-                    assert!(ready.report.kv_tokens <= full, "allocation {n} of rank {bad}");
-                    smaller += usize::from(ready.report.kv_tokens < full);
+                    assert!(
+                        ready.report.sizing.kv_tokens <= full,
+                        "allocation {n} of rank {bad}"
+                    );
+                    smaller += usize::from(ready.report.sizing.kv_tokens < full);
                     assert_eq!(
                         answers(&ready.engine).await,
                         expected,

@@ -114,9 +114,9 @@ async fn one_step_without_memory_costs_its_requests_alone() {
         let (engine, memory) = (ready.engine.clone(), ready.memory.clone());
         let (expected, capacity) = (answers(&engine).await, engine.limits().kv_capacity_tokens);
         // A single request keeps less of a window than all of it.
-        match ready.report.groups.len() {
-            1 => assert_eq!(capacity, ready.report.kv_tokens),
-            _ => assert!(capacity > ready.report.kv_tokens, "{capacity}"),
+        match ready.report.sizing.groups.len() {
+            1 => assert_eq!(capacity, ready.report.sizing.kv_tokens),
+            _ => assert!(capacity > ready.report.sizing.kv_tokens, "{capacity}"),
         }
         until_ready(&engine).await;
         let before = budget.meters();
@@ -146,7 +146,7 @@ async fn one_step_without_memory_costs_its_requests_alone() {
         assert_eq!((stats.rebuilds_oom, stats.high_water_above_proof), (4, 0));
         assert_eq!(memory.allocations_after_ready(), 0, "a rebuild is no step");
         assert_eq!(engine.limits().kv_capacity_tokens, capacity);
-        assert_eq!(memory.report()["kv_tokens"], ready.report.kv_tokens);
+        assert_eq!(memory.report()["kv_tokens"], ready.report.sizing.kv_tokens);
         assert_eq!(answers(&engine).await, expected);
         drop(engine);
         stop(ready, &budget).await;
@@ -167,7 +167,8 @@ async fn a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() {
         let full = engine.limits().kv_capacity_tokens;
 
         // It takes what is free, and part of the KV cache as soon as that is given back.
-        let margin = ready.report.margins.canary_bytes + ready.report.margins.min_fragmentation_bytes;
+        let margin =
+            ready.report.sizing.margins.canary_bytes + ready.report.sizing.margins.min_fragmentation_bytes;
         let kv = held.by_component.get(Component::Kv);
         machine.set(BUDGET - held.reserved - margin + kv / 2);
         budget.fail_step(1);

@@ -42,7 +42,7 @@ fn plan_for(mean: usize, model: &Model, flags: &str, bytes: u64) -> Option<Predi
 
 /// Tokens that fit, whether or not they are of use.
 fn fitting(prediction: &Prediction) -> usize {
-    prediction.arithmetic.fitting_pages * prediction.block_size
+    prediction.arithmetic.fitting_pages * prediction.sizing.block_size
 }
 
 /// As many slots as leave each the KV of half a mean request, and all of them one of full length.
@@ -55,7 +55,7 @@ fn states_and_kv_share_the_memory() {
             assert!(counts.is_empty(), "{bytes} bytes are not enough, and fewer were");
             continue;
         };
-        let (requests, states) = (chosen.max_num_seqs, chosen.states.clone().unwrap());
+        let (requests, states) = (chosen.sizing.max_num_seqs, chosen.sizing.states.clone().unwrap());
         let slots = states.slots;
         // 32 requests at once are the default of a CPU.
         assert_eq!((states.layers, requests), (3, slots.min(32)), "{bytes} bytes");
@@ -72,7 +72,7 @@ fn states_and_kv_share_the_memory() {
             "{bytes} bytes"
         );
         let leaves_enough = |plan: &Prediction, slots: usize| {
-            plan.full_length_requests >= 1.0 && 2 * fitting(plan) >= slots * MEAN
+            plan.sizing.full_length_requests >= 1.0 && 2 * fitting(plan) >= slots * MEAN
         };
         assert!(
             slots == 1 || leaves_enough(&chosen, slots),
@@ -105,7 +105,7 @@ fn each_side_may_be_pinned_and_the_other_follows() {
         };
         let (few, many) = (of(2), of(12));
         assert!(fitting(&few) > fitting(&many));
-        let states = few.states.clone().unwrap();
+        let states = few.sizing.states.clone().unwrap();
         let cost = 10.0 * slots * states.tokens_per_request as f64 * 0.95;
         let lost = (fitting(&few) - fitting(&many)) as f64;
         // More requests also take more of the step arena.
@@ -118,12 +118,15 @@ fn each_side_may_be_pinned_and_the_other_follows() {
     let tokens = fitting(&of(6)) / 16 * 16;
     let pinned = plan(&model, &format!("--max-total-token-num {tokens}"), bytes).unwrap();
     assert!(
-        pinned.kv_tokens == tokens && pinned.max_num_seqs >= 6,
+        pinned.sizing.kv_tokens == tokens && pinned.sizing.max_num_seqs >= 6,
         "{pinned:?}"
     );
     // One request more does not go with so many tokens.
     assert!(fitting(&pinned) >= tokens);
-    assert!(fitting(&of(pinned.max_num_seqs + 1)) < tokens, "{pinned:?}");
+    assert!(
+        fitting(&of(pinned.sizing.max_num_seqs + 1)) < tokens,
+        "{pinned:?}"
+    );
 }
 
 #[test]
@@ -159,7 +162,7 @@ fn states_that_do_not_fit_are_named_with_what_would() {
         let (Ok(predicted), Ok(measured)) = (&predicted, &measured) else {
             panic!("{fewer} requests: {predicted:?}, {measured:?}")
         };
-        for states in [&predicted.states, &measured.states] {
+        for states in [&predicted.sizing.states, &measured.sizing.states] {
             let states = states.as_ref().unwrap();
             assert_eq!(states.bytes_per_request, SLOT);
             assert!((fewer..=2 * fewer).contains(&states.slots), "{states:?}");

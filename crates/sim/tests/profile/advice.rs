@@ -59,7 +59,7 @@ fn assert_suggestions_work(report: &Report, device: &DeviceModel, spec: &Profile
             Err(error) => panic!("{} is refused: {error}", suggestion.flag),
         };
         assert_eq!(
-            (pinned.origin, pinned.bound, pinned.probe),
+            (pinned.origin, pinned.sizing.bound, pinned.probe),
             (Origin::Pinned, Bound::PinnedBytes, None),
             "{}",
             suggestion.flag
@@ -80,7 +80,7 @@ fn what_is_suggested_is_accepted() {
     // The device is full then: what is free are the margins.
     let pinned = run(model(), &spec().with(&[Setting::KvCacheMemoryBytes(full)])).unwrap();
     let ready = &pinned.report().ready;
-    let margins = pinned.report().margins;
+    let margins = pinned.report().sizing.margins;
     let kept = margins.canary_bytes + margins.min_fragmentation_bytes;
     assert!(
         (kept..kept + 2 * BLOCK + MIB).contains(&ready.free),

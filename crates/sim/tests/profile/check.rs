@@ -228,11 +228,11 @@ pub(crate) fn check(case: &Case, reduction: Reduction) -> Result<End, String> {
                 );
                 let report = proved.report();
                 check_report(report, case).map_err(in_rank)?;
-                end.blocks = report.kv_pages;
+                end.blocks = report.sizing.kv_pages;
                 end.attempts = end.attempts.max(report.attempts.len());
                 end.cached |= matches!(report.origin, Origin::Cached { .. });
                 end.discarded |= report.discarded_plan.is_some();
-                end.other_rank |= report.bound == Bound::OtherRank;
+                end.other_rank |= report.sizing.bound == Bound::OtherRank;
                 let again = case.ranks.len() == 1;
                 check_state(proved, &rank_end.device, rank, &case.spec, again).map_err(in_rank)?;
             }
@@ -302,7 +302,7 @@ fn check_report(report: &Report, case: &Case) -> Result<(), String> {
     );
     // What the canary held is free now.
     ensure!(
-        ready.free >= report.margins.canary_bytes,
+        ready.free >= report.sizing.margins.canary_bytes,
         "too little is free: {ready:?}"
     );
     let Some((last, failed)) = report.attempts.split_last() else {
@@ -310,7 +310,7 @@ fn check_report(report: &Report, case: &Case) -> Result<(), String> {
     };
     ensure!(failed.len() < 4, "{} attempts", failed.len() + 1);
     ensure!(
-        (&last.outcome, last.kv_tokens) == (&Outcome::Proved, report.kv_tokens),
+        (&last.outcome, last.kv_tokens) == (&Outcome::Proved, report.sizing.kv_tokens),
         "the last attempt is not the size in use: {last:?}"
     );
     ensure!(
@@ -333,12 +333,12 @@ fn check_report(report: &Report, case: &Case) -> Result<(), String> {
     ensure!(shrinks, "attempts do not shrink");
     let kv = KvConfig {
         block_size: spec.block_size,
-        num_pages: report.kv_pages,
+        num_pages: report.sizing.kv_pages,
         groups: spec.groups,
         state_slots: 0,
     };
     let request = kv.request_pages(spec.limits.max_model_len, spec.limits.max_num_batched_tokens);
-    ensure!(report.kv_pages >= request, "no request fits");
+    ensure!(report.sizing.kv_pages >= request, "no request fits");
     ensure!(
         (report.origin == Origin::Pinned) == (spec.size != KvSize::Auto),
         "{:?}",
@@ -348,7 +348,7 @@ fn check_report(report: &Report, case: &Case) -> Result<(), String> {
         // One request of full length is always of use.
         let useful = useful.max(spec.limits.max_model_len);
         ensure!(
-            report.kv_tokens < useful + spec.block_size.tokens(),
+            report.sizing.kv_tokens < useful + spec.block_size.tokens(),
             "more than is useful"
         );
     }

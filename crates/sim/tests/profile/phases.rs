@@ -24,7 +24,11 @@ fn the_size_is_the_formulas() {
     assert_eq!((arithmetic.non_kv, arithmetic.room), (non_kv, i128::from(room)));
     assert_eq!(proved.config().kv.num_pages as u64, blocks);
     assert_eq!(
-        (report.bound, report.scratch_bytes, report.attempts.len()),
+        (
+            report.sizing.bound,
+            report.sizing.scratch_bytes,
+            report.attempts.len()
+        ),
         (Bound::Memory, worst, 1)
     );
     // The canary is free now, and its bytes with it.
@@ -57,7 +61,7 @@ fn the_longest_context_is_measured_before_it_is_proved() {
         let proved = run(device.clone(), &spec).unwrap();
         let report = proved.report();
         assert_eq!(report.attempts.len(), 1, "{limits:?}");
-        assert!(report.scratch_bytes >= 2048 * context, "{limits:?}");
+        assert!(report.sizing.scratch_bytes >= 2048 * context, "{limits:?}");
     }
 }
 
@@ -195,7 +199,7 @@ fn the_report_adds_up_and_shows_every_byte() {
     ] {
         assert!(table.contains(part), "{part} is missing:\n{table}");
     }
-    assert_eq!(report.kv_tokens, report.kv_pages * 16);
+    assert_eq!(report.sizing.kv_tokens, report.sizing.kv_pages * 16);
     // This size again, and all of the device.
     let flags: Vec<_> = report.suggestions.iter().map(|s| s.flag).collect();
     let [
@@ -205,7 +209,10 @@ fn the_report_adds_up_and_shows_every_byte() {
     else {
         panic!("{flags:?}")
     };
-    assert!(now == report.kv_pages as u64 * BLOCK && full > now, "{flags:?}");
+    assert!(
+        now == report.sizing.kv_pages as u64 * BLOCK && full > now,
+        "{flags:?}"
+    );
     assert_eq!(
         serde_json::to_value(report).unwrap()["suggestions"][0]["flag"],
         flags[0].to_string()
@@ -232,14 +239,17 @@ fn no_more_than_is_useful() {
     };
     let proved = run(model(), &useful).unwrap();
     assert_eq!(
-        (proved.config().kv.capacity_tokens(), proved.report().bound),
+        (proved.config().kv.capacity_tokens(), proved.report().sizing.bound),
         (4000, Bound::Useful)
     );
     let plenty = ProfileSpec {
         useful_tokens: Some(1 << 40),
         ..spec()
     };
-    assert_eq!(run(model(), &plenty).unwrap().report().bound, Bound::Memory);
+    assert_eq!(
+        run(model(), &plenty).unwrap().report().sizing.bound,
+        Bound::Memory
+    );
 }
 
 #[test]
@@ -391,7 +401,7 @@ fn a_pinned_size_is_validated_or_refused_with_the_largest() {
     let spec_pinned = pin(KvSize::Tokens(3000));
     let proved = profile(&mut VirtualDevice::new(model()), &spec_pinned, &mut lines).unwrap();
     assert_eq!(
-        (proved.config().kv.num_pages, proved.report().bound),
+        (proved.config().kv.num_pages, proved.report().sizing.bound),
         (188, Bound::PinnedTokens)
     );
     assert_eq!(proved.report().attempts[0].scenarios.len(), 4);
@@ -402,9 +412,13 @@ fn a_pinned_size_is_validated_or_refused_with_the_largest() {
         .collect();
     assert_eq!(phases, ["baseline", "skip", "rebuild", "validate"]);
 
-    let bytes = proved.report().kv_bytes;
+    let bytes = proved.report().sizing.kv_bytes;
     assert_eq!(
-        run(model(), &pin(KvSize::Bytes(bytes))).unwrap().report().bound,
+        run(model(), &pin(KvSize::Bytes(bytes)))
+            .unwrap()
+            .report()
+            .sizing
+            .bound,
         Bound::PinnedBytes
     );
     for size in [

@@ -42,8 +42,8 @@ fn a_plan_skips_the_probe_and_is_still_proved() {
     let (report, phases) = start(model(), &with(plan()));
     assert_eq!(phases, ["baseline", "skip", "compute", "rebuild", "validate"]);
     let (searched, _) = start(model(), &spec());
-    assert_eq!(report.kv_pages, searched.kv_pages);
-    assert_eq!(report.scratch_bytes, searched.scratch_bytes);
+    assert_eq!(report.sizing.kv_pages, searched.sizing.kv_pages);
+    assert_eq!(report.sizing.scratch_bytes, searched.sizing.scratch_bytes);
     assert_eq!(
         (report.arithmetic, report.probe),
         (searched.arithmetic, searched.probe)
@@ -102,7 +102,7 @@ fn a_planned_size_is_what_todays_meters_leave() {
     for device in today {
         let (searched, _) = start(device.clone(), &spec());
         let (report, _) = start(device, &with(plan()));
-        assert_eq!(report.kv_pages, searched.kv_pages);
+        assert_eq!(report.sizing.kv_pages, searched.sizing.kv_pages);
         assert_eq!(report.arithmetic, searched.arithmetic);
         assert!(drift(&report).abs() > 0.0);
     }
@@ -120,7 +120,7 @@ fn a_plan_remembers_the_cuts() {
     let (report, _) = start(device(), &with(first.plan().unwrap().clone()));
     assert_eq!(report.origin, Origin::Cached { drift: 0.0 });
     assert_eq!(
-        (report.kv_pages, report.attempts.len()),
+        (report.sizing.kv_pages, report.attempts.len()),
         (first.config().kv.num_pages, 1)
     );
 }
@@ -152,7 +152,7 @@ fn a_plan_forgets_the_cuts_of_a_neighbour() {
             ..spec.clone()
         };
         let (report, _) = start(model(), &second);
-        assert_eq!(report.kv_pages, full, "{n}");
+        assert_eq!(report.sizing.kv_pages, full, "{n}");
     }
     assert!(cut > 0, "the neighbour never mattered");
 }
@@ -242,8 +242,8 @@ fn a_useless_plan_is_thrown_away() {
             matches!(reason, ArenaTooSmall | OutOfMemory)
         );
         assert_eq!(
-            (report.kv_pages, report.origin),
-            (searched.kv_pages, Origin::Measured)
+            (report.sizing.kv_pages, report.origin),
+            (searched.sizing.kv_pages, Origin::Measured)
         );
         assert!(phases.contains(&"probe".to_owned()), "{phases:?}");
     }
@@ -273,8 +273,8 @@ fn every_allocation_of_a_planned_start_may_fail() {
         let proved = profile(&mut device, &spec, &mut ()).unwrap();
         let report = proved.report();
         assert_eq!(
-            (report.kv_pages, report.origin),
-            (undisturbed.report().kv_pages, Origin::Measured)
+            (report.sizing.kv_pages, report.origin),
+            (undisturbed.report().sizing.kv_pages, Origin::Measured)
         );
         assert_eq!(
             report.discarded_plan.as_ref().unwrap().reason,

@@ -50,7 +50,7 @@ fn all_ranks_serve_what_the_smallest_holds() {
         } else {
             Bound::OtherRank
         };
-        assert_eq!(report.bound, bound);
+        assert_eq!(report.sizing.bound, bound);
     }
 }
 

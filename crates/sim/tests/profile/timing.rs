@@ -59,8 +59,8 @@ fn every_size_that_the_limits_allow_is_timed_beside_the_canary() {
             assert!(times(&proved).costs().is_some());
             let (report, without) = (proved.report(), untimed.report());
             assert_eq!(
-                (report.kv_pages, &report.ready),
-                (without.kv_pages, &without.ready)
+                (report.sizing.kv_pages, &report.ready),
+                (without.sizing.kv_pages, &without.ready)
             );
             let state = proved.into_parts();
             assert!(state.costs.is_some());
