@@ -1,12 +1,14 @@
 use std::fmt;
 
 use serde::Serialize;
+use strum::{Display, IntoStaticStr};
 
 use crate::{BuildProgress, ScenarioKind};
 
 /// A phase of the profile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Display, IntoStaticStr)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum Phase {
     /// What is there before any state is built.
     Baseline,
@@ -29,22 +31,7 @@ pub enum Phase {
 impl Phase {
     /// Name in log lines.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Baseline => "baseline",
-            Self::Probe => "probe",
-            Self::Compute => "compute",
-            Self::Rebuild => "rebuild",
-            Self::Validate => "validate",
-            Self::Timing => "timing",
-            Self::Skip => "skip",
-            Self::Advise => "advise",
-        }
-    }
-}
-
-impl fmt::Display for Phase {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        self.into()
     }
 }
 

@@ -1,9 +1,8 @@
 //! What a finished search found, in a form that outlives the process: the next start skips the probe with it.
 
-use std::fmt;
-
 use plimsoll_core::{Component, Meters};
 use serde::{Deserialize, Serialize};
+use strum::{Display, IntoStaticStr};
 
 use crate::{Attempt, Measured, ScenarioResult, StepTimes};
 
@@ -45,8 +44,9 @@ pub struct DiscardedPlan {
 }
 
 /// Why a plan was thrown away.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Display, IntoStaticStr)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum DiscardReason {
     /// Its numbers contradict each other, or this start's worst steps.
     Implausible,
@@ -72,19 +72,7 @@ impl From<DiscardReason> for DiscardedPlan {
 impl DiscardReason {
     /// Name in logs.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Implausible => "implausible",
-            Self::TooSmall => "too_small",
-            Self::ArenaTooSmall => "arena_too_small",
-            Self::OutOfMemory => "out_of_memory",
-            Self::OtherRank => "other_rank",
-        }
-    }
-}
-
-impl fmt::Display for DiscardReason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        self.into()
     }
 }
 

@@ -29,16 +29,19 @@ impl Measured {
 }
 
 /// What decides the size of the KV cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, strum::IntoStaticStr)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum Bound {
     /// Memory, times `--mem-fraction`.
     Memory,
     /// More would be of no use.
     Useful,
     /// `--max-total-token-num`.
+    #[strum(serialize = "max-total-token-num")]
     PinnedTokens,
     /// `--kv-cache-memory-bytes`.
+    #[strum(serialize = "kv-cache-memory-bytes")]
     PinnedBytes,
     /// The device of another rank holds less.
     OtherRank,
@@ -47,13 +50,7 @@ pub enum Bound {
 impl Bound {
     /// Name in logs.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Memory => "memory",
-            Self::Useful => "useful",
-            Self::PinnedTokens => "max-total-token-num",
-            Self::PinnedBytes => "kv-cache-memory-bytes",
-            Self::OtherRank => "other-rank",
-        }
+        self.into()
     }
 }
 

@@ -1,4 +1,3 @@
-use std::fmt;
 use std::sync::Arc;
 
 use plimsoll_core::{
@@ -6,12 +5,16 @@ use plimsoll_core::{
     SamplingParams, ScoreSpec, StateSlot, StepLimits, StepPlan, TokenId,
 };
 use serde::{Deserialize, Serialize};
+use strum::{Display, IntoStaticStr};
 
 use crate::timed_shape::TimedShape;
 
 /// A worst case of the steps the scheduler can plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, Display, IntoStaticStr,
+)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum ScenarioKind {
     /// One new prompt that fills the step, where there is no [`Self::LongPrefix`].
     Prefill,
@@ -52,21 +55,7 @@ impl ScenarioKind {
 
     /// Name in logs and reports.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Prefill => "prefill",
-            Self::LongPrefix => "long_prefix",
-            Self::Decode => "decode",
-            Self::Mixed => "mixed",
-            Self::PromptLogprobs => "prompt_logprobs",
-            Self::SampleSort => "sample_sort",
-            Self::SampleTopK => "sample_top_k",
-        }
-    }
-}
-
-impl fmt::Display for ScenarioKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        self.into()
     }
 }
 

@@ -3,7 +3,8 @@ use std::fmt;
 use serde::{Serialize, Serializer};
 
 /// A flag with the value that is advised for it; its `Display` is the flag as it is typed, `--max-model-len=4096`.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, strum::IntoStaticStr)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Setting {
     /// `--device-memory`, in bytes.
     DeviceMemory(u64),
@@ -24,15 +25,7 @@ pub enum Setting {
 impl Setting {
     /// The flag without its dashes.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::DeviceMemory(_) => "device-memory",
-            Self::MemFraction(_) => "mem-fraction",
-            Self::MaxModelLen(_) => "max-model-len",
-            Self::MaxNumBatchedTokens(_) => "max-num-batched-tokens",
-            Self::MaxNumSeqs(_) => "max-num-seqs",
-            Self::MaxTotalTokenNum(_) => "max-total-token-num",
-            Self::KvCacheMemoryBytes(_) => "kv-cache-memory-bytes",
-        }
+        self.into()
     }
 }
 
