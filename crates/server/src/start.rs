@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
+use strum::{IntoStaticStr, VariantArray};
+
 /// Phases of a start, in order. After an attempt that runs out of memory, rebuild to validate are repeated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, strum::IntoStaticStr)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, IntoStaticStr, VariantArray)]
 #[strum(serialize_all = "snake_case")]
 pub enum StartPhase {
     /// Finding the model's files.
@@ -28,17 +30,7 @@ pub enum StartPhase {
 
 impl StartPhase {
     /// All phases in order.
-    pub const ALL: [Self; 9] = [
-        Self::Resolve,
-        Self::Download,
-        Self::Device,
-        Self::Weights,
-        Self::Probe,
-        Self::Rebuild,
-        Self::Capture,
-        Self::Validate,
-        Self::Engine,
-    ];
+    pub const ALL: &[Self] = Self::VARIANTS;
 
     /// Name in JSON, metrics and logs.
     pub fn name(self) -> &'static str {

@@ -115,7 +115,7 @@ impl StartProgress {
     /// What an earlier start of the same model took, whose probe this one will not need.
     pub(crate) fn expect(&self, earlier: &PhaseSeconds) {
         let mut course = self.lock();
-        for phase in StartPhase::ALL {
+        for &phase in StartPhase::ALL {
             let took = earlier.get(phase.name()).copied();
             course.seconds[phase as usize] = took.filter(|seconds| (0.0..MOST).contains(seconds));
         }
@@ -144,9 +144,10 @@ impl StartProgress {
             false => course.taken[phase as usize],
         };
         let kept = StartPhase::ALL
-            .into_iter()
-            .filter(|phase| *phase != StartPhase::Download);
-        kept.map(|phase| (phase.name().to_owned(), took(phase))).collect()
+            .iter()
+            .filter(|phase| **phase != StartPhase::Download);
+        kept.map(|&phase| (phase.name().to_owned(), took(phase)))
+            .collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, Course> {
