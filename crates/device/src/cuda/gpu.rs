@@ -50,8 +50,6 @@ pub struct GpuInfo {
     pub compute_capability: (u32, u32),
     /// Streaming multiprocessors.
     pub sm_count: usize,
-    /// Bytes of L2 cache.
-    pub l2_bytes: usize,
     /// Bytes of shared memory one block may ask for.
     pub max_shared_bytes: usize,
     /// CUDA version of the driver: 1000 × major + 10 × minor.
@@ -367,7 +365,6 @@ fn describe(ordinal: usize, device: sys::CUdevice, driver_version: i32) -> Resul
             attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
         ),
         sm_count: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-        l2_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
         max_shared_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
         driver_version,
     })
