@@ -7,8 +7,9 @@ use plimsoll_core::{EncodeCost, StepCosts};
 
 use crate::Ended;
 
-/// A choice of prompt tokens that costs at most this part more per token than the best one is as good.
-const TOLERANCE: f64 = 0.01;
+/// A choice of prompt tokens that costs at most this part more per token than the best one is as good. Times are not measured more exactly:
+/// with half as much, chance would decide in which steps a burst is computed.
+const TOLERANCE: f64 = 0.02;
 
 /// How the prompts' share of a step's fixed time grows with the part of the requests that do not generate yet.
 const SHARE_EXPONENT: f64 = 2.0;
@@ -16,8 +17,9 @@ const SHARE_EXPONENT: f64 = 2.0;
 /// With few prompts to compute, they may make a step this many times as long as without them.
 const STRETCH: f64 = 2.0;
 
-/// Added to [`STRETCH`], times the square root of how many requests wait for each one that generates.
-const STRETCH_BY_BACKLOG: f64 = 7.0;
+/// Added to [`STRETCH`], times the square root of how many requests wait for each one that generates. Each step in which a burst is
+/// computed has outputs too, which delay the prompts that still wait: the fewer steps, the earlier the last of them is done.
+const STRETCH_BY_BACKLOG: f64 = 13.0;
 
 /// However cheap prompt tokens get in larger steps, a step takes at most this many times as long as the two above say, unless there is a
 /// target. With many experts they get cheaper up to the largest step, which wins nothing while few requests wait.
@@ -32,6 +34,9 @@ const STEADY_HALVINGS: usize = 16;
 
 /// With one image to encode, a step in which requests generate may take this part longer.
 const ENCODE_STRETCH: f64 = 0.2;
+
+/// Added to [`ENCODE_STRETCH`], times the square root of how many others wait for each one that generates.
+const ENCODE_STRETCH_BY_BACKLOG: f64 = 7.0;
 
 /// GPUs compute products in tiles of about so many rows. Smaller steps have smaller tiles, and on CPUs there are none.
 const TILE: usize = 128;
@@ -48,8 +53,8 @@ const MOST_CHUNKS: usize = 256;
 /// `1 - (D / (D + w))^2` of a step's fixed time is the prompts' too: the longer the backlog, the larger the best `P`. The fixed time is
 /// `decode(1)`, or more with experts ([`StepCosts::fixed_seconds`]).
 ///
-/// Latency decides among all `P` that cost at most 1 % more per token than the best: the step shall take at most
-/// `2 + 7 sqrt(w / D)` times as long as without prompts. If none is so short, it is the shortest of them, but at most what fits into twice
+/// Latency decides among all `P` that cost at most 2 % more per token than the best: the step shall take at most
+/// `2 + 13 sqrt(w / D)` times as long as without prompts. If none is so short, it is the shortest of them, but at most what fits into twice
 /// that time, and at least the smallest known size. If nothing generates, the smallest of them is taken, or the whole next prompt: the
 /// first tokens come early, and requests that came together do not all end together.
 ///
@@ -58,7 +63,7 @@ const MOST_CHUNKS: usize = 256;
 /// ([`crate::Population`]), a step has at most the rows with which the present requests would go on steadily in nearly the least time. That
 /// spreads a bunch, until prompts come one by one.
 ///
-/// `D + P` is a size that was measured, or a power of two beyond, up to the largest step: products are computed in tiles of rows, so that
+/// `D + P` is a size that was measured, or a power of two beyond or one and a half times that, up to the largest step: products are computed in tiles of rows, so that
 /// one row more can cost a whole tile. On an H200 512 rows of an 8B model take 12 ms, and 544 to 640 rows 14. Under a target it can lie
 /// between.
 ///
@@ -118,6 +123,17 @@ pub struct Load {
     pub steady: Option<Ended>,
 }
 
+/// The next size to compare beyond `rows` that were measured: a power of two, or half way from one to the next if that is in whole tiles.
+/// With powers alone, a backlog that is somewhat too short for one is computed in steps of half as many rows.
+fn larger_size(rows: usize) -> usize {
+    let power = (rows + 1).next_power_of_two();
+    let between = power / 4 * 3;
+    match between > rows && between.is_multiple_of(TILE) {
+        true => between,
+        false => power,
+    }
+}
+
 impl PromptBudget {
     /// For steps of at most `most` rows that take the time of `costs`. Steps in which requests generate shall take at most
     /// `target`, but no prompt takes more than 256 of them for that.
@@ -125,7 +141,7 @@ impl PromptBudget {
         let mut sizes: Vec<usize> = costs.mixed().iter().map(|step| step.rows).collect();
         sizes.retain(|&rows| rows <= most);
         while let Some(&last) = sizes.last().filter(|&&last| last < most) {
-            sizes.push(most.min((last + 1).next_power_of_two()));
+            sizes.push(most.min(larger_size(last)));
         }
         Self {
             costs,
@@ -281,7 +297,7 @@ impl PromptBudget {
         }
         let alone = self.costs.decode_seconds(decoding) + self.costs.context_seconds() * context as f64;
         let others = prompts.saturating_sub(1) as f64 / decoding as f64;
-        let seconds = (ENCODE_STRETCH + STRETCH_BY_BACKLOG * others.sqrt()) * alone;
+        let seconds = (ENCODE_STRETCH + ENCODE_STRETCH_BY_BACKLOG * others.sqrt()) * alone;
         // Half of what is left, the other half is for prompts.
         let target = self.target.map(|target| (target - alone).max(0.0) / 2.0);
         Some(EncodeTime {
@@ -357,6 +373,34 @@ mod tests {
         assert!(tokens.is_sorted() && tokens[4] > 4 * tokens[0], "{tokens:?}");
         assert_eq!(budget.prompt_tokens(&load(0, 100)), 2048, "nobody reads");
         assert_eq!(budget.prompt_tokens(&load(100, 0)), MOST - 100, "nobody waits");
+    }
+
+    #[test]
+    fn sizes_go_on_beyond_what_was_measured() {
+        assert_eq!(
+            budget(None).sizes,
+            [32, 128, 200, 512, 2048, 3072, 4096, 6144, 8192]
+        );
+        let cost = |rows: usize| StepCost {
+            rows,
+            seconds: 1e-3 * rows as f64,
+        };
+        let costs = StepCosts::new([1, 32].map(cost).into(), [32, 128].map(cost).into(), 0.0).unwrap();
+        // 192 rows would be a tile and a half.
+        assert_eq!(
+            PromptBudget::new(costs, 600, None).sizes,
+            [32, 128, 256, 384, 512, 600]
+        );
+    }
+
+    #[test]
+    fn a_burst_is_computed_in_large_steps_that_shrink_with_the_backlog() {
+        let budget = budget(None);
+        let rows = [20, 100, 300, 400, 450, 500, 550, 590].map(|decoding| {
+            let load = load(decoding, 600 - decoding);
+            decoding + budget.prompt_tokens(&load)
+        });
+        assert_eq!(rows, [8192, 6144, 6144, 4096, 4096, 3072, 3072, 2048]);
     }
 
     #[test]
