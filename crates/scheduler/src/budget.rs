@@ -63,9 +63,9 @@ const MOST_CHUNKS: usize = 256;
 /// ([`crate::Population`]), a step has at most the rows with which the present requests would go on steadily in nearly the least time. That
 /// spreads a bunch, until prompts come one by one.
 ///
-/// `D + P` is a size that was measured, or a power of two beyond or one and a half times that, up to the largest step: products are computed in tiles of rows, so that
-/// one row more can cost a whole tile. On an H200 512 rows of an 8B model take 12 ms, and 544 to 640 rows 14. Under a target it can lie
-/// between.
+/// `D + P` is a size that was measured, or a power of two beyond or one and a half times that, up to the largest step: products are
+/// computed in tiles of rows, so that one row more can cost a whole tile. On an H200 512 rows of an 8B model take 12 ms, and 544 to 640
+/// rows 14. Under a target it can lie between.
 ///
 /// The constants were chosen by simulation (`crates/sim/tests/prompt_budget`), all times are measured.
 #[derive(Clone, Debug)]
