@@ -27,11 +27,11 @@ fn shape(setup: &Setup) -> GpuStateShape {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn memory_does_not_depend_on_where_tokens_go() {
     let gpu = gpu();
-    for name in EXPERT_MODELS {
+    for (turn, name) in EXPERT_MODELS.into_iter().enumerate() {
         let adversarial = adversarial(name);
         for directory in [golden_path(name), adversarial.path().to_owned()] {
             let model = load_file(&gpu, &directory);
-            for setup in Setup::all(1024) {
+            for setup in Setup::in_turn(turn, 1024) {
                 let footprint = GpuFootprint::on(&gpu, &golden_path(name), shape(&setup)).unwrap();
                 let StepLimits {
                     max_num_batched_tokens,

@@ -44,37 +44,35 @@ pub(crate) fn in_chunks(runner: &mut GpuRunner, setup: &Setup, case: &Case, len:
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn logits_are_as_close_to_transformers_as_bf16_allows() {
     let gpu = gpu();
-    for name in MODELS {
+    for (turn, name) in MODELS.into_iter().enumerate() {
         let model = load(&gpu, name);
         let golden = golden(name);
         let together = golden.bf16_error();
         let cases = golden.cases;
         let worst = cases.iter().map(|case| case.bf16_error).fold(0.0, f64::max);
-        for setup in Setup::all(256).filter(|setup| setup.enforce_eager) {
-            for len in [128, 17, 5, 1] {
-                let mut runner = setup.build(&model);
-                let what = format!("{name}, {setup:?}, chunks of {len}");
-                let errors: Vec<f64> = cases
-                    .iter()
-                    .map(|case| {
-                        relative_error(
-                            &in_chunks(&mut runner, &setup, case, len),
-                            &case.last_logits.concat(),
-                        )
-                    })
-                    .collect();
-                let mean =
-                    (errors.iter().map(|error| error * error).sum::<f64>() / errors.len() as f64).sqrt();
-                report(format_args!(
-                    "{what}: {mean:.4}, transformers {together:.4}; {errors:.4?}"
-                ));
-                let (worse_together, worse_alone) = worse(name);
-                assert!(mean < worse_together * together, "{what}: relative error {mean}");
-                assert!(
-                    errors.iter().all(|&error| error < worse_alone * worst),
-                    "{what}: {errors:?}"
-                );
-            }
+        for (next, len) in [128, 17, 5, 1].into_iter().enumerate() {
+            let setup = Setup::eager_in_turn(turn + next, 256);
+            let mut runner = setup.build(&model);
+            let what = format!("{name}, {setup:?}, chunks of {len}");
+            let errors: Vec<f64> = cases
+                .iter()
+                .map(|case| {
+                    relative_error(
+                        &in_chunks(&mut runner, &setup, case, len),
+                        &case.last_logits.concat(),
+                    )
+                })
+                .collect();
+            let mean = (errors.iter().map(|error| error * error).sum::<f64>() / errors.len() as f64).sqrt();
+            report(format_args!(
+                "{what}: {mean:.4}, transformers {together:.4}; {errors:.4?}"
+            ));
+            let (worse_together, worse_alone) = worse(name);
+            assert!(mean < worse_together * together, "{what}: relative error {mean}");
+            assert!(
+                errors.iter().all(|&error| error < worse_alone * worst),
+                "{what}: {errors:?}"
+            );
         }
     }
 }
@@ -119,31 +117,30 @@ fn median(errors: impl Iterator<Item = f64>) -> f64 {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn experts_give_logits_close_to_transformers() {
     let gpu = gpu();
-    for name in EXPERT_MODELS {
+    for (turn, name) in EXPERT_MODELS.into_iter().enumerate() {
         let model = load(&gpu, name);
         let cases = golden(name).cases;
         let theirs = median(cases.iter().map(|case| case.bf16_error));
-        for setup in Setup::all(256).filter(|setup| setup.enforce_eager) {
-            for len in [128, 17, 5, 1] {
-                let mut runner = setup.build(&model);
-                let what = format!("{name}, {setup:?}, chunks of {len}");
-                let error = |case: &Case| {
-                    let found = in_chunks(&mut runner, &setup, case, len);
-                    relative_error(&found, &case.last_logits.concat())
-                };
-                let errors: Vec<f64> = cases.iter().map(error).collect();
-                let middle = median(errors.iter().copied());
-                report(format_args!(
-                    "{what}: {middle:.4}, transformers {theirs:.4}; {errors:.4?}"
-                ));
-                let rough = |case: &Case| f64::max(0.3, 2.0 * case.bf16_error);
-                let mut pairs = errors.iter().zip(&cases);
-                assert!(middle < 2.0 * theirs, "{what}: {errors:?}");
-                assert!(
-                    pairs.all(|(error, case)| *error < rough(case)),
-                    "{what}: {errors:?}"
-                );
-            }
+        for (next, len) in [128, 17, 5, 1].into_iter().enumerate() {
+            let setup = Setup::eager_in_turn(turn + next, 256);
+            let mut runner = setup.build(&model);
+            let what = format!("{name}, {setup:?}, chunks of {len}");
+            let error = |case: &Case| {
+                let found = in_chunks(&mut runner, &setup, case, len);
+                relative_error(&found, &case.last_logits.concat())
+            };
+            let errors: Vec<f64> = cases.iter().map(error).collect();
+            let middle = median(errors.iter().copied());
+            report(format_args!(
+                "{what}: {middle:.4}, transformers {theirs:.4}; {errors:.4?}"
+            ));
+            let rough = |case: &Case| f64::max(0.3, 2.0 * case.bf16_error);
+            let mut pairs = errors.iter().zip(&cases);
+            assert!(middle < 2.0 * theirs, "{what}: {errors:?}");
+            assert!(
+                pairs.all(|(error, case)| *error < rough(case)),
+                "{what}: {errors:?}"
+            );
         }
     }
 }
@@ -161,10 +158,10 @@ fn size_of_logits(cases: &[Case]) -> f32 {
 
 /// All prompts of a model in one batch. The golden text is given where the choice was another, so that one near-tie
 /// does not end the comparison. Tokens that lead by `near_tie` are the golden ones, but for one of so many.
-fn check_greedy(gpu: &Gpu, name: &str, near_tie: f32, one_of: Option<usize>) {
+fn check_greedy(gpu: &Gpu, (turn, name): (usize, &str), near_tie: f32, one_of: Option<usize>) {
     let model = load(gpu, name);
     let cases = golden(name).cases;
-    for setup in Setup::all(1024) {
+    for setup in Setup::in_turn(turn, 1024) {
         let mut runner = setup.build(&model);
         let what = format!("{name}, {setup:?}");
         let per_case = (setup.num_blocks() / cases.len()) as u32;
@@ -215,10 +212,10 @@ fn check_greedy(gpu: &Gpu, name: &str, near_tie: f32, one_of: Option<usize>) {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn greedy_tokens_that_lead_are_chosen() {
     let gpu = gpu();
-    for name in MODELS {
+    for (turn, name) in MODELS.into_iter().enumerate() {
         // Inputs in eight bits turn over single tokens that lead by more: a step of a few rows may take them so, or as they are.
         let one_of = is_fp8(name).then_some(100);
-        check_greedy(&gpu, name, near_tie(&golden(name).cases), one_of);
+        check_greedy(&gpu, (turn, name), near_tie(&golden(name).cases), one_of);
     }
 }
 
@@ -227,10 +224,10 @@ fn greedy_tokens_that_lead_are_chosen() {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn experts_choose_most_greedy_tokens_that_lead() {
     let gpu = gpu();
-    for name in EXPERT_MODELS {
+    for (turn, name) in EXPERT_MODELS.into_iter().enumerate() {
         let cases = golden(name).cases;
         let usual = median(cases.iter().map(|case| case.bf16_error)) as f32;
-        check_greedy(&gpu, name, 5.0 * usual * size_of_logits(&cases), Some(10));
+        check_greedy(&gpu, (turn, name), 5.0 * usual * size_of_logits(&cases), Some(10));
     }
 }
 

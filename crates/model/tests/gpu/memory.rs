@@ -86,9 +86,9 @@ fn states_are_charged() {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_mixed_load_allocates_nothing() {
     let gpu = gpu();
-    for name in MODELS.into_iter().chain(HYBRID_EXPERT_MODELS) {
+    for (turn, name) in MODELS.into_iter().chain(HYBRID_EXPERT_MODELS).enumerate() {
         let model = load(&gpu, name);
-        for setup in Setup::all(2048) {
+        for setup in Setup::in_turn(turn, 2048) {
             // As many as have slots.
             let (requests, least_steps) = match HYBRID_MODELS.contains(&name) {
                 false => (200, 200),

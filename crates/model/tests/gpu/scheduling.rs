@@ -20,7 +20,7 @@ fn check_texts(gpu: &Gpu, (seed, name): (u64, &str), load: &Load) {
         .for_each(|request| request.has_state = has_state);
     let expected = expected_texts(name, &requests, &load.limits);
     let mut judge = Judge::default();
-    for setup in Setup::all(load.cached) {
+    for setup in Setup::in_turn(seed as usize, load.cached) {
         for depth in [1, 2] {
             let how = Disturbance {
                 block_size: setup.block_size,
@@ -111,9 +111,9 @@ fn a_malformed_plan_is_an_error_and_nothing_more() {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn two_steps_may_be_in_flight() {
     let gpu = gpu();
-    for name in MODELS.into_iter().chain(HYBRID_EXPERT_MODELS) {
+    for (turn, name) in MODELS.into_iter().chain(HYBRID_EXPERT_MODELS).enumerate() {
         let model = load(&gpu, name);
-        for setup in Setup::all(256) {
+        for setup in Setup::in_turn(turn, 256) {
             let prompt = [5, 6, 7];
             let table = blocks(0..setup.num_blocks() as u32);
             let step = |start: usize, index: usize, known: Option<TokenId>| {

@@ -169,6 +169,19 @@ impl Setup {
             })
         })
     }
+
+    /// Blocks of one size, with graphs and without. Tests of many models give each its turn, so that every size has a third of them: what a size
+    /// changes is tested with the kernels, and all sizes of all models take three times as long.
+    pub(crate) fn in_turn(turn: usize, tokens: usize) -> impl Iterator<Item = Self> {
+        let block_size = BLOCK_SIZES[turn % BLOCK_SIZES.len()];
+        Self::all(tokens).filter(move |setup| setup.block_size == block_size)
+    }
+
+    /// That without graphs.
+    pub(crate) fn eager_in_turn(turn: usize, tokens: usize) -> Self {
+        let mut setups = Self::in_turn(turn, tokens);
+        setups.find(|setup| setup.enforce_eager).expect("one is")
+    }
 }
 
 impl Oracle for GpuRunner {
