@@ -100,9 +100,10 @@ impl Limits {
     /// Requests of this shape, one in each row, are the most that the KV cache can be asked for at once.
     pub(super) fn filling(&self) -> Filling {
         let rows = self.rows();
-        // A tenth more than fits, where there are rows for it: the cache runs full, and somebody is preempted.
+        // A fifth more than fits, where there are rows for it: the cache runs full, and somebody is preempted. With a tenth, what the scheduler
+        // keeps back for the outputs of those that run can be the rest.
         let mut lengths = (self.block_size..self.longest()).step_by(self.block_size.max(1));
-        let each = lengths.find(|&each| self.usage(rows, each) > 1.1);
+        let each = lengths.find(|&each| self.usage(rows, each) > 1.2);
         let each = each.unwrap_or(usize::MAX).min(self.longest());
         // The first to begin generates a token in each step until the prompts of all others are computed.
         let steps = (rows * each).div_ceil(self.max_num_batched_tokens.max(1));
@@ -185,7 +186,7 @@ mod tests {
     fn all_rows_together_fill_the_cache() {
         let filling = cpu().filling();
         let together = 32 * (filling.prompt + filling.output);
-        assert!((131072..150_000).contains(&together), "{filling:?}");
+        assert!((131072..165_000).contains(&together), "{filling:?}");
         // The output lasts while 32 prompts are computed.
         assert!(filling.output > 32 * filling.prompt / 512, "{filling:?}");
         assert_eq!(filling.usage, FULL);
