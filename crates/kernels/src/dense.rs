@@ -2,7 +2,8 @@ use half::{bf16, f16};
 use plimsoll_device::{Budget, Slab};
 
 use crate::dtype::{Matrix, WeightError, WeightType};
-use crate::panel::{PANEL, Target, packed};
+use crate::format::packed;
+use crate::panel::{PANEL, Target};
 use crate::simd::{Kernel, Level, Simd, dispatch};
 
 /// A float matrix in panels of sixteen outputs: `[panels][inputs][16]`, in the type it was stored in.

@@ -1,7 +1,11 @@
 //! The packed block formats, one for each of ggml's.
 
-use crate::dtype::WeightType;
+use plimsoll_core::Component;
+use plimsoll_device::{Budget, Slab};
+
+use crate::dtype::{Matrix, WeightError, WeightType};
 use crate::panel::PANEL;
+use crate::parallel::{Disjoint, run};
 use crate::quantize::X_GROUP;
 
 /// How codes are stored.
@@ -169,6 +173,26 @@ pub(crate) fn panel_bytes(dtype: WeightType, inputs: usize) -> Option<usize> {
             (inputs / spec.block()).checked_mul(spec.block_bytes())
         }
     }
+}
+
+/// A matrix in panels: `pack` writes a row to its lane of the bytes of a panel.
+pub(crate) fn packed(
+    matrix: &Matrix<'_>,
+    budget: &Budget,
+    pack: impl Fn(&[u8], usize, &mut [u8]) + Sync,
+) -> Result<Slab, WeightError> {
+    let panels = matrix.rows().div_ceil(PANEL);
+    let panel_bytes = panel_bytes(matrix.dtype(), matrix.cols()).expect("the matrix is in memory");
+    let mut data = Slab::new(budget, Component::Weights, panels * panel_bytes)?;
+    let packed = Disjoint::new(data.as_mut_slice::<u8>());
+    run(panels, &|_, panel| {
+        // SAFETY: panels are disjoint.
+        let packed = unsafe { packed.part(panel * panel_bytes, panel_bytes) };
+        for lane in 0..PANEL.min(matrix.rows() - panel * PANEL) {
+            pack(matrix.row(panel * PANEL + lane), lane, packed);
+        }
+    });
+    Ok(data)
 }
 
 impl Spec {

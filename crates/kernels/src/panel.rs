@@ -1,35 +1,10 @@
 //! Panels: what a weight matrix is packed into.
 
-use plimsoll_core::Component;
-use plimsoll_device::{Budget, Slab};
-
-use crate::dtype::{Matrix, WeightError};
-use crate::format::panel_bytes;
-use crate::parallel::{Disjoint, run};
+use crate::parallel::Disjoint;
 use crate::simd::{LANES, Simd};
 
 /// Outputs of one panel of packed weights: the lanes of a vector.
 pub(crate) const PANEL: usize = LANES;
-
-/// A matrix in panels: `pack` writes a row to its lane of the bytes of a panel.
-pub(crate) fn packed(
-    matrix: &Matrix<'_>,
-    budget: &Budget,
-    pack: impl Fn(&[u8], usize, &mut [u8]) + Sync,
-) -> Result<Slab, WeightError> {
-    let panels = matrix.rows().div_ceil(PANEL);
-    let panel_bytes = panel_bytes(matrix.dtype(), matrix.cols()).expect("the matrix is in memory");
-    let mut data = Slab::new(budget, Component::Weights, panels * panel_bytes)?;
-    let packed = Disjoint::new(data.as_mut_slice::<u8>());
-    run(panels, &|_, panel| {
-        // SAFETY: panels are disjoint.
-        let packed = unsafe { packed.part(panel * panel_bytes, panel_bytes) };
-        for lane in 0..PANEL.min(matrix.rows() - panel * PANEL) {
-            pack(matrix.row(panel * PANEL + lane), lane, packed);
-        }
-    });
-    Ok(data)
-}
 
 /// Where the outputs of one part go.
 pub(crate) struct Target<'a> {

@@ -17,9 +17,9 @@ mod many;
 use plimsoll_device::{Budget, Slab};
 
 use crate::dtype::{Matrix, WeightError};
-use crate::format::{Codes, FORMATS, Format, Spec};
+use crate::format::{Codes, FORMATS, Format, Spec, packed};
 use crate::pack;
-use crate::panel::{PANEL, Target, packed};
+use crate::panel::{PANEL, Target};
 use crate::quantize::{Activations, CodeLayout, X_GROUP};
 use crate::simd::{Kernel, Level, Simd, dispatch};
 
