@@ -11,13 +11,18 @@ from pathlib import Path
 
 
 class Offline:
-    """Runs workloads one after the other, each in a process of its own. The next process is always there, with vLLM imported, and waits for its
-    workload: importing takes half a minute, in which the GPU measures something else."""
+    """Runs workloads one after the other, each in a process of its own. The process of the next one is started ahead, imports vLLM and waits
+    for its workload: importing takes half a minute, in which the GPU measures something else."""
 
-    def __init__(self, venv, log):
-        """`venv` is a shell file that puts a python3 with vLLM on PATH; `log`, an open file, gets what vLLM prints."""
-        self.venv, self.log = venv, log
-        self.waiting = self.start()
+    def __init__(self, venv, log, workloads):
+        """`venv` is a shell file that puts a python3 with vLLM on PATH; `log`, an open file, gets what vLLM prints; so many workloads are to come."""
+        self.venv, self.log, self.left, self.waiting = venv, log, workloads, None
+        self.prepare()
+
+    def prepare(self):
+        """Starts the process of the next workload, if one is to come."""
+        self.left -= 1
+        self.waiting = self.start() if self.left >= 0 else None
 
     def start(self):
         command = [f'. {shlex.quote(str(self.venv))} && exec python3 "$@"', "python3", str(Path(__file__).with_name("bench-h200-vllm"))]
@@ -26,7 +31,8 @@ class Offline:
 
     def lines(self, job, timeout=None):
         """What `bench-h200-vllm` writes of a workload. RuntimeError if it fails, TimeoutError after so many seconds."""
-        process, self.waiting = self.waiting, self.start()
+        process = self.waiting or self.start()
+        self.prepare()
         with tempfile.NamedTemporaryFile() as file:
             try:
                 process.communicate(json.dumps(job | {"output": file.name}), timeout)
@@ -39,7 +45,8 @@ class Offline:
             return json.loads(file.read())
 
     def close(self):
-        end(self.waiting)
+        if self.waiting:
+            end(self.waiting)
 
 
 def end(process):
