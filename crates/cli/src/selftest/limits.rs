@@ -100,8 +100,8 @@ impl Limits {
     /// Requests of this shape, one in each row, are the most that the KV cache can be asked for at once.
     pub(super) fn filling(&self) -> Filling {
         let rows = self.rows();
-        // A fifth more than fits, where there are rows for it: the cache runs full, and somebody is preempted. With a tenth, what the scheduler
-        // keeps back for the outputs of those that run can be the rest.
+        // A fifth more than fits, where there are rows for it: the cache runs full, and somebody is preempted. With a tenth, the blocks that the
+        // scheduler keeps free for the outputs of running requests may be all that is left, and the cache stays below `FULL`.
         let mut lengths = (self.block_size..self.longest()).step_by(self.block_size.max(1));
         let each = lengths.find(|&each| self.usage(rows, each) > 1.2);
         let each = each.unwrap_or(usize::MAX).min(self.longest());
