@@ -20,14 +20,14 @@ def selftest(server, seconds: int) -> tuple[int, dict, str]:
 
 
 def assert_holds(server, full: float, rows: int = 4, seconds: int = 15) -> None:
-    """The limits hold with this part of the KV cache in use. As often as a debug build on a busy machine needs to be seen so full, with the
-    time that the verdict itself says is enough."""
+    """The limits hold with this part of the KV cache in use. Tried with the time that the verdict suggests, or with twice as much: on a busy
+    machine a short test reaches all its goals and has no time left for the stage that fills the cache."""
     for _ in range(4):
         code, verdict, table = selftest(server, seconds)
         reached = {goal["limit"]: goal["reached"] for goal in verdict["goals"]}
         if code != INCONCLUSIVE and reached["KV cache in use"] >= full:
             break
-        seconds = verdict.get("suggested_duration", seconds)
+        seconds = verdict.get("suggested_duration", 2 * seconds)
     assert code == 0, table + server.tail()
     assert verdict["selftest"] == "passed" and verdict["findings"] == []
     assert verdict["device_allocs_after_ready"] == 0 and verdict["kv_blocks_at_end"] == 0
