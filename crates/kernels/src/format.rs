@@ -78,84 +78,30 @@ impl Format {
     }
 
     pub(crate) const fn spec(self) -> Spec {
-        match self {
-            Self::Q4_0 => Spec {
-                codes: Codes::U4,
-                group: 32,
-                groups: 1,
-                min: false,
-                offset: 8,
-            },
-            Self::Q4_1 => Spec {
-                codes: Codes::U4,
-                group: 32,
-                groups: 1,
-                min: true,
-                offset: 0,
-            },
-            Self::Q5_0 => Spec {
-                codes: Codes::U6,
-                group: 32,
-                groups: 1,
-                min: false,
-                offset: 16,
-            },
-            Self::Q5_1 => Spec {
-                codes: Codes::U6,
-                group: 32,
-                groups: 1,
-                min: true,
-                offset: 0,
-            },
-            Self::Q8_0 => Spec {
-                codes: Codes::I8,
-                group: 32,
-                groups: 1,
-                min: false,
-                offset: 128,
-            },
-            Self::Q2K => Spec {
-                codes: Codes::U4,
-                group: 16,
-                groups: 16,
-                min: true,
-                offset: 0,
-            },
-            Self::Q3K => Spec {
-                codes: Codes::U4,
-                group: 16,
-                groups: 16,
-                min: false,
-                offset: 4,
-            },
-            Self::Q4K => Spec {
-                codes: Codes::U4,
-                group: 32,
-                groups: 8,
-                min: true,
-                offset: 0,
-            },
-            Self::Q5K => Spec {
-                codes: Codes::U6,
-                group: 32,
-                groups: 8,
-                min: true,
-                offset: 0,
-            },
-            Self::Q6K => Spec {
-                codes: Codes::U6,
-                group: 16,
-                groups: 16,
-                min: false,
-                offset: 32,
-            },
-            Self::Q8K => Spec {
-                codes: Codes::I8,
-                group: 32,
-                groups: 8,
-                min: false,
-                offset: 128,
-            },
+        // Inputs of a group, groups of a block, what is subtracted from codes.
+        let (codes, group, groups, offset) = match self {
+            Self::Q4_0 => (Codes::U4, 32, 1, Some(8)),
+            Self::Q4_1 => (Codes::U4, 32, 1, None),
+            Self::Q5_0 => (Codes::U6, 32, 1, Some(16)),
+            Self::Q5_1 => (Codes::U6, 32, 1, None),
+            Self::Q8_0 => (Codes::I8, 32, 1, Some(128)),
+            Self::Q2K => (Codes::U4, 16, 16, None),
+            Self::Q3K => (Codes::U4, 16, 16, Some(4)),
+            Self::Q4K => (Codes::U4, 32, 8, None),
+            Self::Q5K => (Codes::U6, 32, 8, None),
+            Self::Q6K => (Codes::U6, 16, 16, Some(32)),
+            Self::Q8K => (Codes::I8, 32, 8, Some(128)),
+        };
+        let (min, offset) = match offset {
+            Some(offset) => (false, offset),
+            None => (true, 0),
+        };
+        Spec {
+            codes,
+            group,
+            groups,
+            min,
+            offset,
         }
     }
 
