@@ -385,7 +385,7 @@ unsafe fn softmax_row<S: Simd>(
             }
             largest = S::max(v[i], largest);
         }
-        let max = state.max[row].max(largest_lane::<S>(largest));
+        let max = state.max[row].max(S::largest(largest));
         if max == f32::NEG_INFINITY {
             // All scores are -inf or NaN: nothing to weigh, and a sum of 0 makes the result NaN.
             scores.fill(0.0);
@@ -406,22 +406,6 @@ unsafe fn softmax_row<S: Simd>(
         state.max[row] = max;
         factor
     }
-}
-
-/// The largest lane, by halves: a chain of sixteen maxima would take longer than the exponentials.
-#[inline(always)]
-unsafe fn largest_lane<S: Simd>(v: S::F) -> f32 {
-    let mut lanes = [0f32; LANES];
-    // SAFETY: the caller has the features of `S`; the array has sixteen elements.
-    unsafe { S::store(lanes.as_mut_ptr(), v) };
-    let mut half = LANES / 2;
-    while half > 0 {
-        for i in 0..half {
-            lanes[i] = lanes[i].max(lanes[i + half]);
-        }
-        half /= 2;
-    }
-    lanes[0]
 }
 
 /// Some rows of the weighted sums, with their factors, and their weights, `TILE` apart.
