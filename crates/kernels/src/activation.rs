@@ -2,8 +2,9 @@ use std::marker::PhantomData;
 
 use serde::{Deserialize, Serialize};
 
+use crate::gelu::gelu_tanh;
 use crate::parallel::{Disjoint, run_ranges};
-use crate::simd::{Kernel, LANES, Level, Simd, dispatch, exp};
+use crate::simd::{Kernel, LANES, Level, Simd, dispatch, times_sigmoid};
 
 /// What a gated MLP applies to its gate ([GLU variants](https://arxiv.org/abs/2002.05202)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -83,15 +84,10 @@ impl GatedUnit for Silu {
 struct GeluTanh;
 
 impl GatedUnit for GeluTanh {
-    /// `(1 + tanh(u)) / 2` is `sigmoid(2u)`.
     #[inline(always)]
     unsafe fn of<S: Simd>(gate: S::F, up: S::F) -> S::F {
         // SAFETY: the caller's promise.
-        unsafe {
-            let (linear, cubic) = (S::splat(1.595_769), S::splat(0.071_354_82));
-            let twice = S::mul(gate, S::fma(cubic, S::mul(gate, gate), linear));
-            S::mul(times_sigmoid::<S>(gate, twice), up)
-        }
+        unsafe { S::mul(gelu_tanh::<S>(gate), up) }
     }
 }
 
@@ -109,16 +105,6 @@ impl GatedUnit for ClampedSwiglu {
             let gated = times_sigmoid::<S>(gate, S::mul(S::splat(alpha), gate));
             S::mul(gated, S::add(up, S::splat(1.0)))
         }
-    }
-}
-
-/// `x × sigmoid(y)`.
-#[inline(always)]
-unsafe fn times_sigmoid<S: Simd>(x: S::F, y: S::F) -> S::F {
-    // SAFETY: the caller has the features of `S`.
-    unsafe {
-        let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), y)));
-        S::div(x, denominator)
     }
 }
 

@@ -5,7 +5,7 @@
 //! fast, but their rounding depends on where chunks begin. This one gives the same bits however a prompt is cut into steps.
 
 use crate::parallel::{Disjoint, run, run_ranges};
-use crate::simd::{Kernel, LANES, Level, Simd, dispatch, exp};
+use crate::simd::{Kernel, LANES, Level, Simd, dispatch, times_sigmoid};
 
 mod norm;
 
@@ -218,8 +218,7 @@ impl Kernel for Conv<'_> {
                 for (seen, weight) in seen[..taps].iter().zip(&weights) {
                     sum = S::fma(S::load(seen.as_ptr()), S::load(weight.as_ptr()), sum);
                 }
-                let sigmoid = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), sum)));
-                S::store(out.as_mut_ptr(), S::div(sum, sigmoid));
+                S::store(out.as_mut_ptr(), times_sigmoid::<S>(sum, sum));
             }
             x.copy_from_slice(&out[..lanes]);
             seen.copy_within(1..taps, 0);

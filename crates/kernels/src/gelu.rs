@@ -1,7 +1,7 @@
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
 use crate::parallel::{Disjoint, run_ranges};
-use crate::simd::{Kernel, LANES, Level, Simd, dispatch, exp};
+use crate::simd::{Kernel, LANES, Level, Simd, dispatch, times_sigmoid};
 
 /// The two forms of [GELU](https://arxiv.org/abs/1606.08415).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -62,26 +62,28 @@ impl Kernel for Tanh<'_> {
         let mut chunks = self.0.chunks_exact_mut(LANES);
         for chunk in &mut chunks {
             // SAFETY: the features are there by the caller's promise; a chunk has sixteen elements.
-            unsafe { S::store(chunk.as_mut_ptr(), lanes::<S>(S::load(chunk.as_ptr()))) };
+            unsafe { S::store(chunk.as_mut_ptr(), gelu_tanh::<S>(S::load(chunk.as_ptr()))) };
         }
         let rest = chunks.into_remainder();
         let mut padded = [0f32; LANES];
         padded[..rest.len()].copy_from_slice(rest);
         // SAFETY: as above.
-        unsafe { S::store(padded.as_mut_ptr(), lanes::<S>(S::load(padded.as_ptr()))) };
+        unsafe { S::store(padded.as_mut_ptr(), gelu_tanh::<S>(S::load(padded.as_ptr()))) };
         rest.copy_from_slice(&padded[..rest.len()]);
     }
 }
 
-/// `(1 + tanh(u)) / 2` is `sigmoid(2u)`.
+/// [`Gelu::Tanh`] of a vector: `(1 + tanh(u)) / 2` is `sigmoid(2u)`.
+///
+/// # Safety
+/// The CPU has the features of `S`.
 #[inline(always)]
-unsafe fn lanes<S: Simd>(x: S::F) -> S::F {
-    // SAFETY: the caller has the features of `S`.
+pub(crate) unsafe fn gelu_tanh<S: Simd>(x: S::F) -> S::F {
+    // SAFETY: the caller's promise.
     unsafe {
         let (linear, cubic) = (S::splat(1.595_769), S::splat(0.071_354_82));
         let twice = S::mul(x, S::fma(cubic, S::mul(x, x), linear));
-        let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), twice)));
-        S::div(x, denominator)
+        times_sigmoid::<S>(x, twice)
     }
 }
 

@@ -13,7 +13,7 @@ use plimsoll_device::Arena;
 use crate::activation::{ExpertActivation, expert_activation};
 use crate::linear::Linear;
 use crate::parallel::{Disjoint, run_ranges};
-use crate::simd::{Kernel, LANES, Level, Simd, dispatch, exp};
+use crate::simd::{Kernel, LANES, Level, Simd, dispatch, exp, times_sigmoid};
 
 /// Over which experts the weights of a row's experts sum to 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -283,9 +283,8 @@ impl Kernel for Sigmoid<'_> {
             lanes[..values.len()].copy_from_slice(values);
             // SAFETY: the features are there, and the array has sixteen elements.
             unsafe {
-                let x = S::load(lanes.as_ptr());
-                let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), x)));
-                S::store(lanes.as_mut_ptr(), S::div(S::splat(1.0), denominator));
+                let sigmoid = times_sigmoid::<S>(S::splat(1.0), S::load(lanes.as_ptr()));
+                S::store(lanes.as_mut_ptr(), sigmoid);
             }
             values.copy_from_slice(&lanes[..values.len()]);
         }

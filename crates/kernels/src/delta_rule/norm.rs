@@ -2,7 +2,7 @@
 
 use super::DeltaLayout;
 use crate::parallel::{Disjoint, run_ranges};
-use crate::simd::{Kernel, LANES, Level, Simd, dispatch, exp};
+use crate::simd::{Kernel, LANES, Level, Simd, dispatch, times_sigmoid};
 
 /// What decides how fast a layer forgets and learns, and the norm of its output.
 #[derive(Clone, Copy, Debug)]
@@ -140,8 +140,7 @@ impl Kernel for Times<'_> {
             unsafe {
                 let (value, gate) = (S::load(x.as_ptr()), S::load(lanes.as_ptr()));
                 let value = if is_silu { S::mul(value, gate) } else { value };
-                let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), gate)));
-                S::store(x.as_mut_ptr(), S::div(value, denominator));
+                S::store(x.as_mut_ptr(), times_sigmoid::<S>(value, gate));
             }
             out.copy_from_slice(&x[..out.len()]);
         }

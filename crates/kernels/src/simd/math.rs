@@ -29,6 +29,19 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
     }
 }
 
+/// `x × sigmoid(y)`.
+///
+/// # Safety
+/// The CPU has the features of `S`.
+#[inline(always)]
+pub(crate) unsafe fn times_sigmoid<S: Simd>(x: S::F, y: S::F) -> S::F {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), y)));
+        S::div(x, denominator)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use crate::simd::{Kernel, LANES, Level, Simd, dispatch};

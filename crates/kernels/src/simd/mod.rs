@@ -27,7 +27,7 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 
-pub(crate) use math::exp;
+pub(crate) use math::{exp, times_sigmoid};
 pub(crate) use scalar::Scalar;
 
 /// Lanes of a vector.
