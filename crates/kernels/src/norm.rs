@@ -191,7 +191,7 @@ impl Kernel for InverseRms<'_> {
 }
 
 /// Of the elements' squares.
-struct SquareSum<'a>(&'a [f32]);
+pub(crate) struct SquareSum<'a>(pub(crate) &'a [f32]);
 
 impl Kernel for SquareSum<'_> {
     type Out = f32;

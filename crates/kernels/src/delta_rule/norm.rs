@@ -1,6 +1,7 @@
 //! What is done around the recurrence: unit vectors, gates, the gated norm.
 
 use super::DeltaLayout;
+use crate::norm::SquareSum;
 use crate::parallel::{Disjoint, run_ranges};
 use crate::simd::{Kernel, LANES, Level, Simd, dispatch, times_sigmoid};
 
@@ -54,33 +55,10 @@ fn softplus(x: f32) -> f32 {
 /// Scales each vector of `dim` elements to length `scale`.
 pub(super) fn normalise(level: Level, vectors: &mut [f32], dim: usize, scale: f32) {
     for vector in vectors.chunks_exact_mut(dim) {
-        let square = dispatch(level, Square(vector));
+        let square = dispatch(level, SquareSum(vector));
         // Added to the square, as in flash-linear-attention.
         let factor = (square + 1e-6).sqrt().recip() * scale;
         vector.iter_mut().for_each(|x| *x *= factor);
-    }
-}
-
-/// The sum of squares.
-struct Square<'a>(&'a [f32]);
-
-impl Kernel for Square<'_> {
-    type Out = f32;
-
-    #[inline(always)]
-    unsafe fn run<S: Simd>(self) -> f32 {
-        let (whole, rest) = self.0.as_chunks::<LANES>();
-        let mut last = [0f32; LANES];
-        last[..rest.len()].copy_from_slice(rest);
-        // SAFETY: the features are there, and all are arrays of sixteen.
-        unsafe {
-            let mut sum = S::splat(0.0);
-            for lanes in whole.iter().chain([&last]) {
-                let x = S::load(lanes.as_ptr());
-                sum = S::fma(x, x, sum);
-            }
-            S::sum(sum)
-        }
     }
 }
 
@@ -104,7 +82,7 @@ impl Kernel for GatedNorm<'_> {
             out,
         } = self;
         // SAFETY: the features are there.
-        let square = unsafe { Square(out).run::<S>() };
+        let square = unsafe { SquareSum(out).run::<S>() };
         let factor = (square / out.len() as f32 + eps).sqrt().recip();
         for (x, weight) in out.iter_mut().zip(weight) {
             *x = *x * factor * weight;
