@@ -1,7 +1,7 @@
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
 use crate::parallel::{Disjoint, run_ranges};
-use crate::simd::{Kernel, LANES, Level, Simd, dispatch, times_sigmoid};
+use crate::simd::{InPlace, Lanes, Level, Simd, dispatch, times_sigmoid};
 
 /// The two forms of [GELU](https://arxiv.org/abs/1606.08415).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,7 +28,7 @@ fn gelu_at(level: Level, form: Gelu, x: &mut [f32]) {
         let x = unsafe { x.part(range.start, range.len()) };
         match form {
             Gelu::Exact => x.iter_mut().for_each(|x| *x = exact(*x)),
-            Gelu::Tanh => dispatch(level, Tanh(x)),
+            Gelu::Tanh => dispatch(level, InPlace(x, Tanh)),
         }
     });
 }
@@ -52,24 +52,13 @@ fn erf(x: f64) -> f64 {
     FRAC_2_SQRT_PI * (-x * x).exp() * sum
 }
 
-struct Tanh<'a>(&'a mut [f32]);
+struct Tanh;
 
-impl Kernel for Tanh<'_> {
-    type Out = ();
-
+impl Lanes for Tanh {
     #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        let mut chunks = self.0.chunks_exact_mut(LANES);
-        for chunk in &mut chunks {
-            // SAFETY: the features are there by the caller's promise; a chunk has sixteen elements.
-            unsafe { S::store(chunk.as_mut_ptr(), gelu_tanh::<S>(S::load(chunk.as_ptr()))) };
-        }
-        let rest = chunks.into_remainder();
-        let mut padded = [0f32; LANES];
-        padded[..rest.len()].copy_from_slice(rest);
-        // SAFETY: as above.
-        unsafe { S::store(padded.as_mut_ptr(), gelu_tanh::<S>(S::load(padded.as_ptr()))) };
-        rest.copy_from_slice(&padded[..rest.len()]);
+    unsafe fn of<S: Simd>(&self, x: S::F) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { gelu_tanh::<S>(x) }
     }
 }
 

@@ -13,7 +13,7 @@ use plimsoll_device::Arena;
 use crate::activation::{ExpertActivation, expert_activation};
 use crate::linear::Linear;
 use crate::parallel::{Disjoint, run_ranges};
-use crate::simd::{Kernel, LANES, Level, Simd, dispatch, exp, times_sigmoid};
+use crate::simd::{InPlace, LANES, Lanes, Level, Simd, dispatch, exp, times_sigmoid};
 
 /// Over which experts the weights of a row's experts sum to 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,14 +124,14 @@ fn route_row(level: Level, row: usize, logits: &mut [f32], router: Router<'_>, r
             .iter_mut()
             .zip(&*some)
             .for_each(|(to, route)| *to = route.weight);
-        dispatch(level, Exp { values: weights, max });
+        dispatch(level, InPlace(weights, Exp { max }));
         some.iter_mut()
             .zip(weights)
             .for_each(|(route, weight)| route.weight = *weight);
     }
     let sum: f32 = match router.softmax {
         RouterSoftmax::All => {
-            dispatch(level, Exp { values: logits, max });
+            dispatch(level, InPlace(logits, Exp { max }));
             logits.iter().sum()
         }
         RouterSoftmax::Chosen => routes.iter().map(|route| route.weight).sum(),
@@ -146,27 +146,16 @@ fn route_row(level: Level, row: usize, logits: &mut [f32], router: Router<'_>, r
     }
 }
 
-/// `exp(x - max)` of every value, in place.
-struct Exp<'a> {
-    values: &'a mut [f32],
+/// `exp(x - max)`.
+struct Exp {
     max: f32,
 }
 
-impl Kernel for Exp<'_> {
-    type Out = ();
-
+impl Lanes for Exp {
     #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        for values in self.values.chunks_mut(LANES) {
-            let mut lanes = [0f32; LANES];
-            lanes[..values.len()].copy_from_slice(values);
-            // SAFETY: the features are there, and the array has sixteen elements.
-            unsafe {
-                let x = S::sub(S::load(lanes.as_ptr()), S::splat(self.max));
-                S::store(lanes.as_mut_ptr(), exp::<S>(x));
-            }
-            values.copy_from_slice(&lanes[..values.len()]);
-        }
+    unsafe fn of<S: Simd>(&self, x: S::F) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { exp::<S>(S::sub(x, S::splat(self.max))) }
     }
 }
 
@@ -257,7 +246,7 @@ fn add_weighted(x: &[f32], routes: &[Route], width: usize, out: &mut [f32]) {
 
 /// Adds the output of an expert that every row goes to, `x`, `[rows, n]`, times the sigmoid of its gate, `[rows]`, to `out`.
 pub fn add_gated(x: &[f32], gates: &mut [f32], out: &mut [f32]) {
-    dispatch(Level::detect(), Sigmoid { values: gates });
+    dispatch(Level::detect(), InPlace(gates, Sigmoid));
     let width = out.len() / gates.len().max(1);
     let rows = out
         .chunks_exact_mut(width)
@@ -268,26 +257,14 @@ pub fn add_gated(x: &[f32], gates: &mut [f32], out: &mut [f32]) {
     }
 }
 
-/// `1 / (1 + exp(-x))` of every value, in place.
-struct Sigmoid<'a> {
-    values: &'a mut [f32],
-}
+/// `1 / (1 + exp(-x))`.
+struct Sigmoid;
 
-impl Kernel for Sigmoid<'_> {
-    type Out = ();
-
+impl Lanes for Sigmoid {
     #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        for values in self.values.chunks_mut(LANES) {
-            let mut lanes = [0f32; LANES];
-            lanes[..values.len()].copy_from_slice(values);
-            // SAFETY: the features are there, and the array has sixteen elements.
-            unsafe {
-                let sigmoid = times_sigmoid::<S>(S::splat(1.0), S::load(lanes.as_ptr()));
-                S::store(lanes.as_mut_ptr(), sigmoid);
-            }
-            values.copy_from_slice(&lanes[..values.len()]);
-        }
+    unsafe fn of<S: Simd>(&self, x: S::F) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { times_sigmoid::<S>(S::splat(1.0), x) }
     }
 }
 

@@ -1,5 +1,5 @@
 use crate::parallel::{Disjoint, run_ranges};
-use crate::simd::{Kernel, LANES, Level, Simd, dispatch, exp};
+use crate::simd::{InPlace, Lanes, Level, Simd, dispatch, exp};
 
 /// `cap × tanh(x / cap)` of every value, in place: nearly `x` where it is small, and never beyond `cap`
 /// ([Gemma 2](https://arxiv.org/abs/2408.00118)). `cap` is more than 0. NaN stays NaN.
@@ -13,33 +13,19 @@ fn soft_cap_at(level: Level, values: &mut [f32], cap: f32) {
     run_ranges(len, 8192, &|range| {
         // SAFETY: ranges are disjoint.
         let values = unsafe { values.part(range.start, range.len()) };
-        dispatch(level, SoftCap { values, cap });
+        dispatch(level, InPlace(values, SoftCap { cap }));
     });
 }
 
-struct SoftCap<'a> {
-    values: &'a mut [f32],
+struct SoftCap {
     cap: f32,
 }
 
-impl Kernel for SoftCap<'_> {
-    type Out = ();
-
+impl Lanes for SoftCap {
     #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        let (whole, rest) = self.values.split_at_mut(self.values.len() / LANES * LANES);
-        let mut last = [0f32; LANES];
-        last[..rest.len()].copy_from_slice(rest);
-        for lanes in whole.chunks_exact_mut(LANES).chain([&mut last[..]]) {
-            // SAFETY: the caller has the features of `S`; these are sixteen values.
-            unsafe {
-                S::store(
-                    lanes.as_mut_ptr(),
-                    soft_cap_lanes::<S>(S::load(lanes.as_ptr()), self.cap),
-                )
-            };
-        }
-        rest.copy_from_slice(&last[..rest.len()]);
+    unsafe fn of<S: Simd>(&self, x: S::F) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { soft_cap_lanes::<S>(x, self.cap) }
     }
 }
 

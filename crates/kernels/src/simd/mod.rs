@@ -20,6 +20,7 @@ macro_rules! op {
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod in_place;
 mod math;
 mod scalar;
 
@@ -27,6 +28,7 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 
+pub(crate) use in_place::{InPlace, Lanes};
 pub(crate) use math::{exp, times_sigmoid};
 pub(crate) use scalar::Scalar;
 
