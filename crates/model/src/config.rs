@@ -31,7 +31,7 @@ use gguf::GgufFields;
 pub use gguf::GgufTensors;
 pub use overrides::HfOverrides;
 use raw::Fields;
-pub(crate) use raw::{RawConfig, RawRope};
+pub(crate) use raw::{RawConfig, RawRope, object};
 
 /// What a model says about itself.
 #[derive(Clone, Debug, PartialEq)]

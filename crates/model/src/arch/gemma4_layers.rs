@@ -6,7 +6,7 @@ use std::sync::Arc;
 use plimsoll_kernels::{Activation, ExpertActivation, RouterSoftmax};
 use serde_json::{Value, json};
 
-use super::{FULL, SLIDING, decoder, moe, only, rope, sliding_layers, window};
+use super::{FULL, SLIDING, decoder, moe, only, rope, sliding_layers, window, with};
 use crate::ModelError;
 use crate::config::RawConfig;
 use crate::spec::{DecoderSpec, Mlp, MoeNames, MoeSpec, PerLayerSpec, Values};
@@ -21,7 +21,7 @@ const NAMES: MoeNames = MoeNames {
 };
 
 /// Fields of all, beside `others`.
-pub(super) fn fields(mut others: Value) -> Value {
+pub(super) fn fields(others: Value) -> Value {
     let own = json!({"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": true,
         "layer_types": null, "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": null,
@@ -29,10 +29,7 @@ pub(super) fn fields(mut others: Value) -> Value {
         "num_kv_shared_layers": 0, "use_double_wide_mlp": false,
         "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}}});
-    for (field, default) in own.as_object().into_iter().flatten() {
-        others[field] = default.clone();
-    }
-    others
+    with(others, own)
 }
 
 /// The network.

@@ -3,20 +3,16 @@
 use plimsoll_kernels::DeltaLayout;
 use serde_json::{Value, json};
 
-use super::{LINEAR, decoder, layers_of_kind, moe, only};
+use super::{LINEAR, decoder, layers_of_kind, moe, only, with};
 use crate::ModelError;
 use crate::config::RawConfig;
 use crate::spec::{DecoderSpec, DeltaNetSpec, Mixer, Mlp, Projections};
 
 /// The fields of experts, beside `others`.
 pub(super) fn expert_fields(others: Value) -> Value {
-    let mut fields = moe::qwen_fields(others);
     let own =
         json!({"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": true});
-    for (field, default) in own.as_object().into_iter().flatten() {
-        fields[field] = default.clone();
-    }
-    fields
+    with(moe::qwen_fields(others), own)
 }
 
 /// The experts of each layer that has any.

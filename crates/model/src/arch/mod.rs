@@ -33,7 +33,7 @@ use plimsoll_kernels::Activation;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
-use crate::config::RawConfig;
+use crate::config::{RawConfig, object};
 use crate::shard::Shard;
 use crate::spec::{
     AttentionSpec, DecoderSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, Projections,
@@ -214,15 +214,19 @@ impl Architecture {
     /// Fields of config.json that the family has beside those of all families, with what transformers takes an absent one to
     /// mean.
     pub(crate) fn fields(self) -> Map<String, Value> {
-        match (self.family().fields)() {
-            Value::Object(fields) => fields,
-            _ => unreachable!("families write objects"),
-        }
+        object((self.family().fields)())
     }
 
     pub(crate) fn spec(self, config: &RawConfig) -> Result<DecoderSpec, ModelError> {
         (self.family().spec)(config)
     }
+}
+
+/// `fields` with `others`, which take the place of those of the same names.
+fn with(fields: Value, others: Value) -> Value {
+    let mut fields = object(fields);
+    fields.extend(object(others));
+    fields.into()
 }
 
 /// Llama's decoder, each layer as `change` leaves it, which gets its index.

@@ -3,6 +3,7 @@
 use plimsoll_kernels::{Activation, ExpertActivation, RouterSoftmax};
 use serde_json::{Value, json};
 
+use super::with;
 use crate::ModelError;
 use crate::config::RawConfig;
 use crate::spec::{DenseMlpSpec, MoeNames, MoeSpec, Projections, StackedExperts};
@@ -18,13 +19,10 @@ pub(super) const NAMES: MoeNames = MoeNames {
 };
 
 /// The Qwen families' fields, beside `others`; newer versions of transformers write `num_local_experts`.
-pub(super) fn qwen_fields(mut others: Value) -> Value {
+pub(super) fn qwen_fields(others: Value) -> Value {
     let own = json!({"num_experts": null, "num_local_experts": null, "num_experts_per_tok": null, "moe_intermediate_size": null,
         "norm_topk_prob": false, "decoder_sparse_step": 1, "mlp_only_layers": null});
-    for (field, default) in own.as_object().into_iter().flatten() {
-        others[field] = default.clone();
-    }
-    others
+    with(others, own)
 }
 
 /// gpt-oss's fields. Its positions are those of YaRN where a configuration says nothing.

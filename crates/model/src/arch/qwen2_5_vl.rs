@@ -1,4 +1,6 @@
-use super::{Family, decoder, qwen2};
+use serde_json::json;
+
+use super::{Family, decoder, qwen2, with};
 
 /// [Qwen2.5-VL](https://arxiv.org/abs/2502.13923): Qwen 2 with positions in three dimensions.
 pub(super) const FAMILY: Family = Family {
@@ -6,11 +8,7 @@ pub(super) const FAMILY: Family = Family {
     headless_name: "Qwen2_5_VLTextModel",
     model_type: "qwen2_5_vl_text",
     gguf_name: None,
-    fields: || {
-        let mut fields = qwen2::fields();
-        fields["rope_theta"] = 1e6.into();
-        fields
-    },
+    fields: || with(qwen2::fields(), json!({"rope_theta": 1e6})),
     spec: |config| {
         let windows = qwen2::windows(config)?;
         decoder(config, |index, layer| {

@@ -1,6 +1,6 @@
 use serde_json::json;
 
-use super::{Family, decoder, qwen2};
+use super::{Family, decoder, qwen2, with};
 
 /// [Qwen 3](https://arxiv.org/abs/2505.09388), dense: Qwen 2 with QK norm in place of the biases, heads of their own size.
 pub(super) const FAMILY: Family = Family {
@@ -8,11 +8,7 @@ pub(super) const FAMILY: Family = Family {
     headless_name: "Qwen3Model",
     model_type: "qwen3",
     gguf_name: Some("qwen3"),
-    fields: || {
-        let mut fields = qwen2::fields();
-        fields["head_dim"] = json!(128);
-        fields
-    },
+    fields: || with(qwen2::fields(), json!({"head_dim": 128})),
     spec: |config| {
         let windows = qwen2::windows(config)?;
         decoder(config, |index, layer| {

@@ -1,6 +1,6 @@
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use super::{Family, hybrid};
+use super::{Family, hybrid, with};
 use crate::spec::Projections;
 
 /// Qwen 3.5, 3.6 and 3.8, dense, text: [Qwen3-Next](super::qwen3_next), each projection stored by itself, and positions in
@@ -15,9 +15,7 @@ pub(super) const FAMILY: Family = Family {
 };
 
 pub(super) fn fields() -> Value {
-    let mut fields = hybrid::fields();
     // Of a layer that drafts, which is not loaded.
-    fields["mtp_num_hidden_layers"] = 0.into();
-    fields["mtp_use_dedicated_embeddings"] = false.into();
-    fields
+    let of_draft = json!({"mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": false});
+    with(hybrid::fields(), of_draft)
 }

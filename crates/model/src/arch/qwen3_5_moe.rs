@@ -1,4 +1,6 @@
-use super::{Family, hybrid, qwen3_5};
+use serde_json::json;
+
+use super::{Family, hybrid, qwen3_5, with};
 use crate::ModelError;
 use crate::spec::Projections;
 
@@ -9,16 +11,9 @@ pub(super) const FAMILY: Family = Family {
     model_type: "qwen3_5_moe_text",
     gguf_name: Some("qwen35moe"),
     fields: || {
-        let mut fields = hybrid::expert_fields(qwen3_5::fields());
         // No layer is dense, so its width is not given.
-        for (field, default) in [
-            ("intermediate_size", 0),
-            ("num_experts", 256),
-            ("num_experts_per_tok", 8),
-        ] {
-            fields[field] = default.into();
-        }
-        fields
+        let own = json!({"intermediate_size": 0, "num_experts": 256, "num_experts_per_tok": 8});
+        with(hybrid::expert_fields(qwen3_5::fields()), own)
     },
     spec: |config| {
         // What Qwen3-Next has as a choice. Transformers does not look at the field here.

@@ -1,5 +1,7 @@
-use super::Family;
+use serde_json::json;
+
 use super::hybrid::{expert_fields, experts, fields, hybrid};
+use super::{Family, with};
 use crate::spec::Projections;
 
 /// [Qwen3-Next](https://qwen.ai/blog?id=qwen3-next): Gated DeltaNet in three layers of four, gated attention in the others, a part of
@@ -10,11 +12,8 @@ pub(super) const FAMILY: Family = Family {
     model_type: "qwen3_next",
     gguf_name: Some("qwen3next"),
     fields: || {
-        let mut fields = expert_fields(fields());
-        for (field, default) in [("num_experts", 512), ("num_experts_per_tok", 10)] {
-            fields[field] = default.into();
-        }
-        fields
+        let own = json!({"num_experts": 512, "num_experts_per_tok": 10});
+        with(expert_fields(fields()), own)
     },
     spec: |config| match config.num_experts {
         Some(0) => hybrid(config, Projections::Fused, |_| None),

@@ -8,6 +8,7 @@ use std::path::Path;
 use plimsoll_core::{MetaValue, Metadata, TokenId};
 use serde_json::{Map, Value, json};
 
+use super::raw::object;
 use crate::{Architecture, ModelError};
 
 /// What the tensors of a GGUF file say about the network.
@@ -119,33 +120,27 @@ impl<'a> GgufFields<'a> {
             None => self.size("feed_forward_length")?,
         };
         let count = self.required_size("expert_count")?;
-        let Value::Object(values) = json!({
+        Ok(object(json!({
             "num_experts": count,
             "num_local_experts": count,
             "num_experts_per_tok": used,
             "moe_intermediate_size": inner,
             "shared_expert_intermediate_size": shared,
             "norm_topk_prob": architecture != Architecture::Qwen2Moe,
-        }) else {
-            unreachable!("it is written as an object")
-        };
-        Ok(values)
+        })))
     }
 
     /// Fields of a family with states.
     fn states(&self) -> Result<Map<String, Value>, ModelError> {
         let value_heads = self.required_size("ssm.time_step_rank")?;
-        let Value::Object(values) = json!({
+        Ok(object(json!({
             "linear_num_key_heads": self.required_size("ssm.group_count")?,
             "linear_num_value_heads": value_heads,
             "linear_key_head_dim": self.required_size("ssm.state_size")?,
             "linear_value_head_dim": self.required_size("ssm.inner_size")? / value_heads.max(1),
             "linear_conv_kernel_dim": self.required_size("ssm.conv_kernel")?,
             "full_attention_interval": self.size("full_attention_interval")?,
-        }) else {
-            unreachable!("it is written as an object")
-        };
-        Ok(values)
+        })))
     }
 
     /// The keys are those of llama.cpp's `gguf-py/gguf/constants.py`.
@@ -206,7 +201,7 @@ impl<'a> GgufFields<'a> {
         let original = self.size("rope.scaling.original_context_length")?;
         let eps = "attention.layer_norm_rms_epsilon";
         let window = self.window()?;
-        let Value::Object(mut values) = json!({
+        let mut values = object(json!({
             "vocab_size": self.vocab_size()?,
             "hidden_size": hidden_size,
             "intermediate_size": match self.size("feed_forward_length")? {
@@ -225,9 +220,7 @@ impl<'a> GgufFields<'a> {
             "tie_word_embeddings": tensors.tied_embeddings,
             "sliding_window": window,
             "eos_token_id": self.end_of_generation(),
-        }) else {
-            unreachable!("it is written as an object")
-        };
+        }));
         let layers_of_27b = match architecture {
             Architecture::Gemma2 => Some(46),
             Architecture::Gemma3 => Some(62),

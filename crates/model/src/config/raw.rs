@@ -244,6 +244,14 @@ pub(super) fn matryoshka(fields: &Fields<'_>) -> Result<Matryoshka, ModelError> 
     Ok(Matryoshka::new(is_matryoshka, sizes))
 }
 
+/// The fields of a value that is written as an object.
+pub(crate) fn object(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(fields) => fields,
+        other => unreachable!("{other} is no object"),
+    }
+}
+
 /// What one layer has in place of what all have.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]

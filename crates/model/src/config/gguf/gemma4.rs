@@ -4,6 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::{GgufFields, GgufTensors};
 use crate::ModelError;
+use crate::config::raw::object;
 
 /// A divisor of a frequency from which on a pair does not turn.
 const STILL: f32 = 1e29;
@@ -71,7 +72,7 @@ pub(super) fn config(
         _ => fields.required_size(field).map(Some),
     };
     let has_no_values = |layer: &usize| tensors.without_values.contains(layer);
-    let mut values = json!({
+    let mut values = object(json!({
         "vocab_size": vocab_size,
         "hidden_size": fields.required_size("embedding_length")?,
         "intermediate_size": inner[0],
@@ -103,14 +104,11 @@ pub(super) fn config(
         "top_k_experts": of_experts("expert_used_count")?,
         "moe_intermediate_size": of_experts("expert_feed_forward_length")?,
         "eos_token_id": fields.end_of_generation(),
-    });
+    }));
     if let Some(window) = fields.window()? {
-        values["sliding_window"] = json!(window);
+        values.insert("sliding_window".to_owned(), json!(window));
     }
-    match values {
-        Value::Object(values) => Ok(values),
-        _ => unreachable!("it is written as an object"),
-    }
+    Ok(values)
 }
 
 /// A size that all layers have, or a list with that of each.
