@@ -1,6 +1,6 @@
 use serde_json::json;
 
-use super::{Family, decoder, qwen2, with};
+use super::{Family, qwen2, with};
 
 /// [Qwen2.5-VL](https://arxiv.org/abs/2502.13923): Qwen 2 with positions in three dimensions.
 pub(super) const FAMILY: Family = Family {
@@ -9,12 +9,5 @@ pub(super) const FAMILY: Family = Family {
     model_type: "qwen2_5_vl_text",
     gguf_name: None,
     fields: || with(qwen2::fields(), json!({"rope_theta": 1e6})),
-    spec: |config| {
-        let windows = qwen2::windows(config)?;
-        decoder(config, |index, layer| {
-            let attention = layer.attention_mut();
-            attention.qkv_bias = true;
-            attention.window = windows(index);
-        })
-    },
+    spec: qwen2::FAMILY.spec,
 };
