@@ -72,10 +72,9 @@ impl<L, V> Attention<L, V> {
                 },
                 ..Stack::new(parts)
             })?,
-            q_norm: match spec.qk_norm && shares {
-                false => None,
-                true => Some(visitor.vector(&norm(own.name("q_norm.weight"), spec.head_dim))?),
-            },
+            q_norm: (spec.qk_norm && shares)
+                .then(|| visitor.vector(&norm(own.name("q_norm.weight"), spec.head_dim)))
+                .transpose()?,
             qk_norm: match spec.qk_norm && !shares {
                 false => None,
                 true => Some([
@@ -83,22 +82,16 @@ impl<L, V> Attention<L, V> {
                     visitor.vector(&norm(own.name("k_norm.weight"), spec.head_dim))?,
                 ]),
             },
-            sinks: match spec.sinks {
-                false => None,
-                true => {
-                    Some(visitor.vector(
-                        &Vector::plain(own.name("sinks"), spec.heads).divided(&[(spec.heads, shard)]),
-                    )?)
-                }
-            },
+            sinks: (spec.sinks.then(|| Vector::plain(own.name("sinks"), spec.heads)))
+                .map(|sinks| visitor.vector(&sinks.divided(&[(spec.heads, shard)])))
+                .transpose()?,
             output: visitor.linear(&Stack {
                 bias: output_bias,
                 ..Stack::new(vec![own.matrix("o_proj", hidden, q).inputs_of(shard)])
             })?,
-            post_norm: match layer.post_norms {
-                false => None,
-                true => Some(visitor.vector(&norm(scope.name("post_attention_layernorm.weight"), hidden))?),
-            },
+            post_norm: (layer.post_norms)
+                .then(|| visitor.vector(&norm(scope.name("post_attention_layernorm.weight"), hidden)))
+                .transpose()?,
         })
     }
 

@@ -64,12 +64,9 @@ impl<L, V> DeltaNet<L, V> {
             }
         });
         let vector = |name: &str, len| Vector::plain(own.name(name), len);
+        let norm = |name| Vector::norm(scope.name(name), hidden, layer.norm);
         Ok(Self {
-            norm: visitor.vector(&Vector::norm(
-                scope.name("input_layernorm.weight"),
-                hidden,
-                layer.norm,
-            ))?,
+            norm: visitor.vector(&norm("input_layernorm.weight"))?,
             projections: visitor.linear(&Stack::new(projections))?,
             rule: DeltaRule {
                 conv: visitor.vector(
@@ -83,14 +80,9 @@ impl<L, V> DeltaNet<L, V> {
             output: visitor.linear(&Stack::new(vec![
                 own.matrix("out_proj", hidden, layout.values()).inputs_of(shard),
             ]))?,
-            post_norm: match layer.post_norms {
-                false => None,
-                true => Some(visitor.vector(&Vector::norm(
-                    scope.name("post_attention_layernorm.weight"),
-                    hidden,
-                    layer.norm,
-                ))?),
-            },
+            post_norm: (layer.post_norms)
+                .then(|| visitor.vector(&norm("post_attention_layernorm.weight")))
+                .transpose()?,
         })
     }
 

@@ -107,16 +107,13 @@ impl<L, V> Encoder<L, V> {
         };
         Ok(Self {
             patches: visitor.linear(&patches)?,
-            positions: match family.positions.zip(spec.positions_per_side) {
-                None => None,
-                Some((name, side)) => {
-                    Some(visitor.vector(&Vector::table(scope.name(name), [side.pow(2), hidden]))?)
-                }
-            },
-            first_norm: match family.first_norm {
-                None => None,
-                Some(name) => Some(EncoderNorm::visit(spec, hidden, &scope.part(name), visitor)?),
-            },
+            positions: (family.positions.zip(spec.positions_per_side))
+                .map(|(name, side)| Vector::table(scope.name(name), [side.pow(2), hidden]))
+                .map(|table| visitor.vector(&table))
+                .transpose()?,
+            first_norm: (family.first_norm)
+                .map(|name| EncoderNorm::visit(spec, hidden, &scope.part(name), visitor))
+                .transpose()?,
             layers: (0..spec.layers)
                 .map(|index| {
                     let scope = scope.part(&format!("{}.{index}", family.layers));
@@ -236,10 +233,9 @@ impl<V> EncoderNorm<V> {
     ) -> Result<Self, T::Error> {
         Ok(Self {
             weight: visitor.vector(&Vector::norm(scope.name("weight"), len, spec.norm()))?,
-            bias: match spec.family.norms_are_centred {
-                false => None,
-                true => Some(visitor.vector(&Vector::plain(scope.name("bias"), len))?),
-            },
+            bias: (spec.family.norms_are_centred)
+                .then(|| visitor.vector(&Vector::plain(scope.name("bias"), len)))
+                .transpose()?,
         })
     }
 

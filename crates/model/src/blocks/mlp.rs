@@ -43,10 +43,9 @@ impl<L, V> Mlp<L, V> {
                     Box::new(Beside::visit(layer, moe, hidden, scope, visitor)?),
                 ),
             },
-            post_norm: match layer.post_norms {
-                false => None,
-                true => Some(visitor.vector(&norm("post_feedforward_layernorm.weight"))?),
-            },
+            post_norm: (layer.post_norms)
+                .then(|| visitor.vector(&norm("post_feedforward_layernorm.weight")))
+                .transpose()?,
         })
     }
 

@@ -164,10 +164,9 @@ impl<E, L, V> Decoder<E, L, V> {
             },
             embedding,
             final_norm: visitor.vector(&Vector::norm("model.norm.weight", hidden, spec.final_norm))?,
-            per_layer: match &spec.per_layer {
-                None => None,
-                Some(own) => Some(PerLayer::visit(spec, own, &scope, visitor)?),
-            },
+            per_layer: (spec.per_layer.as_ref())
+                .map(|own| PerLayer::visit(spec, own, &scope, visitor))
+                .transpose()?,
             layers: (spec.layers.iter().enumerate())
                 .map(|(index, layer)| {
                     let scope = scope.part(&format!("model.layers.{index}"));
@@ -244,14 +243,12 @@ impl<L, V> Layer<L, V> {
         Ok(Self {
             mixer: Mixer::visit(spec, hidden, scope, visitor)?,
             mlp: Mlp::visit(spec, hidden, scope, visitor)?,
-            input: match &decoder.per_layer {
-                None => None,
-                Some(own) => Some(LayerInput::visit(spec, own, hidden, scope, visitor)?),
-            },
-            scalar: match spec.scalar {
-                false => None,
-                true => Some(visitor.vector(&Vector::plain(scope.name("layer_scalar"), 1))?),
-            },
+            input: (decoder.per_layer.as_ref())
+                .map(|own| LayerInput::visit(spec, own, hidden, scope, visitor))
+                .transpose()?,
+            scalar: (spec.scalar)
+                .then(|| visitor.vector(&Vector::plain(scope.name("layer_scalar"), 1)))
+                .transpose()?,
             spec: Arc::clone(spec),
         })
     }
