@@ -1,6 +1,5 @@
 mod int4;
 
-use std::borrow::Cow;
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -9,7 +8,7 @@ use plimsoll_core::untrusted::quotable;
 use plimsoll_kernels::WeightType;
 
 use super::share::in_units;
-use super::{Beside, RowOrder, Scales, Source, StoredMatrix, Tensor};
+use super::{Beside, RowOrder, Scales, Source, StoredMatrix, Tensor, slice};
 use crate::blocks::{Among, InExperts, Matrix, StoredAs, Vector};
 use crate::names::{CLASSIFIER, TOWERS};
 use crate::quantization::{FP8_BLOCK, Fp8Scales, MXFP4_BLOCK, MatrixFormat};
@@ -419,14 +418,10 @@ impl Tensor<'_> {
     /// An expert's part of a tensor of all.
     fn of_expert(self, expert: &InExperts, shape: Shape, order: RowOrder) -> Self {
         let bytes = self.data.len() / expert.count;
-        let own = expert.index * bytes..(expert.index + 1) * bytes;
         Self {
             shape,
             order,
-            data: match self.data {
-                Cow::Borrowed(data) => Cow::Borrowed(&data[own]),
-                Cow::Owned(data) => Cow::Owned(data[own].to_vec()),
-            },
+            data: slice(self.data, expert.index * bytes..(expert.index + 1) * bytes),
             ..self
         }
     }

@@ -14,6 +14,7 @@ mod scoring;
 mod share;
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use half::{bf16, f16};
 use plimsoll_kernels::{Matrix, WeightError, WeightType};
@@ -136,6 +137,14 @@ impl Tensor<'_> {
             values.iter_mut().for_each(|value| *value += 1.0);
         }
         Ok(values)
+    }
+}
+
+/// A part of stored bytes, which are not copied where they are borrowed.
+fn slice(data: Cow<'_, [u8]>, part: Range<usize>) -> Cow<'_, [u8]> {
+    match data {
+        Cow::Borrowed(data) => Cow::Borrowed(&data[part]),
+        Cow::Owned(data) => Cow::Owned(data[part].to_vec()),
     }
 }
 

@@ -1,6 +1,6 @@
 use std::borrow::Cow;
 
-use super::Tensor;
+use super::{Tensor, slice};
 use crate::blocks::{Among, RowOrder};
 
 impl Tensor<'_> {
@@ -30,11 +30,7 @@ impl Tensor<'_> {
             RowOrder::Interleaved { .. } | RowOrder::Grouped { .. } => gather(len / rows),
             RowOrder::Among(Among { all, first, step: 1 }) => {
                 let row_bytes = len / all;
-                let own = first * row_bytes..(first + rows) * row_bytes;
-                self.data = match self.data {
-                    Cow::Borrowed(data) => Cow::Borrowed(&data[own]),
-                    Cow::Owned(data) => Cow::Owned(data[own].to_vec()),
-                };
+                self.data = slice(self.data, first * row_bytes..(first + rows) * row_bytes);
                 self.order = RowOrder::Plain;
                 return self;
             }

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use super::Tensor;
+use super::{Tensor, slice};
 use crate::ModelError;
 use crate::blocks::RowOrder;
 use crate::shard::{Axis, Share};
@@ -91,11 +91,7 @@ fn len(ranges: &[Range<usize>]) -> usize {
 fn pieces<'a>(data: Cow<'a, [u8]>, outer: usize, along: usize, own: &[Range<usize>]) -> Cow<'a, [u8]> {
     let bytes = data.len() / (outer * along).max(1);
     if let (1, [own]) = (outer, own) {
-        let own = own.start * bytes..own.end * bytes;
-        return match data {
-            Cow::Borrowed(data) => Cow::Borrowed(&data[own]),
-            Cow::Owned(data) => Cow::Owned(data[own].to_vec()),
-        };
+        return slice(data, own.start * bytes..own.end * bytes);
     }
     let mut cut = Vec::with_capacity(outer * len(own) * bytes);
     for row in data.chunks_exact((along * bytes).max(1)) {
