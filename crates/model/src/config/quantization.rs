@@ -155,10 +155,16 @@ impl Reader<'_> {
     }
 
     /// A field with one supported value; an absent one has it.
-    fn only(&self, field: &str, found: Option<&Value>, supported: Value) -> Result<(), ModelError> {
-        match found {
+    fn only(
+        &self,
+        field: &str,
+        found: Option<impl Into<Value>>,
+        supported: impl Into<Value>,
+    ) -> Result<(), ModelError> {
+        let supported = supported.into();
+        match found.map(Into::into) {
             None | Some(Value::Null) => Ok(()),
-            Some(found) if *found == supported => Ok(()),
+            Some(found) if found == supported => Ok(()),
             Some(found) => Err(self.unsupported(field, found, &format!("only {supported} is"))),
         }
     }
@@ -168,9 +174,9 @@ impl Reader<'_> {
     }
 
     fn fp8(&self, raw: RawFp8) -> Result<Quantization, ModelError> {
-        self.only("fmt", raw.fmt.map(Value::from).as_ref(), "e4m3".into())?;
-        self.only("kv_cache_scheme", raw.kv_cache_scheme.as_ref(), Value::Null)?;
-        self.only("expert_dtype", raw.expert_dtype.as_ref(), "fp8".into())?;
+        self.only("fmt", raw.fmt, "e4m3")?;
+        self.only("kv_cache_scheme", raw.kv_cache_scheme, Value::Null)?;
+        self.only("expert_dtype", raw.expert_dtype, "fp8")?;
         if let Some(also) = raw.modules_to_convert.filter(|names| !names.is_empty()) {
             let value = quotable(&format!("{also:?}"));
             return Err(self.unsupported("modules_to_convert", value, "linear layers alone are"));
@@ -201,7 +207,6 @@ impl Reader<'_> {
                 format: MatrixFormat::Fp8 { scales, input_scale },
             }],
             ignored: self.names("modules_to_not_convert", ModuleNames::parts(&ignored))?,
-            kv_scales: false,
             ..Quantization::default()
         })
     }
@@ -216,7 +221,6 @@ impl Reader<'_> {
                 format: MatrixFormat::Mxfp4,
             }],
             ignored: self.names("modules_to_not_convert", ModuleNames::parts(&ignored))?,
-            kv_scales: false,
             ..Quantization::default()
         })
     }
@@ -230,27 +234,16 @@ impl Reader<'_> {
             }
         }
         let sparsity = raw.sparsity_config.unwrap_or_default();
-        self.only("sparsity_config.format", sparsity.get("format"), "dense".into())?;
-        self.only(
-            "moe_sparsity_config",
-            raw.moe_sparsity_config.as_ref(),
-            Value::Null,
-        )?;
+        self.only("sparsity_config.format", sparsity.get("format").cloned(), "dense")?;
+        self.only("moe_sparsity_config", raw.moe_sparsity_config, Value::Null)?;
         let transforms = raw.transform_config.unwrap_or_default();
-        self.only(
-            "transform_config.config_groups",
-            transforms.get("config_groups"),
-            Map::new().into(),
-        )?;
+        let groups = transforms.get("config_groups").cloned();
+        self.only("transform_config.config_groups", groups, Map::new())?;
         let kv_scales = match &raw.kv_cache_scheme {
             None => false,
             Some(scheme) => {
                 self.float8("kv_cache_scheme", scheme)?;
-                self.only(
-                    "kv_cache_scheme.strategy",
-                    scheme.strategy.clone().map(Value::from).as_ref(),
-                    "tensor".into(),
-                )?;
+                self.only("kv_cache_scheme.strategy", scheme.strategy.clone(), "tensor")?;
                 scheme.dynamic != Some(true.into())
             }
         };
@@ -274,15 +267,11 @@ impl Reader<'_> {
         format: Option<&str>,
     ) -> Result<QuantizationGroup, ModelError> {
         let field = |field: &str| format!("{name}.{field}");
-        self.only(
-            &field("output_activations"),
-            raw.output_activations.as_ref(),
-            Value::Null,
-        )?;
+        self.only(&field("output_activations"), raw.output_activations, Value::Null)?;
         let Some(weights) = raw.weights else {
             return Err(self.unsupported(&field("weights"), "null", SUPPORTED));
         };
-        self.only(&field("weights.dynamic"), weights.dynamic.as_ref(), false.into())?;
+        self.only(&field("weights.dynamic"), weights.dynamic.clone(), false)?;
         let modules = match raw.targets.iter().any(|target| target == "Linear") {
             true => ModuleNames::All,
             false => self.names(&field("targets"), ModuleNames::named(&raw.targets))?,
@@ -297,11 +286,8 @@ impl Reader<'_> {
                 self.float8_group(&field, &weights, raw.input_activations.as_ref())?
             }
             Some((_, "pack-quantized")) => {
-                self.only(
-                    &field("input_activations"),
-                    raw.input_activations.map(|_| "given".into()).as_ref(),
-                    Value::Null,
-                )?;
+                let inputs = raw.input_activations.map(|_| "given");
+                self.only(&field("input_activations"), inputs, Value::Null)?;
                 MatrixFormat::Int4(self.int4_group(&field, &weights)?)
             }
             Some((at, other)) => return Err(self.unsupported(&at, format!("`{other}`"), SUPPORTED)),
@@ -345,11 +331,10 @@ impl Reader<'_> {
                 self.float8(&field("input_activations"), inputs)?;
                 let is_dynamic = inputs.dynamic == Some(true.into());
                 if !is_dynamic {
-                    let strategy = inputs.strategy.clone().map(Value::from);
                     self.only(
                         &field("input_activations.strategy"),
-                        strategy.as_ref(),
-                        "tensor".into(),
+                        inputs.strategy.clone(),
+                        "tensor",
                     )?;
                 }
                 !is_dynamic
@@ -372,21 +357,13 @@ impl Reader<'_> {
             let value = format!("{}-bit {kind}", num_bits.unwrap_or(8));
             return Err(self.unsupported(name, value, SUPPORTED));
         }
-        self.only(
-            &format!("{name}.symmetric"),
-            symmetric.map(Value::from).as_ref(),
-            true.into(),
-        )?;
+        self.only(&format!("{name}.symmetric"), *symmetric, true)?;
         match actorder {
             None | Some(Value::Null | Value::Bool(false)) => {}
             Some(other) => return Err(self.unsupported(&format!("{name}.actorder"), other, "null is")),
         }
         // Inputs in groups of a block's inputs are of block-wise weights.
         let size = scheme.group_size.filter(|&size| size != FP8_BLOCK as i64);
-        self.only(
-            &format!("{name}.group_size"),
-            size.map(Value::from).as_ref(),
-            Value::Null,
-        )
+        self.only(&format!("{name}.group_size"), size, Value::Null)
     }
 }

@@ -170,11 +170,7 @@ impl Reader<'_> {
                 return Err(self.unsupported("version", value, "`gemm` is, whose layout differs"));
             }
         }
-        self.only(
-            "zero_point",
-            raw.zero_point.map(Value::from).as_ref(),
-            true.into(),
-        )?;
+        self.only("zero_point", raw.zero_point, true)?;
         let format = Int4Format {
             packing: Int4Packing::Awq,
             groups: self.groups("bits", raw.bits, "group_size", raw.group_size.or(Some(128)))?,
@@ -195,19 +191,11 @@ impl Reader<'_> {
                 return Err(self.unsupported("checkpoint_format", value, supported));
             }
         };
-        let is = |value: Option<bool>| value.map(Value::from);
-        self.only(
-            "is_marlin_format",
-            is(raw.is_marlin_format).as_ref(),
-            false.into(),
-        )?;
-        self.only("lm_head", is(raw.lm_head).as_ref(), false.into())?;
-        self.only("pack_dtype", raw.pack_dtype.as_ref(), "int32".into())?;
-        self.only(
-            "modules_in_block_to_quantize",
-            raw.modules_in_block_to_quantize.as_ref(),
-            Value::Null,
-        )?;
+        self.only("is_marlin_format", raw.is_marlin_format, false)?;
+        self.only("lm_head", raw.lm_head, false)?;
+        self.only("pack_dtype", raw.pack_dtype, "int32")?;
+        let in_blocks = raw.modules_in_block_to_quantize;
+        self.only("modules_in_block_to_quantize", in_blocks, Value::Null)?;
         let mut left = Vec::new();
         for (rule, _) in raw.dynamic.unwrap_or_default() {
             let Some(expression) = rule.strip_prefix("-:") else {
@@ -235,11 +223,11 @@ impl Reader<'_> {
                 return Err(self.unsupported("packing_format", value, supported));
             }
         };
-        self.only("data_type", raw.data_type.map(Value::from).as_ref(), "int".into())?;
+        self.only("data_type", raw.data_type, "int")?;
         // Inputs in as many bits as they have.
         let act_bits = raw.act_bits.filter(|&bits| bits < 16);
-        self.only("act_bits", act_bits.map(Value::from).as_ref(), Value::Null)?;
-        self.only("lm_head", raw.lm_head.map(Value::from).as_ref(), false.into())?;
+        self.only("act_bits", act_bits, Value::Null)?;
+        self.only("lm_head", raw.lm_head, false)?;
         let groups = self.groups("bits", raw.bits, "group_size", raw.group_size)?;
         let mut left = Vec::new();
         for (name, layer) in raw.extra_config.unwrap_or_default() {
@@ -374,7 +362,6 @@ impl Reader<'_> {
                 },
             ],
             ignored: self.names("modules_to_not_convert", ModuleNames::containing(&parts))?,
-            kv_scales: false,
             ..Quantization::default()
         })
     }
