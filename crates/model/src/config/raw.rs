@@ -6,7 +6,7 @@ use std::path::Path;
 use plimsoll_core::{Matryoshka, TokenId};
 use plimsoll_kernels::WeightType;
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, Deserializer, Error as _};
 use serde_json::{Map, Value};
 
 use super::quantization;
@@ -15,7 +15,7 @@ use crate::generation::token_ids;
 use crate::quantization::Quantization;
 
 /// The fields of config.json that families interpret; GGUF metadata is brought into the same form.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize)]
 pub(crate) struct RawConfig {
     pub(crate) vocab_size: usize,
     pub(crate) hidden_size: usize,
@@ -37,6 +37,9 @@ pub(crate) struct RawConfig {
     pub(crate) max_window_layers: Option<usize>,
     pub(crate) layer_types: Option<Vec<String>>,
     pub(crate) sliding_window_pattern: Option<usize>,
+    /// transformers 4.56 and later write the field's value under the name of the attribute.
+    #[serde(rename = "_sliding_window_pattern")]
+    newer_sliding_window_pattern: Option<usize>,
     pub(crate) query_pre_attn_scalar: Option<f64>,
     pub(crate) hidden_act: Option<String>,
     pub(crate) hidden_activation: Option<String>,
@@ -71,6 +74,7 @@ pub(crate) struct RawConfig {
     pub(crate) decoder_sparse_step: Option<usize>,
     pub(crate) mlp_only_layers: Option<Vec<usize>>,
     /// The family's positions may have three dimensions.
+    #[serde(skip)]
     pub(crate) has_mrope: bool,
     pub(crate) top_k_experts: Option<usize>,
     pub(crate) enable_moe_block: Option<bool>,
@@ -83,90 +87,30 @@ pub(crate) struct RawConfig {
     pub(crate) num_kv_shared_layers: Option<usize>,
     pub(crate) hidden_size_per_layer_input: Option<usize>,
     pub(crate) vocab_size_per_layer_input: Option<usize>,
+    #[serde(default, deserialize_with = "both_ways")]
     pub(crate) use_bidirectional_attention: Option<String>,
+    #[serde(skip)]
     pub(crate) quantization: Quantization,
+    #[serde(default, rename = "eos_token_id", deserialize_with = "token_ids")]
     pub(super) eos_token_ids: Vec<TokenId>,
+    #[serde(skip)]
     pub(super) dtype: Option<WeightType>,
+    #[serde(skip)]
     pub(super) matryoshka: Matryoshka,
 }
 
 impl RawConfig {
     /// Reads fields of which all are known to the family.
     pub(super) fn read(has_mrope: bool, fields: &Fields<'_>) -> Result<Self, ModelError> {
+        let quantization = quantization::read(fields.path, fields.values)?;
+        let raw: Self = fields.read()?;
         Ok(Self {
             has_mrope,
-            quantization: quantization::read(fields.path, fields.values)?,
-            vocab_size: fields.required("vocab_size")?,
-            hidden_size: fields.required("hidden_size")?,
-            intermediate_size: fields.required("intermediate_size")?,
-            num_hidden_layers: fields.required("num_hidden_layers")?,
-            num_attention_heads: fields.required("num_attention_heads")?,
-            num_key_value_heads: fields.get("num_key_value_heads")?,
-            head_dim: fields.get("head_dim")?,
-            rms_norm_eps: fields.required("rms_norm_eps")?,
-            max_position_embeddings: fields.required("max_position_embeddings")?,
-            rope_theta: fields.get("rope_theta")?,
-            rope_scaling: fields.get("rope_scaling")?,
-            rope_parameters: fields.get("rope_parameters")?,
-            tie_word_embeddings: fields.get("tie_word_embeddings")?,
-            sliding_window: fields.get("sliding_window")?,
-            use_sliding_window: fields.get("use_sliding_window")?,
-            max_window_layers: fields.get("max_window_layers")?,
-            layer_types: fields.get("layer_types")?,
-            // transformers 4.56 and later write the field's value under the name of the attribute.
-            sliding_window_pattern: match fields.get("_sliding_window_pattern")? {
-                Some(pattern) => Some(pattern),
-                None => fields.get("sliding_window_pattern")?,
-            },
-            query_pre_attn_scalar: fields.get("query_pre_attn_scalar")?,
-            hidden_act: fields.get("hidden_act")?,
-            hidden_activation: fields.get("hidden_activation")?,
-            attn_logit_softcapping: fields.get("attn_logit_softcapping")?,
-            final_logit_softcapping: fields.get("final_logit_softcapping")?,
-            rope_local_base_freq: fields.get("rope_local_base_freq")?,
-            partial_rotary_factor: fields.get("partial_rotary_factor")?,
-            original_max_position_embeddings: fields.get("original_max_position_embeddings")?,
-            no_rope_layers: fields.get("no_rope_layers")?,
-            no_rope_layer_interval: fields.get("no_rope_layer_interval")?,
-            full_attention_interval: fields.get("full_attention_interval")?,
-            attn_output_gate: fields.get("attn_output_gate")?,
-            output_gate_type: fields.get("output_gate_type")?,
-            mamba_ssm_dtype: fields.get("mamba_ssm_dtype")?,
-            linear_conv_kernel_dim: fields.get("linear_conv_kernel_dim")?,
-            linear_key_head_dim: fields.get("linear_key_head_dim")?,
-            linear_value_head_dim: fields.get("linear_value_head_dim")?,
-            linear_num_key_heads: fields.get("linear_num_key_heads")?,
-            linear_num_value_heads: fields.get("linear_num_value_heads")?,
-            qkv_bias: fields.get("qkv_bias")?,
-            attention_bias: fields.get("attention_bias")?,
-            experts_per_token: fields.get("experts_per_token")?,
-            initial_context_length: fields.get("initial_context_length")?,
-            swiglu_alpha: fields.get("swiglu_alpha")?,
-            swiglu_limit: fields.get("swiglu_limit")?,
-            num_experts: fields.get("num_experts")?,
-            num_local_experts: fields.get("num_local_experts")?,
-            num_experts_per_tok: fields.get("num_experts_per_tok")?,
-            moe_intermediate_size: fields.get("moe_intermediate_size")?,
-            shared_expert_intermediate_size: fields.get("shared_expert_intermediate_size")?,
-            norm_topk_prob: fields.get("norm_topk_prob")?,
-            decoder_sparse_step: fields.get("decoder_sparse_step")?,
-            mlp_only_layers: fields.get("mlp_only_layers")?,
-            top_k_experts: fields.get("top_k_experts")?,
-            enable_moe_block: fields.get("enable_moe_block")?,
-            use_double_wide_mlp: fields.get("use_double_wide_mlp")?,
-            global_head_dim: fields.get("global_head_dim")?,
-            num_global_key_value_heads: fields.get("num_global_key_value_heads")?,
-            per_layer_config: fields.get("per_layer_config")?,
-            attention_k_eq_v: fields.get("attention_k_eq_v")?,
-            num_kv_shared_layers: fields.get("num_kv_shared_layers")?,
-            hidden_size_per_layer_input: fields.get("hidden_size_per_layer_input")?,
-            vocab_size_per_layer_input: fields.get("vocab_size_per_layer_input")?,
-            use_bidirectional_attention: both_ways(fields)?,
-            eos_token_ids: fields
-                .get("eos_token_id")?
-                .map_or_else(Vec::new, |EosTokenIds(ids)| ids),
+            quantization,
+            sliding_window_pattern: raw.newer_sliding_window_pattern.or(raw.sliding_window_pattern),
             dtype: weight_type(fields)?,
             matryoshka: matryoshka(fields)?,
+            ..raw
         })
     }
 
@@ -199,20 +143,35 @@ impl<'a> Fields<'a> {
             .transpose()
     }
 
+    /// All fields of a struct.
+    fn read<T: DeserializeOwned>(&self) -> Result<T, ModelError> {
+        let given = self.values.iter().filter(|(_, value)| !value.is_null());
+        let given: Map<_, _> = given
+            .map(|(field, value)| (field.clone(), value.clone()))
+            .collect();
+        serde_path_to_error::deserialize(Value::Object(given)).map_err(|error| {
+            let message = match error.path().iter().next() {
+                Some(field) => format!("`{field}`: {}", error.inner()),
+                None => error.inner().to_string(),
+            };
+            match message.strip_prefix("missing field ") {
+                Some(field) => ModelError::config(self.path, format!("{field} is missing")),
+                None => ModelError::config(self.path, message),
+            }
+        })
+    }
+
     pub(super) fn required<T: DeserializeOwned>(&self, field: &str) -> Result<T, ModelError> {
         let missing = || ModelError::config(self.path, format!("`{field}` is missing"));
         self.get(field)?.ok_or_else(missing)
     }
 }
 
-#[derive(Debug, Deserialize)]
-struct EosTokenIds(#[serde(deserialize_with = "token_ids")] Vec<TokenId>);
-
 /// Other families have a flag of the same name, which says no where it is known.
-fn both_ways(fields: &Fields<'_>) -> Result<Option<String>, ModelError> {
-    match fields.get::<Value>("use_bidirectional_attention")? {
-        Some(Value::Bool(false)) => Ok(None),
-        _ => fields.get("use_bidirectional_attention"),
+fn both_ways<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
+    match Value::deserialize(deserializer)? {
+        Value::Bool(false) => Ok(None),
+        value => String::deserialize(value).map(Some).map_err(D::Error::custom),
     }
 }
 
