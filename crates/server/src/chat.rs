@@ -8,14 +8,13 @@ use plimsoll_text::Tokenizer;
 
 use crate::body::Body;
 use crate::context::Context;
-use crate::conversation::{self, Answer, Conversation, Delta, End, EndReason, Fit, Prompt, ToolCall, Update};
+use crate::conversation::{self, Answer, Conversation, Delta, End, EndReason, Fit, ToolCall, Update};
 use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
 use crate::openapi::Errors;
 use crate::respond::{self, EventFormat, FINGERPRINT, Identity, SseEvent, data, done};
 use crate::scores;
 use crate::state::AppState;
-use crate::tools;
 use crate::wire::chat::{
     ChatAnswer, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatFields,
     ChatFunctionCall, ChatFunctionDelta, ChatLogprob, ChatLogprobs, ChatRequest, ChatTokenLogprob,
@@ -55,7 +54,7 @@ pub(crate) async fn handle(
     let ChatRequest {
         common,
         structured,
-        mut prompt,
+        prompt,
         own,
     } = request;
     state.check_model(common.model.as_deref())?;
@@ -71,8 +70,7 @@ pub(crate) async fn handle(
     let logprobs = own.logprobs_per_token()?;
     let reasoning_budget = own.reasoning_budget(state.model().answers.reasoning.is_some())?;
     let parallel = own.parallel_tool_calls.unwrap_or(true);
-    let tools = tools::read(prompt.tools.take(), own.tool_choice, parallel)?;
-    let prompt = prompt.into_prompt(&context)?;
+    let prompt = prompt.into_prompt(own.tool_choice, parallel, &context)?;
     let echo = prompt
         .messages
         .last()
@@ -82,7 +80,7 @@ pub(crate) async fn handle(
         .unwrap_or_default()
         .to_owned();
     let conversation = Conversation {
-        prompt: Prompt { tools, ..prompt },
+        prompt,
         include_reasoning: own.include_reasoning.unwrap_or(true),
         reasoning_budget,
         max_tokens: own.max_completion_tokens.or(common.max_tokens),

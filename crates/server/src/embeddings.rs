@@ -13,7 +13,6 @@ use crate::error::ApiError;
 use crate::openapi::Errors;
 use crate::respond::Identity;
 use crate::state::AppState;
-use crate::tools;
 use crate::vectors::{Cut, Source, Texts};
 use crate::wire::chat::ChatPrompt;
 use crate::wire::completion::Prompt;
@@ -114,9 +113,7 @@ async fn conversation(
     chat.add_generation_prompt.get_or_insert(false);
     let (state, context) = (state.clone(), context.clone());
     blocking(move || {
-        let tools = tools::read(chat.tools.take(), None, true)?;
-        let mut prompt = chat.into_prompt(&context)?;
-        prompt.tools = tools;
+        let mut prompt = chat.into_prompt(None, true, &context)?;
         prompt.add_special_tokens = add_special_tokens.unwrap_or(false);
         prompt.tokens(state.model()).map(Prompt::Tokens)
     })

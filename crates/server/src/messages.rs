@@ -7,12 +7,19 @@ use serde_json::{Map, Value, json};
 use crate::context::Context;
 use crate::conversation::{Effort, Prompt};
 use crate::error::ApiError;
+use crate::tools;
 use crate::transcript::arguments;
-use crate::wire::chat::{ChatPrompt, Message, Role, SentToolCall};
+use crate::wire::chat::{ChatPrompt, ChatToolChoice, Message, Role, SentToolCall};
 
 impl ChatPrompt {
-    /// Checks and converts everything but the tools.
-    pub(crate) fn into_prompt(self, context: &Context) -> Result<Prompt, ApiError> {
+    /// Checks and converts it, for an answer that may call tools as said.
+    pub(crate) fn into_prompt(
+        self,
+        choice: Option<ChatToolChoice>,
+        parallel: bool,
+        context: &Context,
+    ) -> Result<Prompt, ApiError> {
+        let tools = tools::read(self.tools, choice, parallel)?;
         if self.chat_template.is_some() && !context.options().trust_request_chat_template {
             return Err(ApiError::unsupported(
                 "chat_template",
@@ -32,6 +39,7 @@ impl ChatPrompt {
         }
         let documents = self.documents.unwrap_or_default();
         Ok(Prompt {
+            tools,
             add_generation_prompt: self.add_generation_prompt.unwrap_or(!self.continue_final_message),
             continue_final_message: self.continue_final_message,
             template: self.chat_template,

@@ -12,7 +12,6 @@ use crate::error::ApiError;
 use crate::images::Depth;
 use crate::openapi::Errors;
 use crate::state::AppState;
-use crate::tools;
 use crate::wire::tokenize::{DetokenizeRequest, Detokenized, TokenizeInput, TokenizeRequest, Tokenized};
 
 /// Tokenize
@@ -35,10 +34,8 @@ pub(crate) async fn tokenize(
     state.check_model(own.model.as_deref())?;
     let input = match input {
         TokenizeInput::Prompt(text) => Ok(text),
-        TokenizeInput::Chat(mut chat) => {
-            let tools = tools::read(chat.tools.take(), None, true)?;
-            let mut prompt = chat.into_prompt(&context)?;
-            prompt.tools = tools;
+        TokenizeInput::Chat(chat) => {
+            let mut prompt = chat.into_prompt(None, true, &context)?;
             prompt.add_special_tokens = own.add_special_tokens.unwrap_or(false);
             prompt.load_images(&state, Depth::Sizes).await?;
             Err(prompt)
