@@ -21,7 +21,7 @@ use crate::error::ErrorCode;
 use crate::file_store::{Batch, FileStore, Record, StoreError, Writer};
 use crate::state::AppState;
 use crate::time::unix_seconds;
-use crate::wire::batch::{BatchError, BatchErrors, BatchObject, BatchStatus};
+use crate::wire::batch::{BatchError, BatchErrors, BatchObject, BatchStatus, RequestCounts};
 
 /// Runs batch `id` in a task of its own.
 pub(super) fn start(state: &AppState, endpoints: &Endpoints, store: &Arc<FileStore>, id: String) {
@@ -108,16 +108,13 @@ impl Run {
                 "the input file has no requests".to_owned(),
             ));
         }
-        let (mut results, mut over) = Results::open(&self.store, &self.record.object).await?;
-        let (good, bad) = (results.good, results.bad);
+        let (mut results, mut over) = Results::open(&self.store, &self.record.object, total).await?;
         self.change(true, |batch| {
             if batch.status == BatchStatus::Validating {
                 batch.status = BatchStatus::InProgress;
                 batch.in_progress_at = Some(unix_seconds());
             }
-            batch.request_counts.total = total;
-            batch.request_counts.completed = good;
-            batch.request_counts.failed = bad;
+            batch.request_counts = results.counts;
         })?;
         let mut lines = Lines::open(&input, most).await?;
         let answered = self.answer_lines(&mut lines, &mut results, &mut over).await;
@@ -170,11 +167,7 @@ impl Run {
                     let Some(text) = text else { return Ok(End::Unfinished) };
                     results.add(is_good, &text).await?;
                     over.insert(number);
-                    let (good, bad) = (results.good, results.bad);
-                    self.change(false, |batch| {
-                        batch.request_counts.completed = good;
-                        batch.request_counts.failed = bad;
-                    })?;
+                    self.change(false, |batch| batch.request_counts = results.counts)?;
                 }
                 place = Arc::clone(self.state.background()).acquire_owned(), if !exhausted => {
                     match lines.next().await? {
@@ -307,7 +300,6 @@ impl Run {
             .object
             .output_expiry
             .unwrap_or_else(|| self.store.expiry());
-        let (good, bad) = (results.good, results.bad);
         let mut ids = [None, None];
         let names = ["output", "error"];
         for ((writer, id), name) in results.writers.into_iter().zip(&mut ids).zip(names) {
@@ -325,8 +317,7 @@ impl Run {
             let [output, errors] = ids;
             batch.output_file_id = output;
             batch.error_file_id = errors;
-            batch.request_counts.completed = good;
-            batch.request_counts.failed = bad;
+            batch.request_counts = results.counts;
         })
     }
 
@@ -390,13 +381,16 @@ fn with_newline(value: &Value) -> Vec<u8> {
 /// The files of answers and of errors.
 struct Results {
     writers: [Writer; 2],
-    good: usize,
-    bad: usize,
+    counts: RequestCounts,
 }
 
 impl Results {
-    /// New files, or those that an earlier process began, with the numbers of the lines that have a result.
-    async fn open(store: &Arc<FileStore>, batch: &Batch) -> Result<(Self, HashSet<usize>), StoreError> {
+    /// New files, or those that an earlier process began, for `total` lines, with the numbers of those that have a result.
+    async fn open(
+        store: &Arc<FileStore>,
+        batch: &Batch,
+        total: usize,
+    ) -> Result<(Self, HashSet<usize>), StoreError> {
         let mut over = HashSet::new();
         let mut counts = [0; 2];
         for (part, count) in batch.parts.iter().zip(&mut counts) {
@@ -405,11 +399,14 @@ impl Results {
             over.extend(found);
         }
         let [output, errors] = &batch.parts;
-        let [good, bad] = counts;
+        let [completed, failed] = counts;
         let results = Self {
             writers: [store.write(output, true).await?, store.write(errors, true).await?],
-            good,
-            bad,
+            counts: RequestCounts {
+                total,
+                completed,
+                failed,
+            },
         };
         Ok((results, over))
     }
@@ -419,11 +416,11 @@ impl Results {
         match is_good {
             true => {
                 output.append(text).await?;
-                self.good += 1;
+                self.counts.completed += 1;
             }
             false => {
                 errors.append(text).await?;
-                self.bad += 1;
+                self.counts.failed += 1;
             }
         }
         Ok(())
