@@ -41,6 +41,7 @@ mod openapi;
 mod options;
 mod origin;
 mod pages;
+mod paging;
 mod pairs;
 mod prefix_cache;
 mod prompt;

@@ -15,6 +15,7 @@ use crate::context::Context;
 use crate::error::ApiError;
 use crate::file_store::Writer;
 use crate::openapi::Errors;
+use crate::paging::{limit, page};
 use crate::state::AppState;
 use crate::wire::batch::{DeletedFile, FileForm, FileObject, FilesQuery};
 use crate::wire::error::ErrorBody;
@@ -55,46 +56,6 @@ pub(super) fn expiry(after: &ExpiresAfter, most: u64, field: &str) -> Result<u64
         return Err(ApiError::invalid(format!("{field}.seconds"), message));
     }
     Ok(after.seconds.min(most))
-}
-
-pub(super) fn limit(asked: Option<usize>, default: usize, most: usize) -> Result<usize, ApiError> {
-    match asked.unwrap_or(default) {
-        limit if (1..=most).contains(&limit) => Ok(limit),
-        limit => Err(ApiError::invalid(
-            "limit",
-            format!("limit must be between 1 and {most}, not {limit}"),
-        )),
-    }
-}
-
-/// The part of `all` behind `after`.
-pub(super) fn page<T>(
-    all: Vec<T>,
-    after: Option<&str>,
-    limit: usize,
-    id: impl Fn(&T) -> &String,
-) -> Result<Page<T>, ApiError> {
-    let from = match after {
-        None => 0,
-        Some(after) => match all.iter().position(|one| id(one) == after) {
-            Some(at) => at + 1,
-            None => {
-                return Err(ApiError::invalid(
-                    "after",
-                    format!("after: there is no `{after}`"),
-                ));
-            }
-        },
-    };
-    let has_more = all.len() > from + limit;
-    let data: Vec<T> = all.into_iter().skip(from).take(limit).collect();
-    Ok(Page {
-        object: "list",
-        first_id: data.first().map(|one| id(one).clone()),
-        last_id: data.last().map(|one| id(one).clone()),
-        has_more,
-        data,
-    })
 }
 
 /// Upload a file

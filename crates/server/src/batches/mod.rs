@@ -17,6 +17,7 @@ use crate::context::Context;
 use crate::error::ApiError;
 use crate::file_store::{Batch, FileStore, StoreError};
 use crate::openapi::Errors;
+use crate::paging::{limit, page};
 use crate::respond::fresh_id;
 use crate::state::AppState;
 use crate::time::unix_seconds;
@@ -172,11 +173,11 @@ async fn list(
     Extension(context): Extension<Context>,
     query: Result<Query<BatchesQuery>, QueryRejection>,
 ) -> Result<Json<Page<BatchObject>>, ApiError> {
-    let Query(BatchesQuery { after, limit }) = query?;
-    let limit = files::limit(limit, 20, 100)?;
+    let Query(BatchesQuery { after, limit: asked }) = query?;
+    let limit = limit(asked, 20, 100)?;
     let mut batches = store(&state)?.batches(&context.owner());
     batches.reverse();
-    files::page(batches, after.as_deref(), limit, |batch| &batch.id).map(Json)
+    page(batches, after.as_deref(), limit, |batch| &batch.id).map(Json)
 }
 
 /// Get a batch

@@ -23,6 +23,7 @@ use crate::context::Context;
 use crate::conversation;
 use crate::error::ApiError;
 use crate::openapi::Errors;
+use crate::paging::{self, limit};
 use crate::respond;
 use crate::response_store::Turn;
 use crate::state::AppState;
@@ -243,29 +244,17 @@ fn items_query(query: &str) -> Result<ItemsQuery, ApiError> {
 
 /// A page of a list of items; `items` are oldest first.
 fn page(mut items: Vec<&Item>, query: &ItemsQuery) -> Result<ItemList, ApiError> {
-    let limit = query.limit.unwrap_or(PAGE);
-    if !(1..=MAX_PAGE).contains(&limit) {
-        let message = format!("limit must be between 1 and {MAX_PAGE}, not {limit}");
-        return Err(ApiError::invalid("limit", message));
-    }
+    let limit = limit(query.limit, PAGE, MAX_PAGE)?;
     if query.order.unwrap_or_default() == Order::Desc {
         items.reverse();
     }
-    let begin = match &query.after {
-        None => 0,
-        Some(after) => {
-            let at = items.iter().position(|item| item.id() == after);
-            1 + at.ok_or_else(|| ApiError::invalid("after", format!("there is no item `{after}`")))?
-        }
-    };
-    let rest = &items[begin..];
-    let data: Vec<Item> = rest.iter().take(limit).copied().cloned().collect();
+    let page = paging::page(items, query.after.as_deref(), limit, |item| item.id())?;
     Ok(ItemList {
-        object: "list",
-        first_id: data.first().map(|item| item.id().to_owned()),
-        last_id: data.last().map(|item| item.id().to_owned()),
-        has_more: rest.len() > data.len(),
-        data,
+        object: page.object,
+        data: page.data.into_iter().cloned().collect(),
+        first_id: page.first_id,
+        last_id: page.last_id,
+        has_more: page.has_more,
     })
 }
 
