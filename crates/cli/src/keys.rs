@@ -49,8 +49,8 @@ impl KeySource {
         };
         for (is_asked, message) in [
             (!limits(args).is_none(), "limits per key need keys"),
-            (args.isolate_prefix_cache(), "--isolate-prefix-cache needs keys"),
-            (args.metrics_require_key(), "--metrics-require-key needs keys"),
+            (args.isolate_prefix_cache, "--isolate-prefix-cache needs keys"),
+            (args.metrics_require_key, "--metrics-require-key needs keys"),
         ] {
             if is_asked && keys.is_empty() {
                 let message = format!("{message}: add --api-key-file or --api-key");

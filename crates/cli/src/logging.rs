@@ -49,7 +49,7 @@ pub fn init(args: &LogArgs, kind: Kind) -> Result<(), Error> {
     }
     let style = match (json, &asked) {
         (true, _) => Style::Json,
-        (false, None) if !args.verbose() => Style::Phases,
+        (false, None) if !args.verbose => Style::Phases,
         (false, _) => Style::Lines,
     };
     terminal::set_style(style);

@@ -28,7 +28,7 @@ use crate::terminal;
 /// Serves until a signal says stop.
 pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let times = StartTimes::begin();
-    let mut signal = signals::first(args.server.exit_on_stdin_close())?;
+    let mut signal = signals::first(args.server.exit_on_stdin_close)?;
     let settings = ServeSettings::new(args).await?;
     let name = settings.names[0].clone();
     // It answers that it starts; an address that is taken is found out now, not after minutes of loading.

@@ -110,7 +110,7 @@ impl EngineSettings {
             tensor_parallel_size: device.tensor_parallel_size,
             dtype: device.dtype,
             kv_cache_dtype: limits.kv_cache_dtype,
-            enforce_eager: device.enforce_eager(),
+            enforce_eager: device.enforce_eager,
             threads: limits.threads,
             max_model_len: limits.max_model_len,
             max_num_seqs: limits.max_num_seqs,

@@ -22,7 +22,7 @@ pub struct AccessArgs {
     pub api_key_file: Option<PathBuf>,
     /// Require an API key for /metrics too
     #[arg(long, overrides_with = "no_metrics_require_key")]
-    metrics_require_key: bool,
+    pub metrics_require_key: bool,
     /// Serve /metrics without a key, like /health and /ready (the default)
     #[arg(long, overrides_with = "metrics_require_key", hide = true)]
     no_metrics_require_key: bool,
@@ -37,7 +37,7 @@ pub struct AccessArgs {
     pub tokens_per_minute_per_key: Option<usize>,
     /// Give each API key its own prefix cache, so that cached_tokens and response times do not reveal what other keys have sent
     #[arg(long, overrides_with = "no_isolate_prefix_cache")]
-    isolate_prefix_cache: bool,
+    pub isolate_prefix_cache: bool,
     /// Share the prefix cache between keys, which saves work for common prefixes (the default)
     #[arg(long, overrides_with = "isolate_prefix_cache", hide = true)]
     no_isolate_prefix_cache: bool,
@@ -47,18 +47,6 @@ pub struct AccessArgs {
     /// Private key of the certificate (PEM)
     #[arg(long, value_name = "FILE")]
     pub ssl_keyfile: Option<PathBuf>,
-}
-
-impl AccessArgs {
-    /// Whether `/metrics` needs a key.
-    pub fn metrics_require_key(&self) -> bool {
-        self.metrics_require_key
-    }
-
-    /// Whether keys share no prefixes.
-    pub fn isolate_prefix_cache(&self) -> bool {
-        self.isolate_prefix_cache
-    }
 }
 
 /// A text that is never shown.

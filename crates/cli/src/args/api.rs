@@ -16,50 +16,28 @@ pub struct ApiArgs {
     pub root_path: Option<String>,
     /// Enable GET /tokenizer_info: the tokenizer's configuration and the chat template
     #[arg(long, overrides_with = "no_enable_tokenizer_info_endpoint")]
-    enable_tokenizer_info_endpoint: bool,
+    pub enable_tokenizer_info_endpoint: bool,
     /// Do not offer it (the default)
     #[arg(long, overrides_with = "enable_tokenizer_info_endpoint", hide = true)]
     no_enable_tokenizer_info_endpoint: bool,
     /// Enable GET /load: the number of requests in progress
     #[arg(long, overrides_with = "no_enable_server_load_tracking")]
-    enable_server_load_tracking: bool,
+    pub enable_server_load_tracking: bool,
     /// Do not offer it (the default)
     #[arg(long, overrides_with = "enable_server_load_tracking", hide = true)]
     no_enable_server_load_tracking: bool,
     /// Name tokens in log-probabilities by id (token_id:17), as if every request had return_tokens_as_token_ids
     #[arg(long, overrides_with = "no_return_tokens_as_token_ids")]
-    return_tokens_as_token_ids: bool,
+    pub return_tokens_as_token_ids: bool,
     /// Let requests decide (the default)
     #[arg(long, overrides_with = "return_tokens_as_token_ids", hide = true)]
     no_return_tokens_as_token_ids: bool,
     /// Report the usage at the end of every stream, as if every request had stream_options.include_usage
     #[arg(long, overrides_with = "no_enable_force_include_usage")]
-    enable_force_include_usage: bool,
+    pub enable_force_include_usage: bool,
     /// Let requests decide (the default)
     #[arg(long, overrides_with = "enable_force_include_usage", hide = true)]
     no_enable_force_include_usage: bool,
-}
-
-impl ApiArgs {
-    /// Whether there is `/tokenizer_info`.
-    pub fn tokenizer_info(&self) -> bool {
-        self.enable_tokenizer_info_endpoint
-    }
-
-    /// Whether there is `/load`.
-    pub fn load_tracking(&self) -> bool {
-        self.enable_server_load_tracking
-    }
-
-    /// Whether all log-probabilities name tokens by id.
-    pub fn return_tokens_as_token_ids(&self) -> bool {
-        self.return_tokens_as_token_ids
-    }
-
-    /// Whether all streams report their usage.
-    pub fn force_include_usage(&self) -> bool {
-        self.enable_force_include_usage
-    }
 }
 
 /// A path without a slash at its end; empty for none.

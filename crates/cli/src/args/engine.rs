@@ -164,17 +164,10 @@ pub struct DeviceArgs {
     pub device_lock_timeout: Duration,
     /// Launch every kernel separately instead of using CUDA graphs: slower decoding, but no memory or time for graphs
     #[arg(long, overrides_with = "no_enforce_eager")]
-    enforce_eager: bool,
+    pub enforce_eager: bool,
     /// Replay decode steps as CUDA graphs (the default)
     #[arg(long, overrides_with = "enforce_eager", hide = true)]
     no_enforce_eager: bool,
-}
-
-impl DeviceArgs {
-    /// Whether there shall be no CUDA graphs.
-    pub fn enforce_eager(&self) -> bool {
-        self.enforce_eager
-    }
 }
 
 /// Limits of a step and of a request.

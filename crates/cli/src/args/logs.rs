@@ -27,17 +27,10 @@ pub struct LogArgs {
     /// Log every detail of a start as text, with timestamps, instead of one line per phase; so does any --log-level or RUST_LOG.
     /// JSON always has all of them
     #[arg(short, long, overrides_with = "no_verbose")]
-    pub(crate) verbose: bool,
+    pub verbose: bool,
     /// Log one line per phase (the default)
     #[arg(long, overrides_with = "verbose", hide = true)]
     pub(crate) no_verbose: bool,
-}
-
-impl LogArgs {
-    /// Whether people get the details of a start too.
-    pub fn verbose(&self) -> bool {
-        self.verbose
-    }
 }
 
 /// `--log-format`.

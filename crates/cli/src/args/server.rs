@@ -77,7 +77,7 @@ pub struct ServerArgs {
     pub allowed_origins: Option<Vec<Origins>>,
     /// Enable POST /sleep, which frees everything but the weights, and POST /wake_up
     #[arg(long, overrides_with = "no_enable_sleep_mode")]
-    enable_sleep_mode: bool,
+    pub enable_sleep_mode: bool,
     /// Offer no sleep mode (the default)
     #[arg(long, overrides_with = "enable_sleep_mode", hide = true)]
     no_enable_sleep_mode: bool,
@@ -92,7 +92,7 @@ pub struct ServerArgs {
     pub drain_timeout: Duration,
     /// Shut down, as on SIGTERM, when standard input is closed: for a program that runs the server as its child
     #[arg(long, overrides_with = "no_exit_on_stdin_close")]
-    exit_on_stdin_close: bool,
+    pub exit_on_stdin_close: bool,
     /// Do not read standard input (the default)
     #[arg(long, overrides_with = "exit_on_stdin_close", hide = true)]
     no_exit_on_stdin_close: bool,
@@ -107,7 +107,7 @@ pub struct ServerArgs {
     /// Enable POST /admin/drain, which finishes the accepted requests and ends the server, and POST /reset_prefix_cache; any API key
     /// may call them
     #[arg(long, overrides_with = "no_enable_admin_api")]
-    enable_admin_api: bool,
+    pub enable_admin_api: bool,
     /// Do not offer it: only signals end the server (the default)
     #[arg(long, overrides_with = "enable_admin_api", hide = true)]
     no_enable_admin_api: bool,
@@ -155,21 +155,6 @@ pub enum SchedulingPolicy {
 }
 
 impl ServerArgs {
-    /// Whether there is a sleep mode.
-    pub fn enable_sleep_mode(&self) -> bool {
-        self.enable_sleep_mode
-    }
-
-    /// Whether the server can be told to end by HTTP.
-    pub fn enable_admin_api(&self) -> bool {
-        self.enable_admin_api
-    }
-
-    /// Whether the end of standard input ends the server.
-    pub fn exit_on_stdin_close(&self) -> bool {
-        self.exit_on_stdin_close
-    }
-
     /// Whose web pages may use the server.
     pub fn allowed_origins(&self) -> Vec<HeaderValue> {
         let given = self.allowed_origins.iter().flatten();
