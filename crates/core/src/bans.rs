@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use crate::{Constraint, ConstraintError, ParamError, Progress, TokenId};
+use crate::{Constraint, ConstraintError, ParamError, Progress, TokenId, mask};
 
 /// Tokens that a request bans, for good or until enough tokens came. If every other token is masked out, a banned one is
 /// chosen nevertheless, except those outside the allowed list.
@@ -42,9 +42,9 @@ impl Bans {
     /// A mask of the allowed tokens: a list of all banned ones would be sent to the device with each step.
     pub(crate) fn only_allowed(&self, vocab_size: usize) -> Option<Box<dyn Constraint>> {
         let allowed = self.allowed.as_ref()?;
-        let mut mask = vec![0; vocab_size.div_ceil(32)];
+        let mut mask = vec![0; mask::words(vocab_size)];
         for &token in allowed {
-            mask[token as usize / 32] |= 1 << (token % 32);
+            mask::allow(&mut mask, token);
         }
         Some(Box::new(AllowedTokens(mask.into())))
     }

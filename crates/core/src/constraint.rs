@@ -5,8 +5,8 @@ use crate::TokenId;
 
 /// Restricts the next token of one sequence: a grammar, a list of tokens, a minimum length. It is advanced token by token.
 ///
-/// A mask has `ceil(vocab_size / 32)` words: bit `t % 32` of word `t / 32` is 1 where token `t` is allowed. The vocabulary
-/// is the model's, whose output layer may be padded beyond the tokenizer's.
+/// A [mask](crate::mask) has bits for all tokens of the vocabulary, which is the model's, whose output layer may be padded
+/// beyond the tokenizer's.
 pub trait Constraint: Send + Sync + fmt::Debug {
     /// Clears the bits of the tokens that are not allowed next; sets none.
     ///
@@ -152,7 +152,7 @@ mod tests {
         fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError> {
             let tokens = 32 * mask.len() as u32;
             for token in (0..tokens).filter(|token| token % self.of != 0) {
-                mask[token as usize / 32] &= !(1 << (token % 32));
+                crate::mask::forbid(mask, token);
             }
             Ok(())
         }

@@ -17,7 +17,7 @@ pub trait Executor: Send {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError>;
 
     /// Samples the step launched last, which awaits masks: `fill` writes one for each constrained run, in the order of the
-    /// plan, into memory of `ceil(vocab_size / 32)` words that holds anything. An error or a panic ends that step: it is not in
+    /// plan, into memory of [`mask::words`](crate::mask::words) that holds anything. An error or a panic ends that step: it is not in
     /// flight any more.
     fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError>;
 
@@ -83,8 +83,7 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
     }
 }
 
-/// Writes the masks of a step, one slice for each constrained run: bit `t % 32` of word `t / 32` is 1 where token `t` may be
-/// chosen.
+/// Writes the [masks](crate::mask) of a step, one slice for each constrained run.
 pub type FillMasks<'a> = dyn FnMut(&mut [&mut [u32]]) + 'a;
 
 /// Fills masks that allow every token, for worst steps and oracles.

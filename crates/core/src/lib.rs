@@ -16,6 +16,7 @@ mod expert_loads;
 mod ids;
 mod image;
 mod logprobs;
+pub mod mask;
 mod memory;
 mod metadata;
 mod plan;

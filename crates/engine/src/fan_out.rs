@@ -7,7 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use plimsoll_core::{DeviceTime, EncodeCost, Executor, FillMasks, StepError, StepOutput, StepPlan};
+use plimsoll_core::{DeviceTime, EncodeCost, Executor, FillMasks, StepError, StepOutput, StepPlan, mask};
 
 /// Longest wait for a rank after another has done its part: longer than ranks wait for each other in a step.
 const PATIENCE: Duration = Duration::from_secs(90);
@@ -61,7 +61,7 @@ impl<S: Executor + 'static> FanOut<S> {
         Ok(Self {
             ranks: ranks.collect::<std::io::Result<_>>()?,
             patience: PATIENCE,
-            mask_words: vocab_size.div_ceil(u32::BITS as usize),
+            mask_words: mask::words(vocab_size),
             constrained: 0,
             lost: None,
         })

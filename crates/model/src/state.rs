@@ -1,5 +1,6 @@
 //! What a state owns besides the weights.
 
+pub(crate) use plimsoll_core::mask::words as mask_words;
 use plimsoll_core::{Component, KvConfig, Oom, StepLimits, TokenId};
 use plimsoll_device::{Budget, Slab};
 use plimsoll_kernels::DeltaLayout;
@@ -182,11 +183,6 @@ pub(crate) struct Staging {
     tokens: Slab,
     /// Of the runs that are constrained, one after the other.
     pub(crate) masks: Slab,
-}
-
-/// Words of a row's mask of allowed tokens.
-pub(crate) fn mask_words(vocab_size: usize) -> usize {
-    vocab_size.div_ceil(u32::BITS as usize)
 }
 
 impl Staging {

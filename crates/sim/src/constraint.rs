@@ -1,4 +1,4 @@
-use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId};
+use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId, mask};
 
 use crate::model::Context;
 
@@ -29,7 +29,7 @@ impl SimConstraint {
 impl Constraint for SimConstraint {
     fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError> {
         for token in (0..32 * mask.len() as TokenId).filter(|&token| !self.allows(token)) {
-            mask[token as usize / 32] &= !(1 << (token % 32));
+            mask::forbid(mask, token);
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use std::{
 
 use plimsoll_core::{
     CacheGroup, CacheKind, Executor, FillMasks, KvConfig, PageId, Pooling, PromptLogprob, RequestId, Run,
-    RunInput, RunState, Sampled, ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId,
+    RunInput, RunState, Sampled, ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId, mask,
 };
 
 use crate::images::EncodedImages;
@@ -496,9 +496,9 @@ impl Executor for SimExecutor {
             return Err(StepError::Failed(Self::INJECTED.into()));
         }
         // What is not written shows.
-        let mut masks = vec![vec![0; vocab_size.div_ceil(32)]; last.plan.constrained().count()];
+        let mut masks = vec![vec![0; mask::words(vocab_size)]; last.plan.constrained().count()];
         fill(&mut masks.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>());
-        let allows = |mask: &Vec<u32>| (0..vocab_size).any(|token| mask[token / 32] >> (token % 32) & 1 == 1);
+        let allows = |mask: &Vec<u32>| (0..vocab_size as TokenId).any(|token| mask::allows(mask, token));
         if !masks.iter().all(allows) {
             return Err(StepError::Failed("a mask allows nothing".into()));
         }

@@ -1,6 +1,6 @@
 use plimsoll_core::{
     FinishReason, ImageSpan, Logprobs, Pooling, Progress, PromptLogprob, Request, SampleSpec, Sampled,
-    SamplingParams, TokenId, TokenLogprob,
+    SamplingParams, TokenId, TokenLogprob, mask,
 };
 
 use crate::quote::Quote;
@@ -273,14 +273,14 @@ fn closing(mask: Option<&[u32]>) -> Option<TokenId> {
 }
 
 fn is_allowed(mask: Option<&[u32]>, token: TokenId) -> bool {
-    mask.is_none_or(|mask| mask[token as usize / 32] >> (token % 32) & 1 == 1)
+    mask.is_none_or(|mask| mask::allows(mask, token))
 }
 
 /// What `model` answers to `request`, and why it ends, by the definition: token after token, with no scheduler, batch or cache.
 pub fn oracle(model: &SimModel, request: &Request) -> (Vec<TokenId>, FinishReason) {
     let mut constraints = request.clone().take_constraints();
     let constrained = !constraints.is_free();
-    let mut mask = vec![0; model.vocab_size().div_ceil(32)];
+    let mut mask = vec![0; mask::words(model.vocab_size())];
     let mut context = Context::with_images(request.prompt(), images(request));
     let mut output = Vec::new();
     while output.len() < request.max_tokens() {

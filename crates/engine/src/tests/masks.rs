@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use plimsoll_core::{
     BlockSize, Constraint, ConstraintError, Executor, FillMasks, FinishReason, Progress, Run, Sampled,
-    StepError, StepLimits, StepOutput, StepPlan, TokenId,
+    StepError, StepLimits, StepOutput, StepPlan, TokenId, mask,
 };
 
 use super::{config, expected, options, read, start, submit, token, whole};
@@ -39,10 +39,6 @@ fn choose(from: TokenId, allows: impl Fn(TokenId) -> bool) -> TokenId {
         .expect("a mask allows something")
 }
 
-fn allows(mask: &[u32], token: TokenId) -> bool {
-    mask[token as usize / 32] >> (token % 32) & 1 == 1
-}
-
 impl Device {
     fn log(&self, call: Call) {
         self.calls.lock().unwrap().push(call);
@@ -68,7 +64,7 @@ impl Executor for Device {
             assert!(!panics, "told to panic");
             return Err(StepError::Failed("told to fail".into()));
         }
-        let mut all = vec![vec![0; VOCAB.div_ceil(32) as usize]; plan.constrained().count()];
+        let mut all = vec![vec![0; mask::words(VOCAB as usize)]; plan.constrained().count()];
         fill(&mut all.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>());
         assert!(masks.replace(all).is_none(), "a step is sampled once");
         self.log(Call::Sample(step));
@@ -90,7 +86,7 @@ impl Executor for Device {
             let token = match spec.constrained {
                 true => {
                     let mask = masks.next().expect("each has a mask");
-                    choose(own, |token| allows(&mask, token))
+                    choose(own, |token| mask::allows(&mask, token))
                 }
                 false => own,
             };
@@ -127,7 +123,7 @@ impl Constraint for Sum {
             return Err(ConstraintError("told to fail".into()));
         }
         for token in (0..32 * mask.len() as u32).filter(|&token| !self.allows(token)) {
-            mask[token as usize / 32] &= !(1 << (token % 32));
+            mask::forbid(mask, token);
         }
         Ok(())
     }

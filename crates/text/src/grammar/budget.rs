@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId};
+use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId, mask};
 
 use crate::Tokenizer;
 
@@ -147,11 +147,10 @@ impl Constraint for Budgeted {
         let Some(&token) = self.budget.end.get(written) else {
             return Ok(());
         };
-        let (word, bit) = (token as usize / 32, 1 << (token % 32));
-        let allowed = mask.get(word).is_some_and(|bits| bits & bit != 0);
+        let allowed = mask::allows(mask, token);
         mask.fill(0);
         if allowed {
-            mask[word] = bit;
+            mask::allow(mask, token);
         }
         Ok(())
     }
@@ -228,11 +227,11 @@ mod tests {
         let mut wanted = text.iter().copied();
         let mut out = Vec::new();
         loop {
-            let mut mask = vec![u32::MAX; tokenizer.vocab_size().div_ceil(32)];
+            let mut mask = vec![u32::MAX; mask::words(tokenizer.vocab_size())];
             constraint.restrict(&mut mask).unwrap();
             let forced = mask.iter().map(|word| word.count_ones()).sum::<u32>() == 1;
             let token = match forced {
-                true => (0u8..=255).find(|&byte| mask[usize::from(byte) / 32] >> (byte % 32) & 1 == 1),
+                true => (0u8..=255).find(|&byte| mask::allows(&mask, byte.into())),
                 false => wanted.next(),
             };
             let Some(token) = token else { break };

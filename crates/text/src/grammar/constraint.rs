@@ -2,7 +2,7 @@ use std::fmt::{self, Display};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use llguidance::Matcher;
-use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId};
+use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId, mask};
 
 use super::lead::SpelledLead;
 use crate::Tokenizer;
@@ -113,16 +113,14 @@ impl Allowed {
         let mask = matcher.compute_mask().map_err(failed)?;
         let may_end = matcher.is_accepting().map_err(failed)?;
         let mut words = mask.as_slice().to_vec();
-        words.resize(vocab_size.div_ceil(32), 0);
+        words.resize(mask::words(vocab_size), 0);
         if let Some(last) = words.last_mut()
             && !vocab_size.is_multiple_of(32)
         {
             *last &= (1 << (vocab_size % 32)) - 1;
         }
         for &end in all_ends {
-            if let Some(word) = words.get_mut(end as usize / 32) {
-                *word &= !(1 << (end % 32));
-            }
+            mask::forbid(&mut words, end);
         }
         Ok(Self { words, may_end })
     }
@@ -138,16 +136,13 @@ impl Constraint for Grammatical {
                 &computed
             }
         };
-        let bit = |mask: &[u32], token: TokenId| {
-            mask.get(token as usize / 32).copied().unwrap_or(0) >> (token % 32) & 1
-        };
-        let ends = self.ends.iter().map(|&end| (end, bit(mask, end)));
-        let ends: Vec<_> = ends.filter(|_| allowed.may_end).collect();
+        let is_allowed = |&end: &TokenId| allowed.may_end && mask::allows(mask, end);
+        let ends: Vec<_> = self.ends.iter().copied().filter(is_allowed).collect();
         for (index, word) in mask.iter_mut().enumerate() {
             *word &= allowed.words.get(index).copied().unwrap_or(0);
         }
-        for (end, bit) in ends.into_iter().filter(|&(_, bit)| bit == 1) {
-            mask[end as usize / 32] |= bit << (end % 32);
+        for end in ends {
+            mask::allow(mask, end);
         }
         Ok(())
     }

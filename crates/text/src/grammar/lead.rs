@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId};
+use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId, mask};
 
 use super::{GrammarError, Lead};
 use crate::Tokenizer;
@@ -129,9 +129,7 @@ impl Constraint for Behind {
             return self.inner.restrict(mask);
         }
         for &token in &*self.barred {
-            if let Some(word) = mask.get_mut(token as usize / 32) {
-                *word &= !(1 << (token % 32));
-            }
+            mask::forbid(mask, token);
         }
         Ok(())
     }
@@ -223,16 +221,14 @@ impl Constraint for MayBegin {
                 ..
             } => (&spelling.next[*written], without),
         };
-        let bit = |token: TokenId| (token as usize / 32, 1 << (token % 32));
-        let allowed = tokens.iter().map(|&(token, _)| bit(token));
-        let allowed = allowed.filter(|&(word, bit)| mask.get(word).is_some_and(|bits| bits & bit != 0));
-        let allowed: Vec<_> = allowed.collect();
+        let allowed = tokens.iter().map(|&(token, _)| token);
+        let allowed: Vec<_> = allowed.filter(|&token| mask::allows(mask, token)).collect();
         match without {
             Some(without) => without.restrict(mask)?,
             None => mask.fill(0),
         }
-        for (word, bit) in allowed {
-            mask[word] |= bit;
+        for token in allowed {
+            mask::allow(mask, token);
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-use plimsoll_core::{Constraints, Progress};
+use plimsoll_core::{Constraints, Progress, mask};
 use serde_json::json;
 
 use super::*;
@@ -30,9 +30,7 @@ fn token(byte: u8) -> u32 {
 fn allowed(constraints: &mut Constraints) -> Vec<u32> {
     let mut mask = [0; 9];
     constraints.fill(&mut mask);
-    (0..288)
-        .filter(|token| mask[*token as usize / 32] >> (token % 32) & 1 == 1)
-        .collect()
+    (0..288).filter(|&token| mask::allows(&mask, token)).collect()
 }
 
 /// Follows `text` byte by byte; whether it may end behind it, and must. `None` where some byte is not allowed.

@@ -8,7 +8,7 @@ use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use plimsoll_core::{Constraint, MetaValue, Metadata, Progress};
+use plimsoll_core::{Constraint, MetaValue, Metadata, Progress, mask};
 use plimsoll_text::grammar::{GrammarCompiler, GrammarSpec};
 use plimsoll_text::{AnswerFormat, AnswerParser, Function, Part, ToolFormat};
 use serde_json::Value;
@@ -183,5 +183,5 @@ pub(crate) fn follow(compiler: &GrammarCompiler, lark: &str, text: &str) -> (usi
 fn allows(constraint: &mut dyn Constraint, token: u32) -> bool {
     let mut mask = [u32::MAX; 9];
     constraint.restrict(&mut mask).unwrap();
-    mask[token as usize / 32] >> (token % 32) & 1 == 1
+    mask::allows(&mask, token)
 }

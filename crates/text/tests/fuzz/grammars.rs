@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use plimsoll_core::Progress;
+use plimsoll_core::{Progress, mask};
 use plimsoll_text::Tokenizer;
 use plimsoll_text::grammar::{Grammar, GrammarCompiler, GrammarSpec};
 
@@ -44,14 +44,12 @@ pub(crate) fn grammar(data: &[u8]) {
     let mut constraint = compiled.constraint(&[end]);
     let mut choice = usize::from(*walk);
     for _ in 0..STEPS {
-        let mut mask = vec![u32::MAX; (end as usize + 1).div_ceil(32)];
+        let mut mask = vec![u32::MAX; mask::words(end as usize + 1)];
         // Grammars come from clients: one that takes too long ends its own request.
         if constraint.restrict(&mut mask).is_err() {
             return;
         }
-        let allowed: Vec<u32> = (0..=end)
-            .filter(|&token| mask[token as usize / 32] >> (token % 32) & 1 == 1)
-            .collect();
+        let allowed: Vec<u32> = (0..=end).filter(|&token| mask::allows(&mask, token)).collect();
         assert!(!allowed.is_empty(), "nothing may follow: {spec:?}");
         let Some(&token) = allowed.get(choice % allowed.len()).filter(|&&token| token != end) else {
             return;

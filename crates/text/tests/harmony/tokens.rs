@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use plimsoll_core::{Constraint, Progress};
+use plimsoll_core::{Constraint, Progress, mask};
 use plimsoll_text::grammar::{Grammar, GrammarCompiler, GrammarSpec, Lead};
 use plimsoll_text::{
     CallGrammar, ChatInput, Function, JsonAnswer, Position, ReasoningFormat, Tokenizer, ToolFormat,
@@ -123,9 +123,9 @@ fn marks_are_shown_to_the_parser() {
 fn follow(tokenizer: &Tokenizer, mut constraint: Box<dyn Constraint>, text: &str) -> (String, bool) {
     let ends = ["<|return|>", "<|eos|>"].map(|end| tokenizer.special_token(end));
     let allowed = |constraint: &mut Box<dyn Constraint>, token: u32| {
-        let mut mask = vec![u32::MAX; tokenizer.vocab_size().div_ceil(32)];
+        let mut mask = vec![u32::MAX; mask::words(tokenizer.vocab_size())];
         constraint.restrict(&mut mask).unwrap();
-        mask[token as usize / 32] >> (token % 32) & 1 == 1
+        mask::allows(&mask, token)
     };
     let tokens = tokenizer.encode(text, false).unwrap();
     for (taken, &token) in tokens.iter().enumerate() {
