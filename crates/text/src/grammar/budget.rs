@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId, mask};
 
+use super::lead::has;
 use crate::Tokenizer;
 
 /// Ends reasoning after a number of tokens: then nothing but its closing mark can be sampled.
@@ -129,14 +130,6 @@ fn lacking(text: &[u8]) -> usize {
         true => character[0].leading_ones() as usize - character.len(),
         false => 0,
     }
-}
-
-/// Whether `tail` has `mark`; what cannot be the beginning of one is dropped.
-fn has(tail: &mut Vec<u8>, mark: &str) -> bool {
-    let found = tail.windows(mark.len()).any(|bytes| bytes == mark.as_bytes());
-    let useless = (tail.len() + 1).saturating_sub(mark.len());
-    tail.drain(..useless);
-    found
 }
 
 impl Constraint for Budgeted {

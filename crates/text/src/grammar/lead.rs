@@ -97,7 +97,7 @@ impl Constraint for Followed {
 /// Text after the marker within the marker's last token is not checked: models that use markers have tokens for them.
 #[derive(Clone, Debug)]
 pub(super) struct Behind {
-    marker: Vec<u8>,
+    marker: String,
     tokenizer: Tokenizer,
     /// The last bytes of the text, in which the marker may begin; `None` after the marker.
     before: Option<Vec<u8>>,
@@ -114,7 +114,7 @@ impl Behind {
         inner: Box<dyn Constraint>,
     ) -> Self {
         Self {
-            marker: marker.into(),
+            marker: marker.to_owned(),
             tokenizer,
             before: Some(Vec::new()),
             barred,
@@ -139,14 +139,8 @@ impl Constraint for Behind {
             return self.inner.accept(token);
         };
         before.extend_from_slice(self.tokenizer.token_bytes(token));
-        if before
-            .windows(self.marker.len())
-            .any(|bytes| bytes == self.marker)
-        {
+        if has(before, &self.marker) {
             self.before = None;
-        } else {
-            let useless = (before.len() + 1).saturating_sub(self.marker.len());
-            before.drain(..useless);
         }
         Ok(Progress::Open)
     }
@@ -154,6 +148,14 @@ impl Constraint for Behind {
     fn boxed_clone(&self) -> Box<dyn Constraint> {
         Box::new(self.clone())
     }
+}
+
+/// Whether `tail` has `mark`; what cannot be the beginning of one is dropped.
+pub(super) fn has(tail: &mut Vec<u8>, mark: &str) -> bool {
+    let found = tail.windows(mark.len()).any(|bytes| bytes == mark.as_bytes());
+    let useless = (tail.len() + 1).saturating_sub(mark.len());
+    tail.drain(..useless);
+    found
 }
 
 /// All ways to write a mark in tokens.
