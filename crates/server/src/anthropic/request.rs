@@ -221,10 +221,8 @@ fn read(transcript: &mut Transcript, role: Role, block: Value, field: &str) -> R
         }
         (InputBlock::RedactedThinking { .. }, Role::Assistant) => {}
         (_, role) => {
-            let message = format!(
-                "`{field}`: a message of the role `{}` cannot contain this type of block",
-                role.word()
-            );
+            let message =
+                format!("`{field}`: a message of the role `{role}` cannot contain this type of block");
             return Err(ApiError::invalid(field, message));
         }
     }
@@ -370,14 +368,4 @@ fn check_context_management(management: Option<&ContextManagement>) -> Result<()
         }
     }
     Ok(())
-}
-
-impl Role {
-    fn word(self) -> &'static str {
-        match self {
-            Self::User => "user",
-            Self::Assistant => "assistant",
-            Self::System => "system",
-        }
-    }
 }

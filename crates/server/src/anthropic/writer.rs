@@ -32,16 +32,7 @@ pub(super) struct Writer {
 
 impl Log {
     fn event(&mut self, event: &Event<'_>) {
-        let name = match event {
-            Event::MessageStart { .. } => "message_start",
-            Event::Ping => "ping",
-            Event::ContentBlockStart { .. } => "content_block_start",
-            Event::ContentBlockDelta { .. } => "content_block_delta",
-            Event::ContentBlockStop { .. } => "content_block_stop",
-            Event::MessageDelta { .. } => "message_delta",
-            Event::MessageStop => "message_stop",
-        };
-        self.push(name, event);
+        self.push(event.into(), event);
     }
 }
 

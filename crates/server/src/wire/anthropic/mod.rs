@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use strum::IntoStaticStr;
 use utoipa::ToSchema;
 
 use crate::wire::common::Common;
@@ -113,9 +114,10 @@ pub(crate) struct InputMessage {
 }
 
 /// The author of a message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema, strum::Display)]
 #[schema(as = messages::Role)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub(crate) enum Role {
     User,
     Assistant,
@@ -395,9 +397,10 @@ pub(crate) struct MessageTokens {
 }
 
 /// An event of a streamed response.
-#[derive(Debug, Serialize, ToSchema)]
+#[derive(Debug, Serialize, ToSchema, IntoStaticStr)]
 #[schema(as = messages::Event)]
 #[serde(tag = "type", rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub(crate) enum Event<'a> {
     MessageStart {
         message: &'a Message,
