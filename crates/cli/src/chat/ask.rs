@@ -3,9 +3,9 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use futures::StreamExt;
 use futures::stream::BoxStream;
-use reqwest::{Client, Response, StatusCode};
+use futures::{Stream, StreamExt};
+use reqwest::{Client, StatusCode};
 use serde_json::Value;
 
 use crate::client::{LAST_EVENT, Lines, connection, event_data, refusal};
@@ -45,7 +45,10 @@ impl Server {
         let sent = self.http.post(url).json(body).send().await;
         let response = sent.map_err(|error| Error::Chat(connection(&error)))?;
         match response.status() {
-            StatusCode::OK => Ok(Asked::new(response, begin)),
+            StatusCode::OK => {
+                let bytes = response.bytes_stream();
+                Ok(Asked::new(bytes.map(|bytes| bytes.map(Into::into)), begin))
+            }
             status => {
                 let text = response.text().await.unwrap_or_default();
                 Err(Error::Chat(refusal(status, &text)))
@@ -75,10 +78,7 @@ pub(super) struct Asked {
 }
 
 impl Asked {
-    fn new(response: Response, begin: Instant) -> Self {
-        let bytes = response
-            .bytes_stream()
-            .map(|bytes| bytes.map(|bytes| bytes.to_vec()));
+    fn new(bytes: impl Stream<Item = reqwest::Result<Vec<u8>>> + Send + 'static, begin: Instant) -> Self {
         Self {
             bytes: bytes.boxed(),
             lines: Lines::default(),
@@ -198,17 +198,7 @@ mod tests {
 
     fn asked(parts: Vec<&'static str>) -> Asked {
         let bytes = parts.into_iter().map(|part| Ok(part.as_bytes().to_vec()));
-        Asked {
-            bytes: futures::stream::iter(bytes).boxed(),
-            lines: Lines::default(),
-            pieces: VecDeque::new(),
-            done: false,
-            begin: Instant::now(),
-            first: None,
-            last: Instant::now(),
-            tokens: None,
-            finish_reason: None,
-        }
+        Asked::new(futures::stream::iter(bytes), Instant::now())
     }
 
     async fn all(mut asked: Asked) -> Result<(Vec<Piece>, Asked), String> {
