@@ -1,7 +1,8 @@
 //! Memory of the engine's state: what was proved at the start, and the device's meters since.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use plimsoll_core::Meters;
 use plimsoll_profiler::Report;
 use plimsoll_server::{Memory, StartNumbers};
@@ -48,13 +49,13 @@ impl StateMemory {
     /// What is allocated from here on is for another state.
     pub(crate) fn rebuild_begins(&self) {
         let now = self.device.allocations();
-        self.proof().rebuilding_since.get_or_insert(now);
+        self.proof.lock().rebuilding_since.get_or_insert(now);
     }
 
     /// There is a state with that report in place of the former, or there is none.
     pub(crate) fn rebuild_ends(&self, report: Option<&Report>) {
         let now = self.device.allocations();
-        let mut proof = self.proof();
+        let mut proof = self.proof.lock();
         let since = proof.rebuilding_since.take().unwrap_or(now);
         proof.allocations += now - since;
         if let Some(report) = report {
@@ -77,12 +78,7 @@ impl StateMemory {
 
     /// The same during the proof, without the canary.
     pub(crate) fn proved_by_all(&self) -> u64 {
-        self.proof().peaks.iter().sum()
-    }
-
-    fn proof(&self) -> MutexGuard<'_, Proof> {
-        // Every critical section leaves the proof whole.
-        self.proof.lock().unwrap_or_else(PoisonError::into_inner)
+        self.proof.lock().peaks.iter().sum()
     }
 }
 
@@ -100,7 +96,7 @@ fn proved_peaks(device: &dyn Backend, report: &Report) -> Vec<u64> {
 
 impl Memory for StateMemory {
     fn report(&self) -> serde_json::Value {
-        report_json(&self.proof().report, &self.times)
+        report_json(&self.proof.lock().report, &self.times)
     }
 
     fn meters(&self) -> Vec<Meters> {
@@ -111,7 +107,7 @@ impl Memory for StateMemory {
     }
 
     fn allocations_after_ready(&self) -> u64 {
-        let proof = self.proof();
+        let proof = self.proof.lock();
         let now = proof
             .rebuilding_since
             .unwrap_or_else(|| self.device.allocations());
@@ -119,13 +115,13 @@ impl Memory for StateMemory {
     }
 
     fn proved_peaks(&self) -> Vec<u64> {
-        self.proof().peaks.clone()
+        self.proof.lock().peaks.clone()
     }
 
     fn start(&self) -> StartNumbers {
         StartNumbers {
             stages: self.times.stages(),
-            tried: self.proof().report.attempts.len(),
+            tried: self.proof.lock().report.attempts.len(),
         }
     }
 }

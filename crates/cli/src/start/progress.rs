@@ -1,9 +1,10 @@
 //! How far a start is: what `/ready` says until there is an engine.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use plimsoll_server::{Start, StartPhase, StartStatus};
 
 use crate::bytes::Bytes;
@@ -73,12 +74,12 @@ impl StartProgress {
 
     /// A phase begins, unless it is the present one.
     pub(crate) fn enter(&self, phase: StartPhase) {
-        self.lock().enter(phase, Instant::now());
+        self.0.lock().enter(phase, Instant::now());
     }
 
     /// There is something to download.
     pub(crate) fn downloads(&self) {
-        let mut course = self.lock();
+        let mut course = self.0.lock();
         course.shares[StartPhase::Download as usize] = DOWNLOAD_SHARE;
         course.enter(StartPhase::Download, Instant::now());
     }
@@ -86,12 +87,12 @@ impl StartProgress {
     /// Bytes of the phase that are done.
     pub(crate) fn bytes(&self, done: u64, total: u64) {
         let detail = format!("{} of {}", Bytes(done), Bytes(total));
-        self.lock().count(done as f64, total as f64, detail);
+        self.0.lock().count(done as f64, total as f64, detail);
     }
 
     /// Worst steps of the phase that are done, and which is next.
     pub(crate) fn steps(&self, done: usize, of: usize, next: &str) {
-        let mut course = self.lock();
+        let mut course = self.0.lock();
         let mut detail = format!("worst step {} of {of}: {next}", done + 1);
         if course.phase == StartPhase::Validate {
             detail = format!("size {}, {detail}", course.attempts);
@@ -101,7 +102,7 @@ impl StartProgress {
 
     /// CUDA graphs that are captured; those of the state that is probed are part of the probe.
     pub(crate) fn graphs(&self, done: usize, of: usize) {
-        let mut course = self.lock();
+        let mut course = self.0.lock();
         let detail = format!("CUDA graph {} of {of}", (done + 1).min(of));
         match course.phase {
             StartPhase::Rebuild | StartPhase::Capture => {
@@ -114,7 +115,7 @@ impl StartProgress {
 
     /// What an earlier start of the same model took, whose probe this one will not need.
     pub(crate) fn expect(&self, earlier: &PhaseSeconds) {
-        let mut course = self.lock();
+        let mut course = self.0.lock();
         for &phase in StartPhase::ALL {
             let took = earlier.get(phase.name()).copied();
             course.seconds[phase as usize] = took.filter(|seconds| (0.0..MOST).contains(seconds));
@@ -131,13 +132,13 @@ impl StartProgress {
 
     /// What the validation is expected to take at least: the steps of a probe, as they were measured.
     pub(crate) fn expect_validation(&self, seconds: f64) {
-        let expected = &mut self.lock().seconds[StartPhase::Validate as usize];
+        let expected = &mut self.0.lock().seconds[StartPhase::Validate as usize];
         *expected = Some(expected.map_or(seconds, |earlier| earlier.max(seconds)));
     }
 
     /// What phases took, for the next start of the same model.
     pub(crate) fn taken(&self) -> PhaseSeconds {
-        let course = self.lock();
+        let course = self.0.lock();
         let now = course.since.elapsed().as_secs_f64();
         let took = |phase: StartPhase| match phase == course.phase {
             true => course.taken[phase as usize] + now,
@@ -148,11 +149,6 @@ impl StartProgress {
             .filter(|phase| **phase != StartPhase::Download);
         kept.map(|&phase| (phase.name().to_owned(), took(phase)))
             .collect()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Course> {
-        // Every critical section leaves the course whole.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -234,7 +230,7 @@ fn short(phase: StartPhase) -> Option<f64> {
 
 impl Start for StartProgress {
     fn status(&self) -> StartStatus {
-        self.lock().status(Instant::now())
+        self.0.lock().status(Instant::now())
     }
 }
 
@@ -255,12 +251,12 @@ mod tests {
         }
 
         fn enter(&self, seconds: f64, phase: StartPhase) {
-            self.1.lock().enter(phase, self.at(seconds));
+            self.1.0.lock().enter(phase, self.at(seconds));
         }
 
         /// Percent, and the seconds that are left.
         fn look(&self, seconds: f64) -> (u32, Option<u64>) {
-            let status = self.1.lock().status(self.at(seconds));
+            let status = self.1.0.lock().status(self.at(seconds));
             assert_eq!(status.elapsed.as_secs_f64().round(), seconds.round());
             let left = status.remaining.map(|left| left.as_secs_f64().round() as u64);
             ((status.done * 100.0) as u32, left)
@@ -271,7 +267,7 @@ mod tests {
     fn a_first_start_estimates_once_the_worst_steps_run() {
         let clock = Clock::new();
         assert_eq!(clock.look(0.0), (0, None));
-        clock.1.lock().shares[StartPhase::Download as usize] = DOWNLOAD_SHARE;
+        clock.1.0.lock().shares[StartPhase::Download as usize] = DOWNLOAD_SHARE;
         clock.enter(1.0, StartPhase::Download);
         clock.1.bytes(30 << 20, 40 << 20);
         assert_eq!(clock.1.status().detail.as_deref(), Some("30.0 MiB of 40.0 MiB"));
@@ -411,7 +407,7 @@ mod tests {
                     4 => clock.1.expect(&clock.1.taken()),
                     _ => {}
                 }
-                let status = clock.1.lock().status(clock.at(now));
+                let status = clock.1.0.lock().status(clock.at(now));
                 assert!(
                     (last..1.0).contains(&status.done),
                     "seed {seed}: {last} then {status:?}"

@@ -1,9 +1,10 @@
 //! How long each stage of a start takes.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use plimsoll_profiler::Report;
 use serde::Serialize;
 use serde_json::Value;
@@ -60,7 +61,7 @@ impl StartTimes {
 
     /// Adds to a stage, which is new if there is none of that name.
     pub(crate) fn add(&self, stage: &'static str, time: Duration) {
-        let mut times = self.lock();
+        let mut times = self.times.lock();
         let seconds = time.as_secs_f64();
         match times.stages.iter_mut().find(|known| known.stage == stage) {
             Some(known) => known.seconds += seconds,
@@ -71,7 +72,7 @@ impl StartTimes {
     /// Stops the clock, says all in one line of the log, and returns the whole time.
     pub(crate) fn ready(&self) -> Duration {
         let total = {
-            let mut times = self.lock();
+            let mut times = self.times.lock();
             let total = times.begin.elapsed();
             *times.ready.insert(total)
         };
@@ -81,7 +82,7 @@ impl StartTimes {
 
     /// For the report: the stages in their order, and the whole once it is known.
     pub(crate) fn to_json(&self) -> Value {
-        let times = self.lock();
+        let times = self.times.lock();
         serde_json::json!({
             "seconds": times.ready.map(|total| total.as_secs_f64()),
             "stages": times.stages,
@@ -90,23 +91,18 @@ impl StartTimes {
 
     /// The stages in their order, in seconds.
     pub(crate) fn stages(&self) -> Vec<(&'static str, f64)> {
-        let times = self.lock();
+        let times = self.times.lock();
         times
             .stages
             .iter()
             .map(|stage| (stage.stage, stage.seconds))
             .collect()
     }
-
-    fn lock(&self) -> MutexGuard<'_, Times> {
-        // Every critical section leaves the list whole.
-        self.times.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl fmt::Display for StartTimes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let times = self.lock();
+        let times = self.times.lock();
         let total = times.ready.unwrap_or_else(|| times.begin.elapsed());
         write!(f, "seconds={:.3}", total.as_secs_f64())?;
         times
