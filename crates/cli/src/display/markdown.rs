@@ -40,7 +40,10 @@ pub(super) fn last_block(source: &str) -> usize {
 
 /// The lines of `source`, of at most `width` columns.
 pub(super) fn render(source: &str, width: usize) -> Vec<String> {
-    let mut page = Page::new(width);
+    let mut page = Page {
+        width,
+        ..Page::default()
+    };
     for event in parser(source) {
         page.take(event);
     }
@@ -55,6 +58,7 @@ struct Indent {
     rest: String,
 }
 
+#[derive(Default)]
 struct Page {
     width: usize,
     lines: Vec<String>,
@@ -74,21 +78,6 @@ struct Page {
 }
 
 impl Page {
-    fn new(width: usize) -> Self {
-        Self {
-            width,
-            lines: Vec::new(),
-            indents: Vec::new(),
-            styles: Vec::new(),
-            lists: Vec::new(),
-            inline: String::new(),
-            links: Vec::new(),
-            code: None,
-            table: None,
-            gap: false,
-        }
-    }
-
     fn take(&mut self, event: Event<'_>) {
         match event {
             Event::Start(tag) => self.start(tag),
