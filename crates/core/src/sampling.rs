@@ -35,7 +35,8 @@ pub struct SamplingOptions {
     pub presence_penalty: Option<f64>,
     /// In [-2, 2]. Default 0.
     pub frequency_penalty: Option<f64>,
-    /// Above 0, 1 means none. Default 1.
+    /// In [0.01, 100], 1 means none. Default 1. It divides logits: by a number close to 0 they become infinite, and a step with such
+    /// logits fails, for all of its requests.
     pub repetition_penalty: Option<f64>,
     /// Added to the logits, each in [-100, 100].
     pub logit_bias: Vec<(TokenId, f64)>,
@@ -90,13 +91,8 @@ impl SamplingParams {
                 "top_p must be above 0; use temperature 0 for greedy sampling",
             ));
         }
-        let repetition_penalty = in_range("repetition_penalty", options.repetition_penalty, 1.0, 0.0, 100.0)?;
-        if repetition_penalty == 0.0 {
-            return Err(ParamError::new(
-                "repetition_penalty",
-                "repetition_penalty must be above 0",
-            ));
-        }
+        let repetition_penalty =
+            in_range("repetition_penalty", options.repetition_penalty, 1.0, 0.01, 100.0)?;
         let top_k = match options.top_k.unwrap_or(0) {
             0 | -1 => vocab_size,
             k if k > 0 => usize::try_from(k).unwrap_or(usize::MAX).min(vocab_size),
@@ -244,7 +240,7 @@ mod tests {
 
     #[test]
     fn names_the_parameter_that_is_wrong() {
-        let cases: [(SamplingOptions, &str); 9] = [
+        let cases: [(SamplingOptions, &str); 10] = [
             (
                 SamplingOptions {
                     temperature: Some(f64::NAN),
@@ -290,6 +286,13 @@ mod tests {
             (
                 SamplingOptions {
                     repetition_penalty: Some(0.0),
+                    ..Default::default()
+                },
+                "repetition_penalty",
+            ),
+            (
+                SamplingOptions {
+                    repetition_penalty: Some(1e-40),
                     ..Default::default()
                 },
                 "repetition_penalty",

@@ -94,10 +94,10 @@ pub(crate) struct Common {
     #[schema(minimum = -2, maximum = 2)]
     pub(crate) frequency_penalty: Option<f64>,
     /// Repetition penalty for tokens of the prompt and the text so far; 1 has no effect.
-    #[schema(exclusive_minimum = 0, maximum = 100)]
+    #[schema(minimum = 0.01, maximum = 100)]
     repetition_penalty: Option<f64>,
     /// Ollama's and llama.cpp's name of `repetition_penalty`.
-    #[schema(exclusive_minimum = 0, maximum = 100)]
+    #[schema(minimum = 0.01, maximum = 100)]
     repeat_penalty: Option<f64>,
     /// Added to the logits of tokens, by token id.
     pub(crate) logit_bias: Option<BTreeMap<String, f64>>,
