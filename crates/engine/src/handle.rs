@@ -185,7 +185,7 @@ impl EngineHandle {
             vocab_size: config.vocab_size,
             images: config.images,
         };
-        let capacity = scheduler.limits.max_num_seqs + config.max_queue;
+        let capacity = scheduler.limits.max_num_seqs.saturating_add(config.max_queue);
         let kv = scheduler.kv;
         let mut scheduler = Scheduler::new(scheduler);
         if config.cache_listener.is_some() {

@@ -380,6 +380,16 @@ async fn admission_is_bounded_and_says_when_to_come_back() {
 }
 
 #[tokio::test]
+async fn a_queue_may_be_of_any_length() {
+    let rig = Rig::new(Shape {
+        max_queue: usize::MAX,
+        ..Default::default()
+    });
+    assert_eq!(rig.engine.capacity(), usize::MAX);
+    assert_eq!(read(rig.submit(1, 3).unwrap()).await, whole(1, 3));
+}
+
+#[tokio::test]
 async fn an_id_that_is_in_is_refused() {
     let rig = Rig::new(Shape::default());
     rig.set_step(Duration::from_millis(5));
