@@ -288,9 +288,10 @@ impl State {
     /// The same, also while a state is built. `None` between two tries to build it.
     pub(crate) fn movement(&self) -> Option<Instant> {
         match self.phase {
-            Phase::Rebuilding => self.built,
-            Phase::Running | Phase::FallingAsleep | Phase::Draining => self.progress(),
             Phase::Asleep | Phase::Stopped | Phase::Dead => None,
+            // A state may be lost while the engine drains, or is about to sleep, too.
+            phase if phase == Phase::Rebuilding || self.outage.is_some() => self.built,
+            _ => self.progress(),
         }
     }
 
@@ -435,6 +436,25 @@ mod tests {
         // Once all departures are recorded, the beginning does not count.
         state.departures = vec![start; DEPARTURES].into();
         assert_eq!(state.retry_after(4, now).as_secs(), 4);
+    }
+
+    #[test]
+    fn building_a_state_is_movement_in_every_phase() {
+        let shared = shared();
+        let mut state = shared.lock();
+        let start = Instant::now();
+        let (sender, _events) = unbounded_channel();
+        state.enter(RequestId(0), TenantId::default(), sender, start);
+        for phase in [Phase::Rebuilding, Phase::FallingAsleep, Phase::Draining] {
+            state.phase = phase;
+            state.outage = Some("a step ran out of memory".to_owned());
+            state.built = Some(start + SECOND);
+            assert_eq!(state.movement(), state.built, "{phase}");
+            state.built = None;
+            assert_eq!(state.movement(), None, "{phase}, between two tries");
+            state.outage = None;
+        }
+        assert_eq!(state.movement(), Some(start), "it drains, and has a state");
     }
 
     #[test]
