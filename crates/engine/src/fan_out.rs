@@ -1,5 +1,6 @@
 //! One executor made of several: the ranks of a server, each with a part of the model and a thread of its own.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -9,11 +10,13 @@ use std::time::Duration;
 
 use plimsoll_core::{DeviceTime, EncodeCost, Executor, FillMasks, StepError, StepOutput, StepPlan, mask};
 
+use crate::thread::guard;
+
 /// Longest wait for a rank after another has done its part: longer than ranks wait for each other in a step.
 const PATIENCE: Duration = Duration::from_secs(90);
 
-/// What a rank's thread does with its state.
-type Job<S> = Box<dyn FnOnce(&mut S) + Send>;
+/// What a rank's thread does with its executor.
+type Job<S> = Box<dyn FnOnce(&mut Part<S>) + Send>;
 
 /// Executors that compute each step together: all get the same plans and come to the same output, of which that of rank 0 is
 /// given out. A step ends well on all of them or on none. Dropped whole, with its threads.
@@ -33,6 +36,51 @@ struct Rank<S> {
     thread: Option<JoinHandle<()>>,
 }
 
+/// The executor of a rank, and its steps.
+struct Part<S> {
+    state: S,
+    /// Steps that were launched and not waited for.
+    launched: usize,
+    /// How steps ended that had to be waited for because a later one was undone, the oldest first.
+    ended: VecDeque<Result<StepOutput, StepError>>,
+}
+
+impl<S: Executor> Part<S> {
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        self.state.launch(plan)?;
+        self.launched += 1;
+        Ok(())
+    }
+
+    fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
+        // An error or a panic ends the step.
+        self.launched = self.launched.saturating_sub(1);
+        self.state.sample(fill)?;
+        self.launched += 1;
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<StepOutput, StepError> {
+        self.ended.pop_front().unwrap_or_else(|| self.wait())
+    }
+
+    /// Waits for the oldest step that was not waited for yet.
+    fn wait(&mut self) -> Result<StepOutput, StepError> {
+        self.launched = self.launched.saturating_sub(1);
+        self.state.finish()
+    }
+
+    /// Ends the step launched last. Those before it are of use: how they end is kept.
+    fn undo(&mut self) {
+        while self.launched > 1 {
+            let ended = guard(|| self.wait());
+            self.ended.push_back(ended);
+        }
+        // Nobody asks how it ends.
+        let _ = self.wait();
+    }
+}
+
 impl<S> fmt::Debug for FanOut<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FanOut")
@@ -48,11 +96,16 @@ impl<S: Executor + 'static> FanOut<S> {
     /// # Errors
     /// Where the operating system gives no thread.
     pub fn new(states: Vec<S>, vocab_size: usize) -> std::io::Result<Self> {
-        let ranks = states.into_iter().enumerate().map(|(rank, mut state)| {
+        let ranks = states.into_iter().enumerate().map(|(rank, state)| {
             let (jobs, queue) = channel::<Job<S>>();
+            let mut part = Part {
+                state,
+                launched: 0,
+                ended: VecDeque::new(),
+            };
             let thread = thread::Builder::new()
                 .name(format!("plimsoll-rank-{rank}"))
-                .spawn(move || queue.into_iter().for_each(|job| job(&mut state)))?;
+                .spawn(move || queue.into_iter().for_each(|job| job(&mut part)))?;
             Ok(Rank {
                 jobs: Some(jobs),
                 thread: Some(thread),
@@ -81,7 +134,7 @@ impl<S: Executor + 'static> FanOut<S> {
     fn on<R: Send + 'static>(
         &self,
         ranks: &[usize],
-        work: impl Fn(&mut S) -> Result<R, StepError> + Send + Sync + 'static,
+        work: impl Fn(&mut Part<S>) -> Result<R, StepError> + Send + Sync + 'static,
     ) -> Result<Vec<Result<R, StepError>>, StepError> {
         if let Some(why) = &self.lost {
             return Err(StepError::RankLost(why.clone()));
@@ -90,12 +143,9 @@ impl<S: Executor + 'static> FanOut<S> {
         let (answers, answered) = channel();
         for &rank in ranks {
             let (work, answers) = (Arc::clone(&work), answers.clone());
-            let job: Job<S> = Box::new(move |state| {
-                let done = catch_unwind(AssertUnwindSafe(|| work(state)));
-                let done = done
-                    .unwrap_or_else(|panic| Err(StepError::Panicked(crate::thread::message(panic.as_ref()))));
+            let job: Job<S> = Box::new(move |part| {
                 // Nobody waits any more where a rank was lost.
-                let _ = answers.send((rank, done));
+                let _ = answers.send((rank, guard(|| work(part))));
             });
             let sent = self.ranks[rank].jobs.as_ref().map(|jobs| jobs.send(job));
             if !matches!(sent, Some(Ok(()))) {
@@ -132,8 +182,8 @@ impl<S: Executor + 'static> FanOut<S> {
     /// it is `undo` it.
     fn agreed<R: Send + 'static>(
         &mut self,
-        work: impl Fn(&mut S) -> Result<R, StepError> + Send + Sync + 'static,
-        undo: impl Fn(&mut S) + Send + Sync + 'static,
+        work: impl Fn(&mut Part<S>) -> Result<R, StepError> + Send + Sync + 'static,
+        undo: impl Fn(&mut Part<S>) + Send + Sync + 'static,
     ) -> Result<Vec<R>, StepError> {
         let all: Vec<usize> = (0..self.ranks.len()).collect();
         let done = match self.on(&all, work) {
@@ -151,8 +201,8 @@ impl<S: Executor + 'static> FanOut<S> {
             return Ok(done.into_iter().flatten().collect());
         };
         let well: Vec<usize> = all.into_iter().filter(|&rank| done[rank].is_ok()).collect();
-        let undo = move |state: &mut S| {
-            undo(state);
+        let undo = move |part: &mut Part<S>| {
+            undo(part);
             Ok(())
         };
         if let Err(lost) = self.on(&well, undo) {
@@ -182,17 +232,15 @@ impl<S: Executor + 'static> Executor for FanOut<S> {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
         self.constrained = plan.constrained().count();
         let (plan, awaits) = (plan.clone(), plan.awaits_masks());
-        let undo = move |state: &mut S| {
-            // Ends it where it awaits masks, and takes its output where it is done.
-            let stopped = awaits.then(|| {
+        let undo = move |part: &mut Part<S>| match awaits {
+            // That ends it.
+            true => {
                 let stop = &mut |_: &mut [&mut [u32]]| panic!("the step ended on another rank");
-                catch_unwind(AssertUnwindSafe(|| state.sample(stop)))
-            });
-            if stopped.is_none() {
-                let _ = state.finish();
+                let _ = guard(|| part.sample(stop));
             }
+            false => part.undo(),
         };
-        self.agreed(move |state| state.launch(&plan), undo).map(drop)
+        self.agreed(move |part| part.launch(&plan), undo).map(drop)
     }
 
     fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
@@ -200,8 +248,8 @@ impl<S: Executor + 'static> Executor for FanOut<S> {
         let mut slices: Vec<&mut [u32]> = masks.iter_mut().map(Vec::as_mut_slice).collect();
         let filled = catch_unwind(AssertUnwindSafe(|| fill(&mut slices)));
         let masks = filled.is_ok().then_some(masks);
-        let work = move |state: &mut S| {
-            state.sample(&mut |own| match &masks {
+        let work = move |part: &mut Part<S>| {
+            part.sample(&mut |own| match &masks {
                 Some(masks) => own
                     .iter_mut()
                     .zip(masks)
@@ -209,7 +257,7 @@ impl<S: Executor + 'static> Executor for FanOut<S> {
                 None => panic!("there are no masks"),
             })
         };
-        let sampled = self.agreed(work, |state| drop(state.finish())).map(drop);
+        let sampled = self.agreed(work, Part::undo).map(drop);
         match filled {
             Ok(()) => sampled,
             Err(panic) => resume_unwind(panic),
@@ -217,7 +265,7 @@ impl<S: Executor + 'static> Executor for FanOut<S> {
     }
 
     fn finish(&mut self) -> Result<StepOutput, StepError> {
-        let mut outputs = self.agreed(|state| state.finish(), |_| {})?.into_iter();
+        let mut outputs = self.agreed(Part::finish, |_| {})?.into_iter();
         let first = outputs.next().unwrap_or_default();
         match outputs.position(|output| output != first) {
             None => Ok(first),
@@ -231,22 +279,22 @@ impl<S: Executor + 'static> Executor for FanOut<S> {
     fn rest(&mut self) {
         for jobs in self.ranks.iter().filter_map(|rank| rank.jobs.as_ref()) {
             // The next step finds out where a rank has ended.
-            let _ = jobs.send(Box::new(|state| state.rest()));
+            let _ = jobs.send(Box::new(|part| part.state.rest()));
         }
     }
 
     fn device_time(&self) -> Option<DeviceTime> {
-        let mut times = self.on(&[0], |state| Ok(state.device_time())).ok()?;
+        let mut times = self.on(&[0], |part| Ok(part.state.device_time())).ok()?;
         times.pop()?.ok()?
     }
 
     fn encode_cost(&self) -> Option<EncodeCost> {
-        let mut costs = self.on(&[0], |state| Ok(state.encode_cost())).ok()?;
+        let mut costs = self.on(&[0], |part| Ok(part.state.encode_cost())).ok()?;
         costs.pop()?.ok()?
     }
 
     fn state_chunk(&self) -> usize {
-        let chunks = self.on(&[0], |state| Ok(state.state_chunk()));
+        let chunks = self.on(&[0], |part| Ok(part.state.state_chunk()));
         // If the rank is lost, the first step says so, and where prompts are cut does not matter.
         chunks.ok().and_then(|mut chunks| chunks.pop()?.ok()).unwrap_or(1)
     }

@@ -475,12 +475,12 @@ fn needs_more_scratch(error: &StepError) -> bool {
 }
 
 /// Turns a panic of the executor into the error of its step.
-fn guard<T>(work: impl FnOnce() -> Result<T, StepError>) -> Result<T, StepError> {
+pub(crate) fn guard<T>(work: impl FnOnce() -> Result<T, StepError>) -> Result<T, StepError> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|panic| Err(StepError::Panicked(message(panic.as_ref()))))
 }
 
-pub(crate) fn message(panic: &(dyn Any + Send)) -> String {
+fn message(panic: &(dyn Any + Send)) -> String {
     let text = panic
         .downcast_ref::<&str>()
         .copied()

@@ -168,6 +168,28 @@ fn steps_end_well_on_all_ranks_or_on_none() {
     }
 }
 
+/// What is undone is the step that failed, and none of those before it.
+#[test]
+fn a_step_in_flight_outlives_one_that_a_rank_cannot_launch() {
+    for (fault, constrained) in [
+        (Fault::Launch, false),
+        (Fault::Launch, true),
+        (Fault::Panic, false),
+    ] {
+        let Ranks {
+            mut all,
+            masks: _masks,
+            ..
+        } = fan_out(RANKS, Some((1, 2, fault)));
+        all.launch(&plan_of(1, false)).unwrap();
+        assert!(all.launch(&plan_of(2, constrained)).is_err());
+        all.launch(&plan_of(3, false)).unwrap();
+        for step in [1, 3] {
+            assert_eq!(all.finish(), Ok(answer(&plan_of(step, false))), "{fault:?}");
+        }
+    }
+}
+
 /// They are computed once, whatever the number of ranks.
 #[test]
 fn masks_reach_all_ranks() {
