@@ -192,7 +192,9 @@ impl Scheduler {
             None => return false,
             Some(Place::Running(rank)) => self.retire(rank),
             Some(Place::Waiting(arrival)) => {
-                self.waiting.remove(arrival);
+                let removed = self.waiting.remove(arrival);
+                // The blocks that a preempted request gave up are for others now.
+                self.short_of_blocks &= removed.is_none_or(|(rank, _)| rank.is_none());
                 self.places.remove(&id);
                 self.population.left(self.places.len());
             }

@@ -150,6 +150,21 @@ fn the_latest_is_preempted_and_returns_after_an_end() {
 }
 
 #[test]
+fn what_a_preempted_request_gave_up_is_for_others_once_it_is_cancelled() {
+    let mut scheduler = scheduler(100, 2, 6);
+    scheduler.submit(request(1, 10, 38));
+    scheduler.submit(request(2, 22, 26));
+    scheduler.submit(request(3, 1, 1));
+    while scheduler.stats().preemptions == 0 {
+        step(&mut scheduler, 3);
+    }
+    assert_eq!(shape(&step(&mut scheduler, 3).0).len(), 1, "2 waits for 1 to end");
+    scheduler.cancel(RequestId(2));
+    let plan = shape(&step(&mut scheduler, 3).0);
+    assert_eq!((plan[0].0, plan[1].0), (1, 3));
+}
+
+#[test]
 fn a_step_in_flight_does_not_hold_up_the_next() {
     let mut scheduler = scheduler(100, 4, 20);
     scheduler.submit(request(1, 4, 4));

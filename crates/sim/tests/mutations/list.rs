@@ -446,8 +446,8 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
         "a cancelled request keeps waiting",
         &[edit(
             SCHEDULER,
-            "«self.waiting.remove(arrival);»\n                self.places",
-            "{}",
+            "let removed = «self.waiting.remove(arrival)»;",
+            "None",
         )],
     ),
     bug(
