@@ -145,8 +145,9 @@ impl PrefixIndex {
             journal.clear(!self.by_hash.is_empty());
         }
         *self = Self {
-            // Names are never reused.
+            // Names are never reused, and where the sequences of a salt begin stays the same: open tables go on from there.
             last: self.last,
+            salts: self.salts.clone(),
             journal: self.journal.take(),
             ..Self::new(config)
         };

@@ -170,6 +170,24 @@ fn equal_prompts_share_nothing_across_salts() {
     }
 }
 
+/// A table goes on where it began, and what it computes from then on is found and told of once.
+#[test]
+fn a_salt_stays_the_same_when_the_cache_is_emptied() {
+    let mut manager = manager(8);
+    let tokens = tokens(1, 20);
+    let sharing = Sharing {
+        salt: Some("ours"),
+        ..Sharing::default()
+    };
+    let mut table = manager.open(&tokens, sharing, 0).unwrap();
+    manager.forget_cached();
+    manager.commit(&mut table, &tokens);
+    manager.release(table);
+    let again = manager.open(&tokens, sharing, 0).unwrap();
+    assert_eq!(again.computed(), 16);
+    manager.release(again);
+}
+
 /// Blocks of 8 tokens, all placeholders: what tells them apart is which rows of which images they are.
 #[test]
 fn equal_placeholders_share_only_the_rows_of_equal_images() {

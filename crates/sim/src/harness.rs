@@ -51,6 +51,9 @@ pub fn simulate(workload: &Workload, depth: usize, audit: bool) -> Result<Report
         while let Some(reset) = resets.next_if(|reset| reset.tick <= tick) {
             life.reset(reset)?;
         }
+        if workload.forgets.contains(&tick) {
+            life.scheduler.forget_cached();
+        }
         let launched = life.launch()?;
         life.cancel(tick, true)?;
         let finished = life.finish()?;

@@ -34,6 +34,8 @@ pub struct Workload {
     pub faults: Vec<(u64, Fault)>,
     /// Losses of the KV cache, in the order of time.
     pub resets: Vec<Reset>,
+    /// Ticks at which the prefix cache is emptied.
+    pub forgets: Vec<u64>,
     /// Limits the prompts beside requests that generate.
     pub prompt_budget: Option<PromptBudget>,
 }
@@ -138,6 +140,7 @@ impl Workload {
             cancels,
             faults,
             resets,
+            forgets: forgets(seed, last),
             prompt_budget: prompt_budget(seed, limits.max_num_batched_tokens),
         }
     }
@@ -179,6 +182,16 @@ fn with_states(seed: u64, groups: CacheGroups, max_num_seqs: usize) -> (CacheGro
         slots,
         *[1, 1, 16, 64].choose(&mut rng).expect("there are sizes"),
     )
+}
+
+/// In one life of four, up to tick `last`.
+fn forgets(seed: u64, last: u64) -> Vec<u64> {
+    // Draws of its own: all else is as without.
+    let mut rng = StdRng::seed_from_u64(seed.rotate_left(16));
+    match rng.random_bool(0.25) {
+        true => (0..8).map(|_| rng.random_range(0..=last)).collect(),
+        false => Vec::new(),
+    }
 }
 
 /// That of a small device, for one engine in four.

@@ -33,7 +33,7 @@ const PLANNING: &str = "scheduler/scheduler/planning.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 74] = [
+pub(crate) const MUTATIONS: [Mutation; 75] = [
     bug(
         "who is admitted does not hear of it",
         &[edit(
@@ -81,6 +81,10 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
             "digest.update(«parent.unwrap_or(0)».to_le_bytes());",
             "{ let _ = parent; 0_u64 }",
         )],
+    ),
+    bug(
+        "a salt begins elsewhere once the cache is emptied",
+        &[edit(PREFIX, "salts: «self.salts.clone()»,", "RandomState::new()")],
     ),
     bug(
         "a router hears no salt",
