@@ -32,6 +32,12 @@ impl StepPlan {
         self.runs.iter().map(|run| run.input.len()).sum()
     }
 
+    /// Tokens of prompts, and of the parts of answers that are computed again: all but those of runs that continue outputs.
+    pub fn prompt_tokens(&self) -> usize {
+        let prompts = self.runs.iter().filter(|run| !run.continues_output());
+        prompts.map(|run| run.input.len()).sum()
+    }
+
     /// Prompt tokens that are scored, over all runs.
     pub fn num_scored(&self) -> usize {
         let scores = self.runs.iter().filter_map(|run| run.score.as_ref());
@@ -87,6 +93,11 @@ impl Run {
     /// Tokens of the request in the KV cache after this run.
     pub fn end(&self) -> usize {
         self.start + self.input.len()
+    }
+
+    /// Whether the token that it samples follows another one of the output: who reads that waits for the step.
+    pub fn continues_output(&self) -> bool {
+        self.sample.as_ref().is_some_and(|sample| sample.index > 0)
     }
 
     /// The images of which tokens of the run are rows, and which.

@@ -29,14 +29,12 @@ pub struct StepInFlight {
 
 impl From<&StepPlan> for StepInFlight {
     fn from(plan: &StepPlan) -> Self {
-        let generates = |run: &Run| run.sample.as_ref().is_some_and(|spec| spec.index > 0);
-        let decoding = plan.runs.iter().filter(|run| generates(run));
-        let decode_tokens = decoding.map(|run| run.input.len()).sum();
+        let prefill_tokens = plan.prompt_tokens();
         Self {
             step: plan.step,
             rows: plan.runs.len(),
-            prefill_tokens: plan.num_tokens() - decode_tokens,
-            decode_tokens,
+            prefill_tokens,
+            decode_tokens: plan.num_tokens() - prefill_tokens,
             longest_context: plan.runs.iter().map(Run::end).max().unwrap_or(0),
             image_patches: image_patches(plan),
         }

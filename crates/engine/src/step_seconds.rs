@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use plimsoll_core::{Run, StepCosts, StepPlan};
+use plimsoll_core::{StepCosts, StepPlan};
 
 /// Seconds of steps in which requests generated: as measured, and as [`StepCosts`] expects them from a few steps that were
 /// measured at start. The scheduler relies on the latter.
@@ -36,8 +36,8 @@ impl StepSeconds {
 impl SecondsByKind {
     /// Counts a step that succeeded, if requests generated in it.
     pub(crate) fn count(&mut self, plan: &StepPlan, costs: &StepCosts, took: Duration) {
-        let generates = |run: &&Run| run.sample.as_ref().is_some_and(|sample| sample.index > 0);
-        let contexts = plan.runs.iter().filter(generates).map(|run| run.start);
+        let continued = plan.runs.iter().filter(|run| run.continues_output());
+        let contexts = continued.map(|run| run.start);
         let (outputs, context) = contexts.fold((0, 0), |(outputs, sum), start| (outputs + 1, sum + start));
         if outputs == 0 || plan.encode.is_some() {
             return;
@@ -62,7 +62,7 @@ impl SecondsByKind {
 mod tests {
     use std::sync::Arc;
 
-    use plimsoll_core::{RequestId, RunInput, SampleSpec, SamplingParams, StepCost};
+    use plimsoll_core::{RequestId, Run, RunInput, SampleSpec, SamplingParams, StepCost};
 
     use super::*;
 

@@ -334,7 +334,7 @@ impl<E: Executor> EngineThread<E> {
         let generated = events
             .iter()
             .filter(|(_, event)| matches!(event, Event::Token(_)));
-        let prompts = prompt_tokens(plan);
+        let prompts = plan.prompt_tokens();
         let tokens = prompts + generated.count();
         state.stats.iteration_tokens.observe(tokens as f64);
         let failed = failure.is_some();
@@ -348,7 +348,7 @@ impl<E: Executor> EngineThread<E> {
         if let (Some(took), Some(costs), false) = (took, self.scheduler.step_costs(), failed) {
             state.stats.seconds_by_kind.count(plan, costs, took);
         }
-        if continues_outputs(plan) {
+        if plan.runs.iter().any(Run::continues_output) {
             let is_late = took
                 .zip(self.target_itl)
                 .is_some_and(|(took, target)| took > target);
@@ -451,22 +451,6 @@ impl Clock {
     fn stop(&mut self, now: Option<DeviceTime>) {
         self.past = self.read(now).unwrap_or(self.past);
     }
-}
-
-/// Tokens of prompts that `plan` computes.
-fn prompt_tokens(plan: &StepPlan) -> usize {
-    let is_prompt = |run: &&Run| run.sample.as_ref().is_none_or(|sample| sample.index == 0);
-    plan.runs
-        .iter()
-        .filter(is_prompt)
-        .map(|run| run.input.len())
-        .sum()
-}
-
-/// Whether anybody who already reads an output waits for the step.
-fn continues_outputs(plan: &StepPlan) -> bool {
-    let samples = plan.runs.iter().filter_map(|run| run.sample.as_ref());
-    samples.map(|sample| sample.index).any(|index| index > 0)
 }
 
 /// True if a step needed more scratch than its arena has, while the device still had memory.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use plimsoll_core::{
-    BlockSize, CacheGroups, Event, KvConfig, Limits as ServerLimits, Request, RequestId, RequestOptions, Run,
+    BlockSize, CacheGroups, Event, KvConfig, Limits as ServerLimits, Request, RequestId, RequestOptions,
     Sampled, StepCost, StepCosts, StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_scheduler::{PromptBudget, Scheduler, SchedulerConfig};
@@ -285,11 +285,9 @@ impl Simulation {
     }
 
     fn seconds(&self, plan: &StepPlan) -> f64 {
-        let generates = |run: &&Run| run.sample.as_ref().is_some_and(|sample| sample.index > 0);
-        let decoding = plan.runs.iter().filter(generates);
+        let decoding = plan.runs.iter().filter(|run| run.continues_output());
         let (rows, context) = decoding.fold((0, 0), |(rows, context), run| (rows + 1, context + run.start));
-        let all: usize = plan.runs.iter().map(|run| run.input.len()).sum();
-        let step = match all - rows {
+        let step = match plan.num_tokens() - rows {
             0 => self.costs.decode_seconds(rows),
             prompts => self.costs.mixed_seconds(rows, prompts),
         };
