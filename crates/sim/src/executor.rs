@@ -395,7 +395,6 @@ impl SimExecutor {
     }
 }
 
-/// The first position that a query sees: by the definition, not as the scheduler has it.
 /// Each group has the blocks that the run reads and writes; `first_block` says where a group's begin.
 pub(crate) fn check_tables(
     kv: &KvConfig,
@@ -419,6 +418,7 @@ pub(crate) fn check_tables(
     Ok(())
 }
 
+/// The first position that a query sees: by the definition, not as the scheduler has it.
 fn first_seen(kind: CacheKind, query: usize) -> usize {
     let sees = |key: usize| match kind {
         CacheKind::Full => true,
