@@ -111,7 +111,8 @@ def test_metrics_are_read_by_the_parser_of_prometheus(sim, promtool):
 
 
 def test_commands_of_the_runbooks_work_as_they_stand(sim, promtool, tmp_path):
-    runbooks = (ROOT / "docs/operations.md").read_text().split("\n## Runbooks\n")[1].split("\n## ")[0]
+    guide = (ROOT / "docs/operations.md").read_text()
+    runbooks = guide.split("\n## Runbooks\n")[1].split("\n## ")[0]
     commands = set(re.findall(r"(?:^|`)(curl [^`\n]+)", runbooks, re.MULTILINE))
     assert len(commands) >= 3
     reports = {}
@@ -123,7 +124,7 @@ def test_commands_of_the_runbooks_work_as_they_stand(sim, promtool, tmp_path):
     for path in set(re.findall(r"`((?:now|last_oom)\.\w+)`", runbooks)) - {"last_oom.peers_delta"}:
         assert path.split(".")[1] in reports["memory"]["now"], path
     assert {"step_in_progress_seconds", "reason"} <= reports["ready"].keys() and "last_oom" in reports["memory"]
-    expressions = [line for block in re.findall(r"```promql\n(.*?)```", runbooks, re.DOTALL) for line in block.splitlines()]
+    expressions = [line for block in re.findall(r"```promql\n(.*?)```", guide, re.DOTALL) for line in block.splitlines()]
     assert len(expressions) >= 5
     check_promql(promtool, tmp_path, expressions)
 
