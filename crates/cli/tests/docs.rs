@@ -1,4 +1,4 @@
-//! What the documents say exists: every flag is one of the command line, every picture is that of its report.
+//! What the documents say exists: every flag is one of the command line, every link leads somewhere, every picture is that of its report.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -155,6 +155,103 @@ fn a_flag_that_does_not_exist_is_found() {
         assert_eq!(complaints(&text, &known).len(), 1);
     }
     assert_eq!(complaints("| a --- b | c--d | -- |", &known).len(), 0);
+}
+
+/// Lines outside blocks of code.
+fn prose(text: &str) -> impl Iterator<Item = &str> {
+    let mut code = false;
+    text.lines().filter(move |line| {
+        let fence = line.trim_start().starts_with("```");
+        code ^= fence;
+        !code && !fence
+    })
+}
+
+/// The anchors of a document's headings, as GitHub makes them.
+fn anchors(text: &str) -> BTreeSet<String> {
+    let headings = prose(text).filter_map(|line| {
+        line.trim_start_matches('#')
+            .strip_prefix(' ')
+            .filter(|_| line.starts_with('#'))
+    });
+    let kept = |c: &char| c.is_alphanumeric() || "-_ ".contains(*c);
+    let anchor = |heading: &str| {
+        heading
+            .to_lowercase()
+            .chars()
+            .filter(kept)
+            .collect::<String>()
+            .replace(' ', "-")
+    };
+    headings.map(anchor).collect()
+}
+
+/// The targets of a document's links to files of this repository, and to headings.
+fn links(text: &str) -> impl Iterator<Item = (&str, &str)> {
+    let targets = prose(text).flat_map(|line| {
+        let ends = line.match_indices("](").map(|(at, _)| &line[at + 2..]);
+        ends.filter_map(|rest| Some(rest.split_once(')')?.0))
+    });
+    targets
+        .filter(|target| !target.starts_with("https://") && !target.starts_with("http://"))
+        .map(|target| target.split_once('#').unwrap_or((target, "")))
+}
+
+#[test]
+fn every_link_leads_to_a_file_and_a_heading() {
+    let more = ["ARCHITECTURE.md", "CONTRIBUTING.md"].map(|name| {
+        let path = root().join(name);
+        let text = std::fs::read_to_string(&path).unwrap();
+        (path, text)
+    });
+    let mut checked = 0;
+    for (path, text) in documents().into_iter().chain(more) {
+        for (file, heading) in links(&text) {
+            let target = match file {
+                "" => path.clone(),
+                _ => path.parent().unwrap().join(file),
+            };
+            assert!(target.exists(), "{}: there is no {file}", path.display());
+            if !heading.is_empty() {
+                let there = anchors(&std::fs::read_to_string(&target).unwrap());
+                assert!(
+                    there.contains(heading),
+                    "{}: {file} has no #{heading}",
+                    path.display()
+                );
+            }
+            checked += 1;
+        }
+    }
+    assert!(checked > 100, "{checked}");
+}
+
+#[test]
+fn links_and_headings_are_found() {
+    let text = "# The `a_b` of C's\n[x](y.md#z) and [w](#q), [v](https://a.example/#b)\n```\n# no [x](n.md)\n```\n#none\n";
+    assert_eq!(anchors(text), BTreeSet::from(["the-a_b-of-cs".to_owned()]));
+    assert_eq!(links(text).collect::<Vec<_>>(), [("y.md", "z"), ("", "q")]);
+}
+
+/// The exit codes that stand at the beginning of lines.
+fn codes<'a>(lines: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let lines = lines.map(|line| line.trim_start_matches(['|', ' ']));
+    let code = |line: &'a str| match line.starts_with("128 + N") {
+        true => Some("128 + N"),
+        false => line.split(' ').next().filter(|word| word.parse::<u8>().is_ok()),
+    };
+    lines.filter_map(code).collect()
+}
+
+#[test]
+fn the_table_of_exit_codes_is_that_of_the_help() {
+    let guide = std::fs::read_to_string(root().join("docs/operations.md")).unwrap();
+    let section = guide.split_once("\n## Exit codes\n").unwrap().1;
+    let table = codes(section.split("\n## ").next().unwrap().lines());
+    let help = Cli::command().render_help().to_string();
+    let listed = codes(help.split_once("Exit codes:\n").unwrap().1.lines());
+    assert_eq!(table, listed);
+    assert!(listed.len() > 10, "{listed:?}");
 }
 
 #[test]

@@ -46,11 +46,20 @@ const EXIT_CODES: &str = "\
 Every flag of serve can also be set in the file given by --config (TOML, key = flag without the dashes) or in the \
 environment (PLIMSOLL_MAX_NUM_SEQS=8). Flags win over the environment, and the environment over the file.
 
-Exit codes: 0 success, 1 unexpected failure, 2 wrong flag or configuration, 3 the model cannot be found or loaded, \
-4 the model does not fit the memory, 5 the address cannot be bound, 6 the drain timeout cut off requests, \
-7 the GPU cannot be used or its driver failed, 8 another server measured the device for too long, 9 chat and selftest: no \
-server answers, or (selftest) it is not ready or not idle, 10 selftest: inconclusive, too short to reach every limit, 11 the watchdog ended \
-the process because a step hung, 128 + N: signal N, before the server was ready or a second time.";
+Exit codes:
+  0        success
+  1        unexpected failure
+  2        wrong flag or configuration
+  3        the model cannot be found or loaded
+  4        the model does not fit the memory
+  5        the address cannot be bound
+  6        the drain timeout cut off requests
+  7        the GPU cannot be used, or its driver failed
+  8        another server measured the device for too long
+  9        chat, selftest: no server answers; selftest: it is not ready or not idle
+  10       selftest: inconclusive, too short to reach every limit
+  11       the watchdog ended the process because a step hung
+  128 + N  signal N, before the server was ready or a second time";
 
 /// An LLM inference server that measures how much KV cache fits, proves it, and then serves.
 #[derive(Debug, Parser)]
@@ -206,7 +215,7 @@ Takes the arguments of serve, and loads nothing. Secrets are not shown. Values t
 parentheses.";
 
 const PROFILE_HELP: &str = "\
-Takes the arguments of serve. What has nothing to do with memory, such as --port, changes nothing.";
+Takes the arguments of serve; those that have nothing to do with memory, such as --port, have no effect.";
 
 const PLAN_HELP: &str = "\
 Takes the arguments of serve, and prints the command to serve with them. For a GPU that this machine does not have: \
