@@ -412,6 +412,7 @@ fn a_budget_for_weights_alone_leads_to_one_that_serves() {
     assert_eq!(tight.status.code(), Some(4));
     let said = String::from_utf8(tight.stderr).unwrap();
     let advice = said.split_once("# a larger budget, as predicted").expect(&said).1;
+    assert!(advice.contains("# a larger budget, an upper bound"), "{said}");
     let (_, flag) = advice
         .lines()
         .nth(1)

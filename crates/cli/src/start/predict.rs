@@ -79,6 +79,11 @@ pub(crate) fn with_enough_memory(
                 settings: vec![Setting::DeviceMemory(bytes)],
                 effect: "a larger budget, as predicted".to_owned(),
             };
+            for knob in &mut diagnostic.knobs {
+                if matches!(knob.settings[..], [Setting::DeviceMemory(_), ..]) {
+                    knob.effect = "a larger budget, an upper bound".to_owned();
+                }
+            }
             diagnostic.knobs.insert(0, knob);
             error
         }
