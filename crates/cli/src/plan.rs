@@ -96,9 +96,14 @@ fn predicted(settings: &EngineSettings, device: &dyn Device) -> Option<Predictio
     match predict(settings, device) {
         Ok(prediction) => Some(prediction),
         Err(error) => {
+            let error = match error {
+                Error::Predicted(error) => *error,
+                error => error,
+            };
             // What to do about it is better said by who measured.
             let text = error.to_string();
-            tracing::warn!("{}; measuring anyway", text.lines().next().unwrap_or_default());
+            let text = text.lines().next().unwrap_or_default();
+            tracing::warn!("predicted: {text}; measuring anyway");
             None
         }
     }

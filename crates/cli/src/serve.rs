@@ -64,7 +64,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let total = times.ready();
     // Clients are connected by now: no reason to end.
     if let Err(error) = report_file.write(&memory.report()) {
-        tracing::error!("no --profile-report: {error}");
+        tracing::error!("--profile-report was not written: {error}");
     }
     let (traces, access_log) = (settings.traces.clone(), settings.access_log.clone());
     let watch = tokio::spawn(settings.watch());

@@ -202,14 +202,16 @@ pub(crate) fn pick(path: &Path, format: LoadFormat) -> Result<PathBuf, Error> {
     match (format, &ggufs[..]) {
         (LoadFormat::Dummy, _) if has_config => Ok(path.to_owned()),
         (LoadFormat::Auto | LoadFormat::Safetensors, _) if has_config && safetensors => Ok(path.to_owned()),
-        (LoadFormat::Safetensors, _) => Err(wrong("config.json and *.safetensors in it")),
+        (LoadFormat::Safetensors, _) => Err(wrong("a directory with config.json and *.safetensors")),
         (_, [gguf]) => Ok(gguf.clone()),
         (_, []) if has_config => Err(wrong(
             "*.safetensors or a .gguf file beside config.json (or --load-format dummy)",
         )),
-        (_, []) => Err(wrong("config.json and *.safetensors, or a .gguf file, in it")),
+        (_, []) => Err(wrong(
+            "a directory with config.json and *.safetensors, or with a .gguf file",
+        )),
         (_, _) => Err(wrong(
-            "only one .gguf file in it; give the path of the one to load",
+            "a directory with only one .gguf file; give the path of the one to load",
         )),
     }
 }

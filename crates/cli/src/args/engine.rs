@@ -58,9 +58,8 @@ pub struct EngineArgs {
 #[command(next_help_heading = "Model")]
 pub struct ModelArgs {
     /// Directory, .gguf file, Hugging Face Hub id (owner/name; owner/name:Q4_K_M for one of several GGUF files), or `sim` for a
-    /// simulated model. `sim:0.02` takes 0.02 s per step; `sim:window=64`: most layers see 64 tokens; `sim:fail=90,oom=800,hang=7000`: every 90th step fails, every
-    /// 800th runs out of memory, the 7000th never ends; `sim:device=9`: the driver fails at the 9th use of the device during
-    /// the start [default: HuggingFaceTB/SmolLM2-135M-Instruct]
+    /// simulated model, to try everything without weights (`sim:0.02`: 0.02 s per step; CONTRIBUTING.md has its other options)
+    /// [default: HuggingFaceTB/SmolLM2-135M-Instruct]
     #[arg(
         value_name = "MODEL",
         conflicts_with = "model_flag",
@@ -79,8 +78,8 @@ pub struct ModelArgs {
         hide_possible_values = true
     )]
     pub load_format: LoadFormat,
-    /// Format to which the linear layers of a model that is stored in floats are quantised at load, on a GPU: fp8 (8 bits, a
-    /// scale per output) [default: none; quantised models are served as they are stored]
+    /// Quantise the linear layers of a model that is stored in floats while it is loaded to a GPU: fp8 (8 bits, a scale per
+    /// output) [default: none; quantised models are served as they are stored]
     #[arg(long, value_name = "FORMAT", value_parser = quantization)]
     pub quantization: Option<OnlineQuantization>,
     /// Fields of the model's config.json to replace, as JSON; null removes a field
@@ -137,7 +136,7 @@ impl ModelArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Device")]
 pub struct DeviceArgs {
-    /// Device: cpu, cuda (the first GPU, or one for each rank), cuda:N (GPU number N, from 0) or cuda:N,M,..., or auto (as cuda; the
+    /// Device: cpu; cuda (the first GPU, or one for each rank); cuda:N (GPU number N, from 0) or cuda:N,M,...; or auto (cuda, but the
     /// CPU if there is no GPU, no driver, or no GPU code in this binary)
     #[arg(long, value_name = "DEVICE", default_value_t)]
     pub device: DeviceChoice,
@@ -183,19 +182,18 @@ pub struct LimitArgs {
     /// (--max-num-batched-tokens) has no room for a token of each, or where states (Qwen3.5) would leave too little KV (--mean-request-len)]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
-    /// For models whose layers keep a state of fixed size per request (Qwen3.5): mean length of a request in tokens, prompt and answer.
-    /// States and KV share the memory: there are as many states as leave KV for half of this length to each, so with shorter requests
-    /// more of them run at once. One request of full length always has room; --max-num-seqs asks for a number of states by itself
-    /// [default: 8192, or --max-model-len if that is less]
+    /// Mean length of a request, prompt plus output tokens, of models whose layers keep a state per request (Qwen3.5). States and KV
+    /// share the memory: there are as many states as leave KV for half of this length to each, so a smaller value lets more requests
+    /// run at once. --max-num-seqs sets the number of states itself [default: 8192, or --max-model-len if that is less]
     #[arg(long, value_name = "TOKENS", value_parser = tokens)]
     pub mean_request_len: Option<usize>,
     /// Maximum number of tokens in one step; longer prompts are computed in chunks [default: decided at start: 8192 on a GPU,
     /// 512 on a CPU]
     #[arg(long, value_name = "TOKENS", value_parser = tokens)]
     pub max_num_batched_tokens: Option<usize>,
-    /// Aim for at most this time between two tokens of a request, in milliseconds: while requests generate, prompts are computed in
-    /// pieces that keep a step below it, as far as it can be kept [default: decided at each step, from step times measured at
-    /// start]
+    /// Aim for at most this time between two tokens of a request, in milliseconds: while requests generate, steps compute fewer prompt
+    /// tokens, to stay below it where possible [default: no target; each step weighs throughput against latency, from step times
+    /// measured at start]
     #[arg(long, value_name = "MS", value_parser = milliseconds)]
     pub target_itl: Option<Duration>,
     /// Tokens per block of the KV cache: 8, 16 or 32
@@ -220,14 +218,14 @@ pub struct LimitArgs {
     /// Maximum number of images of one request, as JSON; 0 serves text alone, without the encoder [default: {"image": 16}]
     #[arg(long, value_name = "JSON", value_parser = json::<MediaCounts>)]
     pub limit_mm_per_prompt: Option<MediaCounts>,
-    /// Most pixels of an image after resizing, as JSON such as {"max_pixels": 4194304}, up to the model's own bound: larger
-    /// images are scaled down, and the encoder has memory for so many [default: {"max_pixels": 1048576}]
+    /// Maximum number of pixels of an image, as JSON such as {"max_pixels": 4194304}, up to the model's own bound: larger images
+    /// are scaled down. The memory of the encoder grows with it [default: {"max_pixels": 1048576}]
     #[arg(long, value_name = "JSON", value_parser = json::<ProcessorArgs>)]
     pub mm_processor_kwargs: Option<ProcessorArgs>,
     /// Seed of dummy weights, benchmark prompts and requests without a seed [default: 0; requests: random]
     #[arg(long, value_name = "SEED", value_parser = whole::<u64>)]
     pub seed: Option<u64>,
-    /// Compute threads on a CPU [default: decided at start: as many as there are CPUs for this process]
+    /// Compute threads on a CPU [default: decided at start: the number of CPUs that this process may use]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
 }
@@ -250,14 +248,14 @@ pub struct MemoryArgs {
     /// --device-memory as a fraction of the GPU's memory, at most 1.0
     #[arg(long, value_name = "FRACTION", value_parser = fraction, conflicts_with = "device_memory")]
     pub gpu_memory_utilization: Option<MemFraction>,
-    /// Fraction of the memory that weights and the worst step leave free that becomes KV cache, at most 1.0 [default: 0.95]
+    /// Fraction of the memory left by weights and worst step that becomes KV cache, at most 1.0 [default: 0.95]
     #[arg(long, value_name = "FRACTION", value_parser = fraction)]
     pub mem_fraction: Option<MemFraction>,
-    /// Size of the KV cache in tokens: not searched for, but still proved [default: measured at start; on a CPU at
+    /// Size of the KV cache in tokens: skips the search for it, not the proof [default: measured at start; on a CPU at
     /// most 32768 or one request of --max-model-len, unless --device-memory or --mem-fraction is set]
     #[arg(long, value_name = "TOKENS", value_parser = tokens, conflicts_with = "kv_cache_memory_bytes")]
     pub max_total_token_num: Option<usize>,
-    /// Size of the KV cache in bytes: not searched for, but still proved [default: measured at start]
+    /// Size of the KV cache in bytes: skips the search for it, not the proof [default: measured at start]
     #[arg(long, value_name = "BYTES")]
     pub kv_cache_memory_bytes: Option<Bytes>,
     /// Write the auto-profile's report to this file, as JSON

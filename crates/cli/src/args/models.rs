@@ -24,7 +24,7 @@ pub struct PullArgs {
 
 /// `plimsoll list`.
 #[derive(Clone, Debug, Args)]
-#[command(args_override_self = true, after_help = LIST_HELP, mut_arg("model", |model| model.help(LIST_MODEL).long_help(LIST_MODEL)))]
+#[command(args_override_self = true, after_help = LIST_HELP, mut_arg("model", |model| model.help(LIST_MODEL)))]
 pub struct ListArgs {
     /// Which model, and with which settings it would be served.
     #[command(flatten)]

@@ -8,7 +8,7 @@ use plimsoll_server::UnknownFields;
 use reqwest::header::HeaderValue;
 
 use crate::args::AccessArgs;
-use crate::args::values::{Origins, duration, positive, some_time, whole};
+use crate::args::values::{Origins, duration, port, positive, some_time, whole};
 use crate::bytes::Bytes;
 
 /// The API.
@@ -19,7 +19,7 @@ pub struct ServerArgs {
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     pub host: String,
     /// Port to listen on; 0 for any free one
-    #[arg(long, value_name = "PORT", default_value_t = 8000)]
+    #[arg(long, value_name = "PORT", default_value_t = 8000, value_parser = port)]
     pub port: u16,
     /// Names of the model in the API; answers contain the first one [default: MODEL]
     #[arg(long, value_name = "NAME", num_args = 1.., action = ArgAction::Set)]
@@ -90,7 +90,7 @@ pub struct ServerArgs {
         value_parser = duration
     )]
     pub drain_timeout: Duration,
-    /// Shut down, as on SIGTERM, when standard input is closed: for a program that runs the server as its child
+    /// Shut down as on SIGTERM when standard input is closed, for programs that run the server as their child
     #[arg(long, overrides_with = "no_exit_on_stdin_close")]
     pub exit_on_stdin_close: bool,
     /// Do not read standard input (the default)

@@ -32,6 +32,12 @@ fn no_number(error: &ParseIntError, least: u64) -> String {
     }
 }
 
+/// A TCP port; 0 is any free one.
+pub(super) fn port(text: &str) -> Result<u16, String> {
+    let expected = || format!("a number from 0 to {} is expected", u16::MAX);
+    text.parse().map_err(|_| expected())
+}
+
 /// Ranks that serve a model together.
 pub(super) fn ranks(text: &str) -> Result<usize, String> {
     let ranks = positive(text)?;
@@ -106,7 +112,7 @@ pub(crate) fn json<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     serde_json::from_str(text).map_err(|error| {
         if !error.is_data() {
             // The usual reason.
-            return format!("this is not JSON ({error}): write it between single quotes, so that the shell leaves it as it is");
+            return format!("this is not JSON ({error}); in a shell, put it between single quotes");
         }
         let said = error.to_string();
         let place = format!(" at line {} column {}", error.line(), error.column());

@@ -288,7 +288,7 @@ impl Targets {
             let started = thread::Builder::new().name(name).spawn(work);
             if let Err(error) = started {
                 lock(&self.exchanges[rank]).leave();
-                tracing::error!(rank, %error, "no thread for a rank");
+                tracing::error!(rank, %error, "cannot start the thread of a rank");
             }
         }
         drop(proofs);

@@ -79,7 +79,7 @@ At the prompt, /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the
 
 If standard input is not a terminal, all of it is one message, and the answer is plain text: echo 'What is a load line?' | plimsoll chat
 
-A server that the chat starts listens on a private socket, serves one request at a time (see -- --max-num-seqs), and ends with the chat.";
+A server that the chat starts listens on a private socket, serves one request at a time unless -- --max-num-seqs says otherwise, and ends with the chat.";
 
 /// Chats until the user has enough.
 ///

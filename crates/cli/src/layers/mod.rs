@@ -153,7 +153,11 @@ fn refused(error: clap::Error, argv: &[OsString]) -> Error {
             let lines = several
                 .iter()
                 .map(|(flag, advice)| format!("\n  {flag}: {advice}"));
-            Error::configuration("unknown flags", lines.collect::<String>())
+            let lines: String = lines.collect();
+            Error::configuration(
+                "unknown flags",
+                format!("{} that other servers have{lines}", several.len()),
+            )
         }
     }
 }

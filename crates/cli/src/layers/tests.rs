@@ -231,7 +231,7 @@ fn a_negative_number_is_a_wrong_value_of_its_flag() {
     for (argv, expected) in [
         ("serve sim --max-num-seqs -1", "of at least 1 is expected"),
         ("serve sim --max-queue -1", "of at least 0 is expected"),
-        ("serve sim --port -1", "-1 is not in 0..=65535"),
+        ("serve sim --port -1", "a number from 0 to 65535 is expected"),
         ("serve sim --seed -1", "of at least 0 is expected"),
         ("serve sim --drain-timeout -1", "a time of at most a year"),
         ("plan sim --mem-fraction -0.5", "above 0 and at most 1.0"),

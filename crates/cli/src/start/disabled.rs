@@ -43,7 +43,7 @@ pub(super) fn disabled(facts: &ModelFacts, settings: &EngineSettings) -> Vec<Dis
         }
     }
     if !settings.plans.is_on() {
-        let reason = "measurements are not kept for the next start (--no-profile-cache)";
+        let reason = "--no-profile-cache: this start measures, and keeps nothing for the next one";
         add("profile cache", reason);
     }
     disabled

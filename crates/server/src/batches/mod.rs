@@ -54,7 +54,7 @@ pub(crate) fn resume(state: &AppState, endpoints: &Endpoints) {
         return;
     };
     for id in store.live_batches() {
-        tracing::info!(id, "going on with a batch");
+        tracing::info!(id, "resuming a batch");
         run::start(state, endpoints, store, id);
     }
 }
