@@ -7,7 +7,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use plimsoll_core::{Logprobs, PromptLogprob, SamplingParams, TokenId};
-use plimsoll_text::Tokenizer;
+use plimsoll_text::{Detokenizer, Tokenizer};
 use serde_json::{Map, json};
 
 use crate::blocking::blocking;
@@ -143,7 +143,7 @@ pub(crate) async fn handle(
     let writer = CompletionWriter {
         identity: Identity::new("cmpl", &state, &context),
         begin: begin.flat_map(|begin| vec![Some(begin); n]).collect(),
-        offsets: vec![0; job.requests.len()],
+        offsets: vec![Offset::generated(&tokenizer); job.requests.len()],
         tokenizer,
         logprobs: logprobs.map(|top| top as usize),
         prompt_logprobs: reports.prompt_logprobs.map(|top| top as usize),
@@ -247,6 +247,33 @@ struct Begin {
     tokens: Vec<TokenId>,
 }
 
+/// Where a choice's next token begins in its text. A token within a character begins where the character does.
+#[derive(Clone, Debug)]
+struct Offset {
+    /// Complete characters so far.
+    characters: usize,
+    detokenizer: Detokenizer,
+}
+
+impl Offset {
+    /// At the beginning of generated text.
+    fn generated(tokenizer: &Tokenizer) -> Self {
+        Self {
+            characters: 0,
+            detokenizer: tokenizer.detokenizer(false).continuing(),
+        }
+    }
+
+    fn push(&mut self, token: TokenId) {
+        self.characters += self.detokenizer.push(token).chars().count();
+    }
+
+    /// Ends a text, which another one follows.
+    fn flush(&mut self) {
+        self.characters += self.detokenizer.flush().chars().count();
+    }
+}
+
 struct CompletionWriter {
     identity: Identity,
     tokenizer: Tokenizer,
@@ -260,8 +287,8 @@ struct CompletionWriter {
     usage_in: UsageIn,
     /// Of the choices that ended.
     usage: Usage,
-    /// Characters of each choice so far, for `text_offset`.
-    offsets: Vec<usize>,
+    /// How far the listed tokens of each choice are, for `text_offset`.
+    offsets: Vec<Offset>,
     /// For each choice, until its first text.
     begin: Vec<Option<Arc<Begin>>>,
 }
@@ -338,6 +365,10 @@ impl CompletionWriter {
             })
         });
         let listed = begin.tokens.iter().zip(std::iter::once(None).chain(known));
+        let generated = std::mem::replace(
+            &mut self.offsets[index].detokenizer,
+            self.tokenizer.detokenizer(false),
+        );
         for (at, (&token, logprobs)) in listed.enumerate() {
             let is_text = match &begin.given {
                 Some(given) => given.contains(&at),
@@ -345,6 +376,8 @@ impl CompletionWriter {
             };
             self.list(out, index, token, is_text, logprobs);
         }
+        self.offsets[index].flush();
+        self.offsets[index].detokenizer = generated;
     }
 
     /// Whether generated text has the text of `token`.
@@ -360,7 +393,7 @@ impl CompletionWriter {
         is_text: bool,
         logprobs: Option<Logprobs>,
     ) {
-        out.text_offset.push(self.offsets[index]);
+        out.text_offset.push(self.offsets[index].characters);
         out.tokens.push(self.name(token));
         out.token_logprobs
             .push(logprobs.as_ref().map(|logprobs| scores::number(logprobs.sampled)));
@@ -375,7 +408,7 @@ impl CompletionWriter {
             by_name
         }));
         if is_text {
-            self.offsets[index] += self.tokenizer.token_str(token).chars().count();
+            self.offsets[index].push(token);
         }
     }
 

@@ -129,6 +129,36 @@ fn with_cached(usage: &Value, other: &Value) -> Value {
     )
 }
 
+/// An offset is a position in the text, also behind characters of several tokens.
+#[tokio::test]
+async fn offsets_count_the_texts_characters() {
+    let rig = Rig::new(Setup::default());
+    let said = "é<say>a😀b</say>";
+    let body = json!({ "prompt": said, "max_tokens": 20, "logprobs": 0, "echo": true });
+    let whole = rig.post(COMPLETIONS, body.clone()).await.json()["choices"][0].take();
+    assert_eq!(whole["text"], format!("{said}a😀b"));
+    let text: Vec<char> = whole["text"].as_str().unwrap().chars().collect();
+    let logprobs = &whole["logprobs"];
+    let offsets = logprobs["text_offset"].as_array().unwrap();
+    for (token, offset) in logprobs["tokens"].as_array().unwrap().iter().zip(offsets) {
+        let at = text[usize::try_from(offset.as_u64().unwrap()).unwrap()];
+        match token.as_str().unwrap().strip_prefix("bytes:") {
+            None => assert_eq!(token, &json!(at.to_string())),
+            Some(_) => assert!(!at.is_ascii(), "{token} at {offset}: {at}"),
+        }
+    }
+    assert_eq!(offsets.len(), whole["text"].as_str().unwrap().len());
+    let events = rig
+        .post(COMPLETIONS, with(body, "stream", json!(true)))
+        .await
+        .events();
+    let streamed = events.iter().flat_map(|event| {
+        let logprobs = &event["choices"][0]["logprobs"];
+        logprobs["text_offset"].as_array().unwrap().clone()
+    });
+    assert_eq!(&streamed.collect::<Vec<_>>(), offsets);
+}
+
 #[tokio::test]
 async fn stop_strings_end_the_text_at_any_position() {
     let rig = Rig::new(Setup::default());
