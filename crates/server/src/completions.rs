@@ -101,9 +101,12 @@ pub(crate) async fn handle(
     let most = (!parameters.truncates_prompts()).then_some(limit);
     let (prompts, tokens) = blocking(move || {
         let add_special = own.add_special_tokens.unwrap_or(true);
-        let tokens = prompts.iter().map(|prompt| match &middle {
-            Some(middle) => middle.completion(&model, prompt, add_special, limit),
-            None => prompt::completion(&model, prompt, add_special, most),
+        let tokens = prompts.iter().enumerate().map(|(index, prompt)| {
+            let tokens = match &middle {
+                Some(middle) => middle.completion(&model, prompt, add_special, limit),
+                None => prompt::completion(&model, prompt, add_special, most),
+            };
+            tokens.map_err(|error| error.of_prompt(PROMPT, index, prompts.len()))
         });
         let tokens = tokens.collect::<Result<Vec<_>, _>>()?;
         Ok((prompts, tokens))

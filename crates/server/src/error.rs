@@ -187,6 +187,19 @@ impl ApiError {
         }
     }
 
+    /// Says which of the prompts in `field` is wrong, in an error about one of `count`.
+    pub(crate) fn of_prompt(mut self, field: &str, index: usize, count: usize) -> Self {
+        match &mut self {
+            _ if count == 1 => {}
+            Self::ContextLength { message, .. } => *message = format!("{field}[{index}]: {message}"),
+            Self::Field(error) if error.param() == Some(field) => {
+                return Self::invalid(field, format!("{field}[{index}]: {error}"));
+            }
+            _ => {}
+        }
+        self
+    }
+
     /// A request that can never be served; `prompt` is the field that holds the prompt, `length` the one that limits the answer.
     pub(crate) fn from_request(error: RequestError, prompt: &'static str, length: &'static str) -> Self {
         match error {
@@ -209,6 +222,10 @@ impl ApiError {
                 prompt: tokens,
                 limit,
             },
+            // The endpoint's name of it.
+            RequestError::Param(error) if error.param == MAX_TOKENS => {
+                Self::invalid(length, error.message.replacen(MAX_TOKENS, length, 1))
+            }
             RequestError::Param(error) => error.into(),
         }
     }
@@ -415,6 +432,8 @@ pub(crate) fn whole_seconds(duration: Duration) -> HeaderValue {
     HeaderValue::from(duration.as_secs_f64().ceil() as u64)
 }
 
+/// What the engine calls the limit of an answer.
+const MAX_TOKENS: &str = "max_tokens";
 /// Tells OpenAI's and Anthropic's clients whether to retry.
 const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 /// When to retry a sleeping server: it is unknown when it will be woken.

@@ -163,7 +163,8 @@ impl Parameters {
         let message = format!(
             "{prompts} prompts with n = {n} make {choices} sequences, but this server takes at most {capacity} at once"
         );
-        Err(ApiError::invalid("n", message))
+        let field = if n == 1 { self.choices.prompt_field } else { "n" };
+        Err(ApiError::invalid(field, message))
     }
 
     /// Truncates prompts, if requested. `reserved`: tokens to leave for the answer.
@@ -263,7 +264,8 @@ impl Job {
             ..Default::default()
         };
         let mut requests = Vec::with_capacity(prompts.len() * choices.n);
-        for prompt in prompts {
+        let count = prompts.len();
+        for (index, prompt) in prompts.into_iter().enumerate() {
             let constraints = grammar.iter().map(|grammar| grammar.constraint(stop_token_ids));
             let constraints = constraints.chain(parameters.reasoning.iter().map(ReasoningBudget::constraint));
             let options = RequestOptions {
@@ -282,7 +284,8 @@ impl Job {
                 pooling: None,
             };
             let first = Request::new(engine.next_id(), options, &limits)
-                .map_err(|error| ApiError::from_request(error, choices.prompt_field, length.field))?;
+                .map_err(|error| ApiError::from_request(error, choices.prompt_field, length.field))
+                .map_err(|error| error.of_prompt(choices.prompt_field, index, count))?;
             let others: Vec<_> = (1..choices.n)
                 .map(|i| first.again(engine.next_id(), seed.wrapping_add(i as u64)))
                 .collect();

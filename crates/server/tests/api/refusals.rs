@@ -189,6 +189,30 @@ async fn wrong_requests_name_the_field() {
         (COMPLETIONS, json!({ "prompt": "" }), "prompt", "empty"),
         (
             COMPLETIONS,
+            json!({ "prompt": ["x", ""] }),
+            "prompt",
+            "prompt[1]: the prompt is empty",
+        ),
+        (
+            COMPLETIONS,
+            json!({ "prompt": [[1], [2], [400]] }),
+            "prompt",
+            "prompt[2]: token id 400",
+        ),
+        (
+            COMPLETIONS,
+            json!({ "prompt": vec!["x"; 100] }),
+            "prompt",
+            "at most 80 at once",
+        ),
+        (
+            CHAT,
+            json!({ "messages": [{ "role": "user", "content": "x" }], "max_completion_tokens": 0 }),
+            "max_completion_tokens",
+            "max_completion_tokens must be at least 1",
+        ),
+        (
+            COMPLETIONS,
             json!({ "prompt": [400] }),
             "prompt",
             "outside the vocabulary",
