@@ -17,7 +17,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::batches::Endpoints;
-use crate::error::ApiError;
+use crate::error::{ApiError, SHOULD_RETRY};
 use crate::observe::{IGNORED_FIELDS, REQUEST_ID, observe};
 use crate::options::ServerOptions;
 use crate::quota::{REQUEST_HEADERS, TOKEN_HEADERS};
@@ -200,6 +200,7 @@ fn exposed() -> Vec<HeaderName> {
         anthropic::REQUEST_ID,
         IGNORED_FIELDS,
         header::RETRY_AFTER,
+        SHOULD_RETRY,
     ]
     .into_iter()
     .chain(REQUEST_HEADERS)

@@ -435,7 +435,7 @@ pub(crate) fn whole_seconds(duration: Duration) -> HeaderValue {
 /// What the engine calls the limit of an answer.
 const MAX_TOKENS: &str = "max_tokens";
 /// Tells OpenAI's and Anthropic's clients whether to retry.
-const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
+pub(crate) const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 /// When to retry a sleeping server: it is unknown when it will be woken.
 const RETRY_ASLEEP: Duration = Duration::from_secs(30);
 /// When to retry while the key's other requests run, or on another replica.

@@ -129,5 +129,5 @@ async fn pages_may_send_keys_and_read_their_limits() {
         assert!(exposed.contains(header), "{header}: {exposed}");
         assert!(refused.headers().contains_key(header), "{header}");
     }
-    assert!(exposed.contains("request-id"));
+    assert!(exposed.contains("request-id") && exposed.contains("x-should-retry"));
 }
