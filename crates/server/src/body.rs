@@ -122,6 +122,12 @@ fn string_end(text: &[u8]) -> usize {
 }
 
 fn check_media_type(request: &Request) -> Result<(), ApiError> {
+    if let Some(coding) = request.headers().get(header::CONTENT_ENCODING) {
+        let coding = String::from_utf8_lossy(coding.as_bytes());
+        if !coding.eq_ignore_ascii_case("identity") {
+            return Err(ApiError::ContentEncoding(coding.into_owned()));
+        }
+    }
     let Some(value) = request.headers().get(header::CONTENT_TYPE) else {
         return Ok(());
     };

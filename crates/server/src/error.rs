@@ -96,6 +96,9 @@ pub enum ApiError {
         /// What the endpoint reads.
         wanted: &'static str,
     },
+    /// The body is compressed.
+    #[error("the Content-Encoding `{0}` is not supported; send the body as it is")]
+    ContentEncoding(String),
     /// The request has no API key.
     #[error("this server needs an API key: send it as `Authorization: Bearer KEY`")]
     NoKey,
@@ -254,7 +257,9 @@ impl ApiError {
             Self::NoRequestMemory { .. } => unavailable("too_many_large_requests"),
             Self::BodyTooLarge(_) => invalid(Status::PAYLOAD_TOO_LARGE, "request_too_large"),
             Self::BodyTimeout(_) => invalid(Status::REQUEST_TIMEOUT, "request_timeout"),
-            Self::MediaType { .. } => invalid(Status::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type"),
+            Self::MediaType { .. } | Self::ContentEncoding(_) => {
+                invalid(Status::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type")
+            }
             Self::NoKey | Self::WrongKey => invalid(Status::UNAUTHORIZED, "invalid_api_key"),
             Self::CrossOrigin => invalid(Status::FORBIDDEN, "cross_origin"),
             Self::Starting(_) => unavailable("starting"),

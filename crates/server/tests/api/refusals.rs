@@ -426,6 +426,12 @@ async fn bodies_that_are_no_requests_get_a_4xx() {
         .body(Body::from("{}"))
         .unwrap();
     assert_eq!(rig.send(text).await.status(), 415);
+    let coded = |coding: &str| {
+        let request = axum::http::Request::post("/tokenize").header("content-encoding", coding);
+        request.body(Body::from("{\"prompt\": \"x\"}")).unwrap()
+    };
+    assert_eq!(rig.send(coded("Identity")).await.status(), 200);
+    assert_eq!(rig.send(coded("gzip")).await.status(), 415);
     assert_eq!(rig.get("/nothing").await.error(404)["code"], "unknown_url");
     let error = rig.get(CHAT).await.error(405);
     assert_eq!(error["code"], "method_not_supported");
