@@ -229,6 +229,12 @@ async fn wrong_requests_name_the_field() {
             "logprobs",
             "at most 20",
         ),
+        (
+            "/v1/responses",
+            json!({ "input": "x", "reasoning": { "context": "all_turns" } }),
+            "reasoning.context",
+            "only `auto` is",
+        ),
         ("/tokenize", json!({ "messages": "x" }), "messages", "`messages`"),
         (
             "/detokenize",

@@ -236,13 +236,14 @@ pub(crate) struct ReasoningConfig {
     pub(crate) effort: Option<ReasoningEffort>,
     /// Only `auto`: the response has the full reasoning and no summary.
     pub(crate) summary: Option<String>,
-    #[serde(skip_serializing)]
+    /// The older name of `summary`.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) generate_summary: Option<String>,
     /// Only `auto`: the chat template decides.
-    #[serde(skip_serializing)]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) context: Option<String>,
     /// Only `standard`.
-    #[serde(skip_serializing)]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) mode: Option<String>,
 }
 
