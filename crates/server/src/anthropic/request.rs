@@ -297,7 +297,7 @@ fn parsed(block: Value, field: &str) -> Result<InputBlock, ApiError> {
         other => {
             return Err(ApiError::unsupported(
                 format!("{field}.type = {other}"),
-                "blocks of users are `text`, `image` and `tool_result`",
+                "blocks are `text`, `image` and `tool_result` of users, and `text`, `thinking` and `tool_use` of assistants",
             ));
         }
     })

@@ -185,10 +185,9 @@ pub(crate) struct ImageBlock {
     _cache_control: Option<Value>,
 }
 
-/// A tool call.
+/// A tool call of an answer sent back. Additional fields are ignored.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::ToolUse)]
-#[serde(deny_unknown_fields)]
 pub(crate) struct ToolUse {
     #[serde(rename = "type")]
     _type: Option<String>,
@@ -218,10 +217,9 @@ pub(crate) struct ToolResult {
     _cache_control: Option<Value>,
 }
 
-/// Thinking in an answer sent back.
+/// Thinking in an answer sent back. Additional fields are ignored.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::ThinkingBlock)]
-#[serde(deny_unknown_fields)]
 pub(crate) struct ThinkingBlock {
     #[serde(rename = "type")]
     _type: Option<String>,
