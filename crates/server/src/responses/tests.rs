@@ -143,6 +143,50 @@ fn log_probabilities_come_with_the_text() {
 }
 
 #[test]
+fn log_probabilities_begin_with_the_text() {
+    let mut writer = writer(Shown {
+        logprobs: true,
+        sealed_reasoning: false,
+    });
+    let mut write = |text: &str, deltas: Vec<Delta>| {
+        let token = |token: u8| TokenLogprobs {
+            token: token.into(),
+            logprobs: Logprobs {
+                sampled: -0.5,
+                top: Vec::new(),
+            },
+        };
+        let mut update = update(deltas, None);
+        update.logprobs = text.bytes().map(token).collect();
+        writer.write(update);
+    };
+    let call = Delta::ToolCall {
+        index: 0,
+        id: "call_1".into(),
+        name: "f".into(),
+    };
+    write("<think>H", vec![Delta::Reasoning("H".into())]);
+    write(
+        "m\n</think>\n\nt",
+        vec![Delta::Reasoning("m".into()), Delta::Content("t".into())],
+    );
+    write("\né", vec![Delta::Content("\né".into())]);
+    write(" <call>f", vec![call]);
+    write("</call>\nah!", vec![Delta::Content("ah!".into())]);
+    // An unfinished character.
+    write("\n", vec![Delta::Content("\u{fffd}".into())]);
+    writer.write(update(Vec::new(), Some(EndReason::Stop)));
+    let output = json!(writer.into_response().output);
+    let tokens = |item: usize| -> Vec<u8> {
+        let tokens = output[item]["content"][0]["logprobs"].as_array().unwrap();
+        let bytes = tokens.iter().map(|token| token["bytes"][0].as_u64().unwrap());
+        bytes.map(|byte| u8::try_from(byte).unwrap()).collect()
+    };
+    assert_eq!(tokens(1), "t\né".as_bytes());
+    assert_eq!(tokens(3), b"ah!\n");
+}
+
+#[test]
 fn incomplete_responses_say_why() {
     let mut writer = self::writer(Shown::default());
     writer.write(update(vec![Delta::Content("Hi".into())], Some(EndReason::Length)));

@@ -110,7 +110,6 @@ impl Writer {
         for delta in update.deltas {
             match delta {
                 Delta::Reasoning(text) => self.reason(&text),
-                // Markup and reasoning have log-probabilities too; only those of the text are reported.
                 Delta::Content(text) => self.say(&text, std::mem::take(&mut logprobs)),
                 Delta::ToolCall { id, name, .. } => self.call(id, name),
                 Delta::ToolArguments { fragment, .. } => self.argue(&fragment),
@@ -149,7 +148,7 @@ impl Writer {
         }
     }
 
-    fn say(&mut self, text: &str, logprobs: Vec<TokenLogprobs>) {
+    fn say(&mut self, text: &str, mut logprobs: Vec<TokenLogprobs>) {
         if !(self.open && matches!(self.response.output.last(), Some(Item::Message(_)))) {
             self.start(Item::Message(MessageItem {
                 id: fresh_id("msg"),
@@ -167,6 +166,8 @@ impl Writer {
                 self.log.push("response.content_part.added", payload);
                 item.content.push(part);
             }
+            // Reasoning and markup before the text have log-probabilities too, which are not reported.
+            logprobs.drain(..before(text, &logprobs, &self.tokenizer));
         }
         let new = match self.shown.logprobs {
             true => wire_logprobs(&logprobs, &self.tokenizer),
@@ -386,6 +387,23 @@ fn usage(usage: &Usage) -> ResponseUsage {
         },
         total_tokens: usage.total_tokens,
     }
+}
+
+/// How many of `tokens` come before `text`, which they spell at the end, or nearly there.
+fn before(text: &str, tokens: &[TokenLogprobs], tokenizer: &Tokenizer) -> usize {
+    let mut bytes = Vec::new();
+    let ends: Vec<usize> = tokens
+        .iter()
+        .map(|token| {
+            bytes.extend_from_slice(tokenizer.token_bytes(token.token));
+            bytes.len()
+        })
+        .collect();
+    let found = (0..=bytes.len())
+        .rev()
+        .find(|&at| bytes[at..].starts_with(text.as_bytes()));
+    // Text that is not written so, such as an incomplete character, is taken to have all of them.
+    found.map_or(0, |at| ends.partition_point(|&end| end <= at))
 }
 
 fn wire_logprobs(tokens: &[TokenLogprobs], tokenizer: &Tokenizer) -> Vec<TokenLogprob> {
