@@ -19,6 +19,19 @@ pub(crate) struct Requested {
     pub(crate) field: &'static str,
     /// The field that holds its whitespace, if it has any of its own.
     pub(crate) whitespace_field: &'static str,
+    /// The schemas in it, if the server made it of them.
+    pub(crate) schemas: Vec<Schema>,
+}
+
+/// One of the schemas in a grammar, for errors.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Schema {
+    /// The field that holds it.
+    pub(crate) field: &'static str,
+    /// What an error calls it.
+    pub(crate) name: String,
+    /// It alone.
+    pub(crate) grammar: Grammar,
 }
 
 impl Requested {
@@ -28,6 +41,7 @@ impl Requested {
             grammar,
             field,
             whitespace_field: field,
+            schemas: Vec::new(),
         }
     }
 }
@@ -41,6 +55,7 @@ pub(crate) async fn compile(
         grammar,
         field,
         whitespace_field,
+        schemas,
     }) = requested
     else {
         return Ok(None);
@@ -49,11 +64,20 @@ pub(crate) async fn compile(
     let compiled = permitted(state.compiling(), move || {
         let compiled = grammars.compile(&grammar);
         compiled.map_err(|error| {
-            let field = match error {
-                GrammarError::Whitespace(_) => whitespace_field,
-                _ => field,
+            let wrong = |schema: &Schema| {
+                let error = grammars.check(&schema.grammar).err()?;
+                Some(ApiError::invalid(
+                    schema.field,
+                    format!("{}: {error}", schema.name),
+                ))
             };
-            ApiError::invalid(field, format!("{field}: {error}"))
+            let (field, named) = match error {
+                GrammarError::Whitespace(_) => (whitespace_field, None),
+                GrammarError::Invalid(_) => (field, schemas.iter().find_map(wrong)),
+                // It is one schema, or too long to look for the wrong one.
+                GrammarError::Unsupported(_) | GrammarError::TooLarge { .. } => (field, None),
+            };
+            named.unwrap_or_else(|| ApiError::invalid(field, format!("{field}: {error}")))
         })
     });
     compiled.await.map(Some)
@@ -218,6 +242,7 @@ impl Asked {
             },
             field,
             whitespace_field: spaces.field,
+            schemas: Vec::new(),
         }))
     }
 }

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::Tools;
 use crate::error::ApiError;
-use crate::structured::Requested;
+use crate::structured::{Requested, Schema};
 
 /// The grammar of the answer, if there is one. `structure` is what the client requested, `format` the format of tool calls if
 /// they are allowed, `reasoning` that of reasoning if there may be some, from `position` on.
@@ -44,10 +44,13 @@ pub(super) fn of_answer(
             leads: lead.into_iter().chain(mark).collect(),
             ..GrammarSpec::Lark(lark).into()
         };
-        Ok(Some(Requested::new(grammar, field)))
+        Ok(Requested {
+            schemas: functions.iter().map(parameters).collect(),
+            ..Requested::new(grammar, field)
+        })
     };
     if tools.must_call() {
-        return requested(&calls, "tools", None);
+        return requested(&calls, "tools", None).map(Some);
     }
     if let Some(structure) = structure {
         let (schema, strict) = json_schema(&structure)?;
@@ -59,15 +62,15 @@ pub(super) fn of_answer(
             }),
             ..calls
         };
-        let either = requested(&either, structure.field, None)?;
-        return Ok(either.map(|either| Requested {
-            grammar: Grammar {
-                whitespace: structure.grammar.whitespace,
-                ..either.grammar
-            },
-            whitespace_field: structure.whitespace_field,
-            ..either
-        }));
+        let mut either = requested(&either, structure.field, None)?;
+        either.grammar.whitespace = structure.grammar.whitespace.clone();
+        either.whitespace_field = structure.whitespace_field;
+        either.schemas.push(Schema {
+            field: structure.field,
+            name: structure.field.to_owned(),
+            grammar: structure.grammar,
+        });
+        return Ok(Some(either));
     }
     let begun = CallGrammar {
         is_begun: true,
@@ -75,9 +78,22 @@ pub(super) fn of_answer(
     };
     match format.opening() {
         _ if !functions.iter().any(is_strict) => Ok(None),
-        Some(mark) => requested(&begun, "tools", Some(mark)),
-        None if format.holds_reasoning() => requested(&begun, "tools", None),
+        Some(mark) => requested(&begun, "tools", Some(mark)).map(Some),
+        None if format.holds_reasoning() => requested(&begun, "tools", None).map(Some),
         None => Ok(None),
+    }
+}
+
+/// The parameters of a function.
+fn parameters(function: &Function) -> Schema {
+    let schema = GrammarSpec::JsonSchema {
+        schema: Value::Object(function.parameters.clone()),
+        strict: function.strict,
+    };
+    Schema {
+        field: "tools",
+        name: format!("tools: the parameters of {}", function.name),
+        grammar: schema.into(),
     }
 }
 

@@ -146,6 +146,61 @@ async fn unenforceable_schemas_are_refused_by_name() {
     );
 }
 
+/// Of several schemas in a grammar, the one that is wrong is named, and nothing of the grammar is shown.
+#[tokio::test]
+async fn a_schema_that_cannot_be_compiled_is_named() {
+    let rig = hermes();
+    let odd = |schema: Value, strict: bool| {
+        let mut tool = strict_tool("odd");
+        tool["function"]["parameters"]["properties"]["a"] = schema;
+        tool["function"]["strict"] = json!(strict);
+        json!([strict_tool("f"), tool])
+    };
+    let format =
+        |schema: Value| json!({ "type": "json_schema", "json_schema": { "name": "n", "schema": schema } });
+    let fine = json!({ "type": "integer" });
+    for (tools, choice, format, param, message) in [
+        (
+            odd(json!({ "not": {} }), true),
+            "auto",
+            None,
+            "tools",
+            "tools: the parameters of odd: JSON schema keywords that cannot be enforced: `not` at /properties/a; leave them out",
+        ),
+        (
+            odd(json!({ "type": "file" }), false),
+            "required",
+            None,
+            "tools",
+            "tools: the parameters of odd: Invalid type: file",
+        ),
+        (
+            odd(json!({ "type": "file" }), true),
+            "auto",
+            Some(format(json!({ "type": "object" }))),
+            "tools",
+            "tools: the parameters of odd: Invalid type: file",
+        ),
+        (
+            odd(fine, true),
+            "auto",
+            Some(format(json!({ "type": "file" }))),
+            "response_format.json_schema.schema",
+            "response_format.json_schema.schema: Invalid type: file",
+        ),
+    ] {
+        let mut body = with(with(say("x"), "tools", tools), "tool_choice", json!(choice));
+        if let Some(format) = format {
+            body["response_format"] = format;
+        }
+        let error = rig.post(CHAT, body).await.error(400);
+        assert_eq!(
+            (&error["param"], &error["message"]),
+            (&json!(param), &json!(message))
+        );
+    }
+}
+
 #[tokio::test]
 async fn structured_output_works_with_calls() {
     let rig = hermes();

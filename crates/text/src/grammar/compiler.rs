@@ -89,17 +89,25 @@ impl GrammarCompiler {
         if let Some(known) = self.cached(&key) {
             return Ok(known);
         }
-        let compiled = thread::scope(|scope| {
-            let work = thread::Builder::new().stack_size(STACK);
-            let work = work.spawn_scoped(scope, || self.compile_anew(grammar));
-            let work =
-                work.map_err(|error| GrammarError::Invalid(format!("cannot start a thread: {error}")))?;
-            work.join()
-                .unwrap_or_else(|_| Err(GrammarError::Invalid("the grammar cannot be compiled".into())))
-        })?;
+        let compiled = with_stack(|| self.compile_anew(grammar))?;
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         cache.insert(key, compiled.clone());
         Ok(compiled)
+    }
+
+    /// What is wrong with `grammar`, if llguidance cannot read it. For a part of a grammar that cannot be compiled: llguidance does
+    /// not say which part it is.
+    ///
+    /// # Errors
+    /// As [`Self::compile`].
+    pub fn check(&self, grammar: &Grammar) -> Result<(), GrammarError> {
+        with_stack(|| {
+            let parser = self.factory()?.create_parser(source(grammar)?);
+            match Matcher::new(parser).get_error() {
+                None => Ok(()),
+                Some(error) => Err(self.refusal(grammar, &error)),
+            }
+        })
     }
 
     fn cached(&self, key: &str) -> Option<CompiledGrammar> {
@@ -176,6 +184,19 @@ impl GrammarCompiler {
             Ok(compiled.constraint(&[]))
         })
     }
+}
+
+/// Runs `work` on a thread with a large stack.
+fn with_stack<T: Send>(work: impl FnOnce() -> Result<T, GrammarError> + Send) -> Result<T, GrammarError> {
+    thread::scope(|scope| {
+        let thread = thread::Builder::new().stack_size(STACK);
+        let thread = thread.spawn_scoped(scope, work);
+        let thread =
+            thread.map_err(|error| GrammarError::Invalid(format!("cannot start a thread: {error}")))?;
+        thread
+            .join()
+            .unwrap_or_else(|_| Err(GrammarError::Invalid("the grammar cannot be compiled".into())))
+    })
 }
 
 /// The grammar as llguidance reads it.
