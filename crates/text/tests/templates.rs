@@ -509,6 +509,41 @@ fn arguments_of_tool_calls_are_parsed() {
     );
 }
 
+/// As transformers from 4.52 on and older processors of images write them.
+#[test]
+fn templates_are_where_transformers_writes_them() {
+    let directory = tempfile::tempdir().unwrap();
+    let write = |file: &str, text: String| fs::write(directory.path().join(file), text).unwrap();
+    let rendered = |tools: Option<&[Value]>| {
+        let template = ChatTemplate::from_dir(directory.path(), &Renderer::in_process());
+        let input = ChatInput {
+            tools,
+            ..Default::default()
+        };
+        template.unwrap().unwrap().render(&input).unwrap()
+    };
+    let tools = [json!({})];
+    write(
+        "chat_template.json",
+        json!({"chat_template": "of a processor"}).to_string(),
+    );
+    assert_eq!(rendered(None), "of a processor");
+    write(
+        "tokenizer_config.json",
+        json!({"chat_template": "of a tokenizer"}).to_string(),
+    );
+    assert_eq!(rendered(None), "of a tokenizer");
+    write("chat_template.jinja", "plain".to_owned());
+    assert_eq!(rendered(Some(&tools)), "plain");
+    fs::create_dir(directory.path().join("additional_chat_templates")).unwrap();
+    write(
+        "additional_chat_templates/tool_use.jinja",
+        "{{ tools|length }}".to_owned(),
+    );
+    assert_eq!(rendered(Some(&tools)), "1");
+    assert_eq!(rendered(None), "plain");
+}
+
 #[test]
 fn tools_choose_the_template_for_tools() {
     let directory = tempfile::tempdir().unwrap();

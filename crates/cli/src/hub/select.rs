@@ -3,7 +3,7 @@
 use super::{HubError, RemoteFile, RepoId, Weights};
 
 /// Small files that are taken wherever a repository has them.
-const SIDE_FILES: [&str; 13] = [
+const SIDE_FILES: [&str; 14] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -12,6 +12,7 @@ const SIDE_FILES: [&str; 13] = [
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
     "modules.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",

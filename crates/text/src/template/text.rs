@@ -60,24 +60,42 @@ impl TemplateText {
     }
 }
 
-/// `chat_template.jinja` of a model directory, else `chat_template` of `tokenizer_config.json`, which may be one template or
-/// several with names.
+/// `chat_template.jinja` of a model directory, beside which there may be one for tools, else `chat_template` of
+/// `tokenizer_config.json`, which may be one template or several with names, else of `chat_template.json`, as older processors
+/// of images write it.
 pub(super) fn in_dir(dir: &Path) -> Result<Option<Found>, TextError> {
     let path = dir.join("chat_template.jinja");
-    let one = |place: &Path, source: String| Found {
-        place: place.display().to_string(),
-        named: vec![(DEFAULT.to_owned(), source)],
-    };
-    if path.exists() {
-        let source =
-            untrusted::read_text(&path, limits::MAX_TEMPLATE_BYTES).map_err(TextError::read(&path))?;
-        return Ok(Some(one(&path, source)));
+    if let Some(source) = template(&path)? {
+        let mut named = vec![(DEFAULT.to_owned(), source)];
+        let for_tools = dir.join(format!("additional_chat_templates/{TOOL_USE}.jinja"));
+        named.extend(template(&for_tools)?.map(|source| (TOOL_USE.to_owned(), source)));
+        let place = path.display().to_string();
+        return Ok(Some(Found { place, named }));
     }
-    let path = dir.join("tokenizer_config.json");
-    let config = directory::read_json(dir, "tokenizer_config.json")?.unwrap_or_default();
-    match &config["chat_template"] {
+    for file in ["tokenizer_config.json", "chat_template.json"] {
+        let config = directory::read_json(dir, file)?.unwrap_or_default();
+        let place = dir.join(file).display().to_string();
+        if let Some(named) = named(&config["chat_template"], &place)? {
+            return Ok(Some(Found { place, named }));
+        }
+    }
+    Ok(None)
+}
+
+/// A file with one template; [`None`] if there is no such file.
+fn template(path: &Path) -> Result<Option<String>, TextError> {
+    match untrusted::read_text(path, limits::MAX_TEMPLATE_BYTES) {
+        Ok(source) => Ok(Some(source)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(TextError::read(path)(error)),
+    }
+}
+
+/// One template, or several with names; [`None`] for null.
+fn named(templates: &Value, place: &str) -> Result<Option<Vec<(String, String)>>, TextError> {
+    match templates {
         Value::Null => Ok(None),
-        Value::String(source) => Ok(Some(one(&path, source.clone()))),
+        Value::String(source) => Ok(Some(vec![(DEFAULT.to_owned(), source.clone())])),
         several => {
             let text = |entry: &Value, key: &str| entry.get(key)?.as_str().map(str::to_owned);
             let entries = several.as_array().into_iter().flatten();
@@ -85,10 +103,8 @@ pub(super) fn in_dir(dir: &Path) -> Result<Option<Found>, TextError> {
             let named = named
                 .collect::<Option<Vec<_>>>()
                 .filter(|named| !named.is_empty());
-            let place = path.display().to_string();
             let problem = "chat_template is neither a string nor a list of {name, template}";
-            let named = named.ok_or_else(|| TextError::invalid(&place, problem))?;
-            Ok(Some(Found { place, named }))
+            named.ok_or_else(|| TextError::invalid(place, problem)).map(Some)
         }
     }
 }
