@@ -204,6 +204,9 @@ pub(crate) fn pick(path: &Path, format: LoadFormat) -> Result<PathBuf, Error> {
         (LoadFormat::Auto | LoadFormat::Safetensors, _) if has_config && safetensors => Ok(path.to_owned()),
         (LoadFormat::Safetensors, _) => Err(wrong("a directory with config.json and *.safetensors")),
         (_, [gguf]) => Ok(gguf.clone()),
+        (_, []) if path.join("adapter_config.json").is_file() => Err(wrong(
+            "a model; it has an adapter, such as LoRA's, which has to be merged into its model first",
+        )),
         (_, []) if has_config => Err(wrong(
             "*.safetensors or a .gguf file beside config.json (or --load-format dummy)",
         )),
@@ -249,5 +252,7 @@ mod tests {
                 .contains("only one")
         );
         assert!(picked(&[], LoadFormat::Auto).is_err());
+        let adapter = ["adapter_config.json", "adapter_model.safetensors"];
+        assert!(picked(&adapter, LoadFormat::Auto).unwrap_err().contains("merged"));
     }
 }
