@@ -15,7 +15,7 @@ use plimsoll_core::{
     BlockSize, CacheLayoutError, ImageInput, Matryoshka, MetaValue, Metadata, Pooling, TokenId,
 };
 use plimsoll_kernels::{DeltaLayout, WeightType};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::arch::{Architecture, LINEAR};
 use crate::blocks::check_formats;
@@ -95,7 +95,10 @@ impl ModelConfig {
         let mut values: Map<String, Value> =
             serde_json::from_str(text).map_err(|error| ModelError::config(path, error))?;
         overrides.apply(&mut values);
-        let text_part_of = known::unwrap_text(path, &mut values)?;
+        let (text_part_of, repeated) = match known::unwrap_text(path, &mut values)? {
+            Some(unwrapped) => (Some(unwrapped.around), unwrapped.repeated),
+            None => (None, Map::new()),
+        };
         let fields = Fields::new(path, &values);
         let names: Vec<String> = fields.get("architectures")?.unwrap_or_default();
         let headless = |name: &str| Architecture::ALL.into_iter().find(|a| a.headless_name() == name);
@@ -127,7 +130,23 @@ impl ModelConfig {
                 ));
             }
         };
-        let config = Self::new(path, architecture, values, embedding)?;
+        let parse = |mut values: Map<String, Value>, embedding: Option<EmbeddingConfig>| {
+            // Without images, there is nothing that dimensions of a position could differ by.
+            if text_part_of.is_some() {
+                complete_mrope(architecture, &mut values);
+            }
+            Self::new(path, architecture, values, embedding)
+        };
+        let config = parse(values.clone(), embedding)?;
+        // transformers does not read these. Some of its versions write them so; others may stand for what a user wants.
+        for (field, value) in repeated {
+            let mut values = values.clone();
+            values.insert(field.clone(), value.clone());
+            let changed = parse(values, config.embedding.clone());
+            if changed.ok().as_ref() != Some(&config) {
+                return Err(known::not_in_text(&field, &value));
+            }
+        }
         Ok(Self {
             text_part_of,
             ..config
@@ -193,7 +212,7 @@ impl ModelConfig {
                 values.entry(field).or_insert(default);
             }
         }
-        let raw = RawConfig::read(architecture.has_mrope(), &Fields::new(path, &values))?;
+        let raw = RawConfig::read(architecture.mrope().is_some(), &Fields::new(path, &values))?;
         let spec = architecture.spec(&raw)?;
         check(path, &spec)?;
         check_formats(&spec)?;
@@ -228,6 +247,30 @@ impl ModelConfig {
     /// How prompts become vectors, where the model is served for embeddings.
     pub fn pooling(&self) -> Option<Pooling> {
         self.embedding.as_ref().map(|embedding| embedding.pooling)
+    }
+}
+
+/// How the dimensions of a position share the pairs of a head, where a configuration does not say: transformers neither writes nor
+/// needs it.
+fn complete_mrope(architecture: Architecture, values: &mut Map<String, Value>) {
+    let Some((pairs_of, interleaved)) = architecture.mrope() else {
+        return;
+    };
+    let is_given = |field: &&str| values.get(*field).is_some_and(|value| !value.is_null());
+    let field = ["rope_parameters", "rope_scaling"].into_iter().find(is_given);
+    let rope = values
+        .entry(field.unwrap_or("rope_scaling"))
+        .or_insert(Value::Null);
+    if rope.is_null() {
+        *rope = json!({});
+    }
+    for (field, value) in [
+        ("mrope_section", json!(pairs_of)),
+        ("mrope_interleaved", interleaved.into()),
+    ] {
+        if rope.is_object() && rope[field].is_null() {
+            rope[field] = value;
+        }
     }
 }
 

@@ -119,7 +119,7 @@ pub(crate) fn check_token_ids(
 /// One id, a list of them, or null.
 pub(crate) fn token_ids<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<TokenId>, D::Error> {
     #[derive(Deserialize)]
-    #[serde(untagged)]
+    #[serde(untagged, expecting = "a token id or a list of them is expected")]
     enum TokenIds {
         One(TokenId),
         Many(Vec<TokenId>),

@@ -18,3 +18,4 @@ mod quantization;
 mod ranks;
 mod scheduling;
 mod smollm2;
+mod writers;

@@ -171,12 +171,15 @@ impl Architecture {
         self.family().gguf_name
     }
 
-    /// Whether its positions may have three dimensions.
-    pub(crate) fn has_mrope(self) -> bool {
-        matches!(
-            self,
-            Self::Qwen2_5VL | Self::Qwen3VL | Self::Qwen3_5 | Self::Qwen3_5Moe
-        )
+    /// Where its positions may have three dimensions: how many pairs of a head each has where a configuration does not say, and
+    /// whether they take turns (transformers' `mrope_section`).
+    pub(crate) fn mrope(self) -> Option<([usize; 3], bool)> {
+        match self {
+            Self::Qwen2_5VL => Some(([16, 24, 24], false)),
+            Self::Qwen3VL => Some(([24, 20, 20], true)),
+            Self::Qwen3_5 | Self::Qwen3_5Moe => Some(([11, 11, 10], true)),
+            _ => None,
+        }
     }
 
     /// The family whose network is below a classifier of this name.

@@ -8,10 +8,7 @@ pub(super) const FAMILY: Family = Family {
     headless_name: "Qwen3VLTextModel",
     model_type: "qwen3_vl_text",
     gguf_name: None,
-    fields: || {
-        json!({"head_dim": 128, "rope_theta": 500_000.0,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": true}})
-    },
+    fields: || json!({"head_dim": 128, "rope_theta": 500_000.0}),
     spec: |config| {
         decoder(config, |_, layer| {
             layer.attention_mut().qk_norm = true;

@@ -158,10 +158,18 @@ impl<'a> Reader<'a> {
                 }
             }
             Some(other) => {
+                let supported = "default, linear, llama3, yarn, longrope and proportional are";
+                // As transformers computes it.
+                let advice = match other {
+                    "dynamic" => {
+                        "; within `max_position_embeddings` it changes nothing: default serves so many tokens"
+                    }
+                    _ => "",
+                };
                 return Err(ModelError::unsupported(
                     format!("{}.rope_type", self.field),
                     format!("`{other}`"),
-                    "default, linear, llama3, yarn, longrope and proportional are",
+                    format!("{supported}{advice}"),
                 ));
             }
         })

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::around::Around;
 use crate::{Architecture, ModelError};
@@ -48,6 +48,7 @@ const NEUTRAL: &[(&str, &str)] = &[
     ("interpolate_factor", "1"),
     ("is_causal", "true"),
     ("is_encoder_decoder", "false"),
+    ("language_model_only", "false"),
     ("lm_head_bias", "false"),
     ("logit_scale", "1"),
     ("logits_scaling", "1"),
@@ -58,8 +59,10 @@ const NEUTRAL: &[(&str, &str)] = &[
     ("num_nextn_predict_layers", "0"),
     ("partial_rotary_factor", "1"),
     ("position_embedding_type", "\"rope\""),
+    ("qkv_bias", "false"),
     ("residual_multiplier", "1"),
     ("rope_interleaved", "false"),
+    ("shared_expert_intermediate_size", "0"),
     ("tie_encoder_decoder", "false"),
     ("use_bias", "false"),
     ("use_bidirectional_attention", "false"),
@@ -72,6 +75,7 @@ const INERT: &[&str] = &[
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_commit_hash",
+    "_flash_attn_2_enabled",
     "_name_or_path",
     "attention_dropout",
     "attn_implementation",
@@ -94,6 +98,7 @@ const INERT: &[&str] = &[
     "finetuning_task",
     "forced_bos_token_id",
     "forced_eos_token_id",
+    "gradient_checkpointing",
     "hidden_dropout",
     "id2label",
     "initializer_range",
@@ -101,8 +106,11 @@ const INERT: &[&str] = &[
     "is_llama_config",
     "label2id",
     "length_penalty",
+    "loss_type",
     "max_length",
+    "max_sequence_length",
     "min_length",
+    "model_max_length",
     "no_repeat_ngram_size",
     "num_beam_groups",
     "num_beams",
@@ -130,6 +138,8 @@ const INERT: &[&str] = &[
     "temperature",
     "tf_legacy_loss",
     "tokenizer_class",
+    "tokenizer_model_max_length",
+    "tokenizer_padding_side",
     "top_k",
     "top_p",
     "torchscript",
@@ -170,36 +180,61 @@ const AROUND_QWEN3: &[&str] = &[
 /// Published files have the fields of its text part beside those of the encoder.
 const QWEN2_5_VL: &str = "Qwen2_5_VLForConditionalGeneration";
 
-/// Models of images and text whose text part is served: the name in `architectures`, the `model_type` of a text part that
-/// does not say, and the fields around it, which are read where images are served.
-const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
-    (
-        "Gemma3ForConditionalGeneration",
-        "gemma3_text",
-        &[
+/// A model of images and text whose text part is served.
+struct AroundText {
+    /// The name in `architectures`.
+    name: &'static str,
+    /// The `model_type`.
+    model_type: &'static str,
+    /// That of a text part which does not say.
+    text_type: &'static str,
+    /// The fields around the text part, which are read where images are served.
+    fields: &'static [&'static str],
+}
+
+/// All of these.
+const AROUND_TEXT: &[AroundText] = &[
+    AroundText {
+        name: "Gemma3ForConditionalGeneration",
+        model_type: "gemma3",
+        text_type: "gemma3_text",
+        fields: &[
             "boi_token_index",
             "eoi_token_index",
             "image_token_index",
             "mm_tokens_per_image",
             "vision_config",
         ],
-    ),
-    ("Gemma4ForConditionalGeneration", "gemma4_text", AROUND_GEMMA4),
-    (
-        "Gemma4UnifiedForConditionalGeneration",
-        "gemma4_unified_text",
-        AROUND_GEMMA4,
-    ),
-    ("Qwen3_5ForConditionalGeneration", "qwen3_5_text", AROUND_QWEN3),
-    (
-        "Qwen3_5MoeForConditionalGeneration",
-        "qwen3_5_moe_text",
-        AROUND_QWEN3,
-    ),
-    (
-        QWEN2_5_VL,
-        "qwen2_5_vl_text",
-        &[
+    },
+    AroundText {
+        name: "Gemma4ForConditionalGeneration",
+        model_type: "gemma4",
+        text_type: "gemma4_text",
+        fields: AROUND_GEMMA4,
+    },
+    AroundText {
+        name: "Gemma4UnifiedForConditionalGeneration",
+        model_type: "gemma4_unified",
+        text_type: "gemma4_unified_text",
+        fields: AROUND_GEMMA4,
+    },
+    AroundText {
+        name: "Qwen3_5ForConditionalGeneration",
+        model_type: "qwen3_5",
+        text_type: "qwen3_5_text",
+        fields: AROUND_QWEN3,
+    },
+    AroundText {
+        name: "Qwen3_5MoeForConditionalGeneration",
+        model_type: "qwen3_5_moe",
+        text_type: "qwen3_5_moe_text",
+        fields: AROUND_QWEN3,
+    },
+    AroundText {
+        name: QWEN2_5_VL,
+        model_type: "qwen2_5_vl",
+        text_type: "qwen2_5_vl_text",
+        fields: &[
             "image_token_id",
             "video_token_id",
             "vision_config",
@@ -207,12 +242,18 @@ const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
             "vision_start_token_id",
             "vision_token_id",
         ],
-    ),
-    ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", AROUND_QWEN3),
-    (
-        "Mistral3ForConditionalGeneration",
-        "mistral",
-        &[
+    },
+    AroundText {
+        name: "Qwen3VLForConditionalGeneration",
+        model_type: "qwen3_vl",
+        text_type: "qwen3_vl_text",
+        fields: AROUND_QWEN3,
+    },
+    AroundText {
+        name: "Mistral3ForConditionalGeneration",
+        model_type: "mistral3",
+        text_type: "mistral",
+        fields: &[
             "image_token_index",
             "multimodal_projector_bias",
             "projector_hidden_act",
@@ -220,8 +261,15 @@ const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
             "vision_config",
             "vision_feature_layer",
         ],
-    ),
+    },
 ];
+
+/// What stood around a text part.
+pub(super) struct Unwrapped {
+    pub(super) around: Around,
+    /// Fields beside the text part that it has too, or could have.
+    pub(super) repeated: Map<String, Value>,
+}
 
 /// Puts the text part of a model of images and text in its place, and returns what stands around it.
 ///
@@ -230,16 +278,22 @@ const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
 pub(super) fn unwrap_text(
     path: &Path,
     fields: &mut Map<String, Value>,
-) -> Result<Option<Around>, ModelError> {
+) -> Result<Option<Unwrapped>, ModelError> {
+    let text_of = |field: &str| fields.get(field).and_then(Value::as_str);
     let name = fields.get("architectures").and_then(|names| names[0].as_str());
-    let Some((name, text_type, around)) = AROUND_TEXT.iter().find(|(known, ..)| Some(*known) == name) else {
+    let is_it = |known: &&AroundText| match name {
+        Some(name) => name == known.name,
+        None => text_of("model_type") == Some(known.model_type),
+    };
+    let Some(known) = AROUND_TEXT.iter().find(is_it) else {
         return Ok(None);
     };
     const OF_ALL: [&str; 2] = ["architectures", "model_type"];
+    let is_around = |field: &String| known.fields.contains(&field.as_str());
     let mut text = match fields.remove("text_config") {
         Some(Value::Object(text)) => text,
-        None if *name == QWEN2_5_VL => {
-            let is_of_text = |field: &str| !around.contains(&field) && !OF_ALL.contains(&field);
+        None if known.name == QWEN2_5_VL => {
+            let is_of_text = |field: &String| !is_around(field) && !OF_ALL.contains(&field.as_str());
             let all = std::mem::take(fields);
             let (text, others) = all.into_iter().partition(|(field, _)| is_of_text(field));
             *fields = others;
@@ -255,26 +309,70 @@ pub(super) fn unwrap_text(
         "tie_word_embeddings",
         "torch_dtype",
     ];
-    let (mut around_text, mut others) = (Map::new(), Map::new());
-    for (field, value) in std::mem::take(fields) {
+    // Text parts name no architecture, or the one without a head; some versions of transformers repeat what is around them.
+    text.insert("architectures".to_owned(), Value::Null);
+    text.retain(|field, _| !is_around(field));
+    let text_type = text.entry("model_type").or_insert(Value::Null);
+    if text_type.is_null() {
+        *text_type = known.text_type.into();
+    }
+    let family = text_type.as_str().map(Architecture::from_model_type);
+    let own = family.transpose()?.map(Architecture::fields).unwrap_or_default();
+    check_heads(fields, &text)?;
+    let (mut around_text, mut repeated, mut others) = (Map::new(), Map::new(), Map::new());
+    let beside = std::mem::take(fields).into_iter();
+    let is_given = |(field, value): &(String, Value)| !value.is_null() && !OF_ALL.contains(&field.as_str());
+    for (field, value) in beside.filter(is_given) {
         if SHARED.contains(&field.as_str()) {
-            text.entry(field).or_insert(value);
-        } else if around.contains(&field.as_str()) {
+            // transformers takes the ends of texts from around the text part, and the rest from it.
+            if field == "eos_token_id" || text.get(&field).is_none_or(Value::is_null) {
+                text.insert(field, value);
+            }
+        } else if is_around(&field) {
             around_text.insert(field, value);
-        } else if !OF_ALL.contains(&field.as_str()) {
+        } else if COMMON.contains(&field.as_str()) || own.contains_key(&field) {
+            repeated.insert(field, value);
+        } else {
             others.insert(field, value);
         }
     }
-    check_others(name, others.iter())?;
-    // Text parts name no architecture, or the one without a head.
-    text.insert("architectures".to_owned(), Value::Null);
-    text.entry("model_type")
-        .or_insert_with(|| Value::from(*text_type));
+    check_others(known.name, others.iter())?;
     *fields = text;
-    Ok(Some(Around {
-        name,
-        fields: around_text,
+    Ok(Some(Unwrapped {
+        around: Around {
+            name: known.name,
+            fields: around_text,
+        },
+        repeated,
     }))
+}
+
+/// transformers up to 4 has the text part decide whether the head is the embedding, later ones what is around it. Where the text
+/// part alone says so, only the weights tell.
+fn check_heads(fields: &Map<String, Value>, text: &Map<String, Value>) -> Result<(), ModelError> {
+    const FIELD: &str = "tie_word_embeddings";
+    let is = |fields: &Map<_, _>, tied: bool| fields.get(FIELD) == Some(&Value::Bool(tied));
+    match is(fields, false) && is(text, true) {
+        false => Ok(()),
+        true => Err(ModelError::unsupported(
+            FIELD,
+            "false, and true in `text_config`",
+            "one of the two is; where the weights hold a head, such as `lm_head.weight`, say so with \
+             --hf-overrides '{\"text_config\":{\"tie_word_embeddings\":false}}'",
+        )),
+    }
+}
+
+/// Of a field beside the text part that would change it, if transformers read it there.
+pub(super) fn not_in_text(field: &str, value: &Value) -> ModelError {
+    let in_text = json!({"text_config": {field: value}});
+    let mut supported = "what `text_config` says is".to_owned();
+    let shown = in_text.to_string();
+    if shown.len() <= MOST_SHOWN && !shown.contains('\'') {
+        supported += &format!("; set it there with --hf-overrides '{shown}'");
+    }
+    let supported = with_removal(supported, &[field], &json!({field: null}));
+    ModelError::unsupported(field, value, supported)
 }
 
 /// Refuses fields that the family does not know, and such as ask for another network.
@@ -315,33 +413,53 @@ fn check_others<'a>(
         return Ok(());
     };
     let mut supported = format!("{family} has no such field here");
-    // Names of any length, or that a shell would read, are not for a message that people paste.
-    let is_plain = |name: &str| name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
-    let are_named = unknown.len() <= MOST_LISTED && unknown.iter().all(|(field, _)| is_plain(field));
+    let names: Vec<&str> = unknown.iter().map(|(field, _)| field.as_str()).collect();
     match others.len() {
         0 => {}
-        _ if are_named => {
+        _ if are_listed(&names) => {
             let others: Vec<_> = others.iter().map(|(field, _)| format!("`{field}`")).collect();
             supported += &format!(", nor {}", others.join(", "));
         }
         more => supported += &format!(", nor {more} others"),
     }
-    if are_named {
-        let removed: Map<String, Value> = unknown
-            .iter()
-            .map(|(field, _)| ((*field).clone(), Value::Null))
-            .collect();
-        supported += &format!(
-            ". Remove what has no effect with --hf-overrides '{}'",
-            Value::from(removed)
-        );
-    }
+    let removed: Map<String, Value> = unknown
+        .iter()
+        .map(|(field, _)| ((*field).clone(), Value::Null))
+        .collect();
+    let supported = with_removal(supported, &names, &removed.into());
     Err(ModelError::unsupported(field, value, supported))
 }
 
+/// Names of any length, or that a shell would read, are not for a message that people paste.
+fn are_listed(names: &[&str]) -> bool {
+    let is_plain = |name: &&str| name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
+    names.len() <= MOST_LISTED && names.iter().all(is_plain)
+}
+
+/// Most characters of a flag's value that a message offers.
+const MOST_SHOWN: usize = 200;
+
+/// A message about fields that are not known, and how to go on without them, if their names can be pasted.
+pub(super) fn with_removal(message: String, names: &[&str], overrides: &Value) -> String {
+    match are_listed(names) {
+        true => format!("{message}. Remove what has no effect with --hf-overrides '{overrides}'"),
+        false => message,
+    }
+}
+
 /// Whether a field says nothing about how to run a network.
-pub(super) fn is_inert(field: &str) -> bool {
+fn is_inert(field: &str) -> bool {
     INERT.contains(&field)
+}
+
+/// The same of a network without words, of which those that transformers writes of all are known.
+pub(super) fn is_inert_in_tower(field: &str, value: &Value) -> bool {
+    match field {
+        // The tensors say in which type they are stored.
+        "dtype" | "torch_dtype" | "tie_word_embeddings" => true,
+        "add_cross_attention" | "is_encoder_decoder" | "tie_encoder_decoder" => *value == false,
+        field => is_inert(field),
+    }
 }
 
 fn is(value: &Value, neutral: &str) -> bool {

@@ -71,6 +71,7 @@ pub(crate) struct RawConfig {
     pub(crate) moe_intermediate_size: Option<usize>,
     pub(crate) shared_expert_intermediate_size: Option<usize>,
     pub(crate) norm_topk_prob: Option<bool>,
+    pub(crate) use_qk_norm: Option<bool>,
     pub(crate) decoder_sparse_step: Option<usize>,
     pub(crate) mlp_only_layers: Option<Vec<usize>>,
     /// The family's positions may have three dimensions.
@@ -82,6 +83,7 @@ pub(crate) struct RawConfig {
     pub(crate) global_head_dim: Option<usize>,
     pub(crate) num_global_key_value_heads: Option<usize>,
     /// From transformers 5.23 on, in place of the two before.
+    #[serde(default, deserialize_with = "layers")]
     pub(crate) per_layer_config: Option<BTreeMap<usize, RawLayer>>,
     pub(crate) attention_k_eq_v: Option<bool>,
     pub(crate) num_kv_shared_layers: Option<usize>,
@@ -155,15 +157,22 @@ impl<'a> Fields<'a> {
                 None => error.inner().to_string(),
             };
             match message.strip_prefix("missing field ") {
-                Some(field) => ModelError::config(self.path, format!("{field} is missing")),
+                Some(field) => self.missing(field),
                 None => ModelError::config(self.path, message),
             }
         })
     }
 
     pub(super) fn required<T: DeserializeOwned>(&self, field: &str) -> Result<T, ModelError> {
-        let missing = || ModelError::config(self.path, format!("`{field}` is missing"));
-        self.get(field)?.ok_or_else(missing)
+        self.get(field)?
+            .ok_or_else(|| self.missing(&format!("`{field}`")))
+    }
+
+    fn missing(&self, field: &str) -> ModelError {
+        ModelError::config(
+            self.path,
+            format!("{field} is missing: --hf-overrides can set it"),
+        )
     }
 }
 
@@ -173,6 +182,20 @@ fn both_ways<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String
         Value::Bool(false) => Ok(None),
         value => String::deserialize(value).map(Some).map_err(D::Error::custom),
     }
+}
+
+/// transformers fills the numbers of layers up with zeros, to one length.
+fn layers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<BTreeMap<usize, RawLayer>>, D::Error> {
+    let mut layers = BTreeMap::new();
+    for (name, layer) in BTreeMap::<String, RawLayer>::deserialize(deserializer)? {
+        let index: usize = name
+            .parse()
+            .map_err(|error| D::Error::custom(format!("`{name}`: {error}")))?;
+        if layers.insert(index, layer).is_some() {
+            return Err(D::Error::custom(format!("layer {index} is there twice")));
+        }
+    }
+    Ok(Some(layers))
 }
 
 fn weight_type(fields: &Fields<'_>) -> Result<Option<WeightType>, ModelError> {
@@ -245,6 +268,9 @@ pub(crate) struct RawRope {
     /// Repeats the field beside it; transformers ignores it.
     #[serde(rename = "max_position_embeddings")]
     pub(crate) _max_position_embeddings: Option<f64>,
+    /// Whether a model was trained with the scaling, in files of the first models with YaRN.
+    #[serde(rename = "finetuned")]
+    pub(crate) _finetuned: Option<bool>,
     /// How the dimensions of a position share the pairs of a head.
     pub(crate) mrope_section: Option<Vec<usize>>,
     pub(crate) mrope_interleaved: Option<bool>,

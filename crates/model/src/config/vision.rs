@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::around::Around;
-use super::known::is_inert;
+use super::known::is_inert_in_tower;
 use super::raw::{Fields, RawRope};
 use crate::{DecoderSpec, EncoderSpec, ModelError};
 
@@ -77,7 +77,8 @@ impl Around {
             return Err(ModelError::config(path, "`vision_config` is missing"));
         };
         for (field, value) in values {
-            if !config.fields.contains(&field.as_str()) && !value.is_null() && !is_inert(field) {
+            let is_known = config.fields.contains(&field.as_str()) || is_inert_in_tower(field, value);
+            if !is_known && !value.is_null() {
                 return Err(unsupported(field, value, "this encoder has no such field here"));
             }
         }
