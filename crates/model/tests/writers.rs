@@ -1,5 +1,7 @@
 //! What tools write into config.json beside what a network is: it changes nothing, or is refused with a way on.
 
+use std::path::Path;
+
 use crate::common::configs::{assert_refused, config_json, parse, with};
 use crate::common::images::{IMAGE_LIMITS, IMAGE_MODELS};
 use plimsoll_model::{MatrixFormat, ModelConfig, ServeAs};
@@ -146,10 +148,154 @@ fn what_tools_write_into_the_configuration_of_a_tower_changes_nothing() {
     }
 }
 
+/// Beside what each of them has to have.
+#[test]
+fn what_tools_write_of_quantisation_changes_nothing() {
+    let four_bits = json!({"bits": 4, "group_size": 128});
+    let scheme =
+        json!({"num_bits": 4, "type": "int", "symmetric": true, "strategy": "group", "group_size": 128});
+    let group = |weights: Value| json!({"targets": ["Linear"], "weights": weights});
+    let compressed = json!({"quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {"group_0": group(scheme.clone())}, "ignore": ["lm_head"]});
+    let of = |method: &str, fields: Value| {
+        let named = with(four_bits.clone(), json!({"quant_method": method}));
+        with(named, fields)
+    };
+    let awq = of("awq", json!({"zero_point": true, "version": "gemm"}));
+    let gptq = of("gptq", json!({"desc_act": false}));
+    let auto_round = of(
+        "auto-round",
+        json!({"packing_format": "auto_round:auto_gptq", "sym": true}),
+    );
+    let cases = [
+        (
+            "AutoAWQ, before transformers' names",
+            &awq,
+            json!({"bits": null, "group_size": null, "w_bit": 4, "q_group_size": 128, "version": "GEMM"}),
+        ),
+        (
+            "transformers 4.46",
+            &awq,
+            json!({"backend": "autoawq", "do_fuse": false}),
+        ),
+        (
+            "transformers 5",
+            &awq,
+            json!({"damp_percent": 0.1, "desc_act": false, "act_group_aware": true, "sym": true, "true_sequential": true,
+                "format": "gemm", "backend": "auto", "batch_size": 1, "cache_block_outputs": true}),
+        ),
+        (
+            "GPTQModel 7",
+            &awq,
+            json!({"desc_act": false, "lm_head": false, "method": "awq", "format": "gemm", "checkpoint_format": "gemm",
+                "pack_dtype": "int32", "meta": {"quantizer": ["gptqmodel:7.7.0"]}, "dynamic": {"lm_head": {}},
+                "zero_point": false}),
+        ),
+        (
+            "AutoRound",
+            &awq,
+            json!({"provider": "auto-round", "autoround_version": "0.16.1", "iters": 0, "data_type": "int", "sym": true,
+                "zero_point": false, "static_kv_granularity": "tensor"}),
+        ),
+        (
+            "GPTQModel 7",
+            &gptq,
+            json!({"sym": true, "lm_head": false, "method": "gptq", "format": "gptq", "checkpoint_format": "gptq",
+                "pack_dtype": "int32", "meta": {"act_group_aware": true, "telemetry": {"device": false}}}),
+        ),
+        (
+            "transformers 4.36",
+            &gptq,
+            json!({"damp_percent": 0.1, "use_cuda_fp16": false, "use_exllama": true, "exllama_config": {"version": 1},
+                "batch_size": 1, "cache_block_outputs": true}),
+        ),
+        (
+            "Qwen3.5's own",
+            &gptq,
+            json!({"dynamic": {"lm_head": {}, "model.language_model.embed_tokens": {}, "+:.*mlp.*": {"bits": 4, "mse": 2.0}}}),
+        ),
+        (
+            "AutoRound",
+            &gptq,
+            json!({"provider": "auto-round", "autoround_version": "0.16.1", "enable_quanted_input": false, "iters": 200,
+                "nsamples": 512, "data_type": "int", "true_sequential": false, "damp_percent": 0.01}),
+        ),
+        (
+            "AutoRound, with layers that say the same once more",
+            &auto_round,
+            json!({"autoround_version": "0.14.2", "model_free": true, "extra_config": {"model.layers.0.mlp.up_proj":
+                {"bits": 4, "data_type": "int", "act_bits": 16}}}),
+        ),
+        (
+            "AutoRound",
+            &compressed,
+            json!({"provider": "auto-round", "quantization_status": "compressed"}),
+        ),
+        (
+            "compressed-tensors up to 0.12",
+            &compressed,
+            json!({"global_compression_ratio": 1.7, "sparsity_config": {}, "transform_config": {}, "version": "0.12.2",
+                "kv_cache_scheme": null, "config_groups": {"group_0": group(with(scheme.clone(), json!({"actorder": "static",
+                "dynamic": false, "observer": "minmax", "observer_kwargs": {}})))}}),
+        ),
+        (
+            "compressed-tensors, where the size of groups says the strategy",
+            &compressed,
+            json!({"config_groups": {"group_0": group(with(scheme.clone(), json!({"strategy": null})))}}),
+        ),
+    ];
+    let parsed = |writer: &str, quantization: &Value| {
+        let fields = json!({"quantization_config": quantization});
+        let config = parse(&with(config_json("llama"), fields));
+        let config = config.unwrap_or_else(|error| panic!("{writer}: {error}"));
+        let modules = [
+            "model.layers.0.mlp.up_proj",
+            "model.layers.1.self_attn.q_proj",
+            "lm_head",
+        ];
+        modules.map(|module| config.spec.quantization.format(module))
+    };
+    for (writer, base, fields) in cases {
+        let found = parsed(writer, &with(base.clone(), fields));
+        assert_eq!(found, parsed("none", base), "{writer}");
+        assert!(
+            matches!(
+                found,
+                [MatrixFormat::Int4(_), MatrixFormat::Int4(_), MatrixFormat::Plain]
+            ),
+            "{writer}"
+        );
+    }
+}
+
 /// What of it would change something is refused by name.
 #[test]
 fn what_tools_write_and_is_not_served_is_refused_with_a_way_on() {
+    let quantization = |fields: Value| json!({"quantization_config": fields});
+    let awq = |fields: Value| {
+        quantization(with(
+            json!({"quant_method": "awq", "bits": 4, "group_size": 128}),
+            fields,
+        ))
+    };
+    let auto_round = |layer: Value| {
+        quantization(
+            json!({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128,
+            "extra_config": {"model.layers.0.mlp.up_proj": layer}}),
+        )
+    };
+    let scheme = json!({"num_bits": 8, "type": "float", "strategy": "channel", "zero": 1});
     let cases = [
+        (
+            "llama",
+            json!({"quantization": {"group_size": 64, "bits": 4}}),
+            "`quantization` is MLX's",
+        ),
+        (
+            "llama",
+            quantization(json!({"quant_method": "bitsandbytes"})),
+            "before quantisation, or as a GGUF file",
+        ),
         (
             "qwen3-moe",
             json!({"use_qk_norm": false}),
@@ -161,6 +307,49 @@ fn what_tools_write_and_is_not_served_is_refused_with_a_way_on() {
             "`shared_expert_intermediate_size` is 64",
         ),
         ("llama", json!({"use_qk_norm": true}), "`use_qk_norm` is true"),
+        (
+            "llama",
+            awq(json!({"ignore": ["lm_head"]})),
+            "--hf-overrides '{\"quantization_config\":{\"ignore\":null}}'",
+        ),
+        (
+            "llama",
+            awq(json!({"backend": "llm-awq"})),
+            "backend` is `llm-awq`",
+        ),
+        (
+            "llama",
+            awq(json!({"version": null, "format": "gemv"})),
+            "format` is `gemv`",
+        ),
+        (
+            "llama",
+            awq(json!({"data_type": "mx_fp"})),
+            "data_type` is \"mx_fp\"",
+        ),
+        (
+            "llama",
+            awq(json!({"dynamic": {"+:.*mlp.*": {"group_size": 32}}})),
+            "dynamic` is `+:.*mlp.*`",
+        ),
+        (
+            "llama",
+            auto_round(json!({"bits": 4, "data_type": "mx_fp"})),
+            "up_proj.data_type` is \"mx_fp\"",
+        ),
+        (
+            "llama",
+            auto_round(json!({"act_bits": 8})),
+            "up_proj.act_bits` is 8",
+        ),
+        (
+            "llama",
+            quantization(
+                json!({"quant_method": "compressed-tensors", "format": "float-quantized",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}}}),
+            ),
+            "{\"config_groups\":{\"group_0\":{\"weights\":{\"zero\":null}}}}",
+        ),
         (
             "llama",
             json!({"eos_token_id": "</s>"}),
@@ -195,4 +384,15 @@ fn what_tools_write_and_is_not_served_is_refused_with_a_way_on() {
     for (name, fields, message) in cases {
         assert_refused(name, &fields, message);
     }
+}
+
+/// Without which a field of a tool that is not known yet would leave no way to serve a model.
+#[test]
+fn unknown_fields_of_quantisation_can_be_removed() {
+    let of_tool =
+        json!({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "ignore": []}});
+    let config = with(config_json("llama"), of_tool);
+    let overrides = serde_json::from_value(json!({"quantization_config": {"ignore": null}})).unwrap();
+    let removed = ModelConfig::from_json(Path::new("config.json"), &config.to_string(), &overrides).unwrap();
+    assert!(removed.spec.quantization.is_some());
 }

@@ -23,6 +23,7 @@ const COMMON: &[&str] = &[
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
+    "quantization",
     "quantization_config",
     "rms_norm_eps",
     "rope_parameters",
@@ -301,10 +302,11 @@ pub(super) fn unwrap_text(
         }
         _ => return Err(ModelError::config(path, "`text_config` is missing")),
     };
-    const SHARED: [&str; 6] = [
+    const SHARED: [&str; 7] = [
         "compression_config",
         "dtype",
         "eos_token_id",
+        "quantization",
         "quantization_config",
         "tie_word_embeddings",
         "torch_dtype",

@@ -8,8 +8,9 @@ use std::path::Path;
 use plimsoll_core::untrusted::quotable;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
+use super::known;
 use crate::ModelError;
 use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat, ModuleNames, Quantization, QuantizationGroup};
 
@@ -19,12 +20,18 @@ pub(super) const FIELDS: [&str; 2] = ["quantization_config", "compression_config
 const SUPPORTED: &str = "`fp8`, `compressed-tensors` with 8-bit floats or 4-bit integers, 4-bit `gptq`, `awq` and `auto-round` \
                          and, for experts, `mxfp4` are: use the model in one of these, before quantisation, or as a GGUF file";
 
+/// The field of MLX, beside which it writes a `quantization_config` without a method.
+const MLX: &str = "quantization";
+
 /// What a configuration says of its matrices.
 ///
 /// # Errors
 /// [`ModelError`], which names the method that is not served, or the field at fault.
 pub(super) fn read(path: &Path, values: &Map<String, Value>) -> Result<Quantization, ModelError> {
     let given = |field: &&str| values.get(*field).is_some_and(|value| !value.is_null());
+    if given(&MLX) {
+        return Err(ModelError::unsupported(MLX, "MLX's", SUPPORTED));
+    }
     let mut given = FIELDS.iter().copied().filter(given);
     let Some(field) = given.next() else {
         return Ok(Quantization::default());
@@ -100,6 +107,9 @@ struct RawCompressed {
     transform_config: Option<Map<String, Value>>,
     #[serde(rename = "global_compression_ratio")]
     _global_compression_ratio: Option<IgnoredAny>,
+    /// AutoRound's name.
+    #[serde(rename = "provider")]
+    _provider: Option<IgnoredAny>,
     #[serde(rename = "version")]
     _version: Option<IgnoredAny>,
 }
@@ -139,15 +149,59 @@ struct RawScheme {
     _zp_dtype: Option<IgnoredAny>,
 }
 
+/// The same without fields that are null, those of parts included.
+fn without_nulls(value: &Value) -> Value {
+    match value {
+        Value::Object(fields) => {
+            let given = fields.iter().filter(|(_, value)| !value.is_null());
+            let given = given.map(|(field, value)| (field.clone(), without_nulls(value)));
+            Value::Object(given.collect())
+        }
+        value => value.clone(),
+    }
+}
+
+/// The names that lead to a field, of which it is the last.
+fn path_to<'a>(value: &'a Value, field: &str) -> Option<Vec<&'a str>> {
+    let fields = value.as_object()?;
+    if let Some((name, _)) = fields.get_key_value(field) {
+        return Some(vec![name]);
+    }
+    fields.iter().find_map(|(name, value)| {
+        let mut path = path_to(value, field)?;
+        path.insert(0, name);
+        Some(path)
+    })
+}
+
 struct Reader<'a> {
     path: &'a Path,
     field: &'static str,
 }
 
 impl Reader<'_> {
+    /// Null is as if a field were not there, also one that is not known: so `--hf-overrides` remove it.
     fn parse<T: DeserializeOwned>(&self, value: &Value) -> Result<T, ModelError> {
-        T::deserialize(value)
-            .map_err(|error| ModelError::config(self.path, format!("`{}`: {error}", self.field)))
+        let given = without_nulls(value);
+        T::deserialize(&given).map_err(|error| {
+            let message = error.to_string();
+            let unknown = message.strip_prefix("unknown field `");
+            match unknown.and_then(|rest| path_to(&given, rest.split_once('`')?.0)) {
+                Some(path) => self.unknown(&path),
+                None => ModelError::config(self.path, format!("`{}`: {message}", self.field)),
+            }
+        })
+    }
+
+    /// Of a field that is not known, with the names of what it is in before it.
+    fn unknown(&self, path: &[&str]) -> ModelError {
+        let field = path.last().copied().unwrap_or_default();
+        let nulls = path.iter().rev().fold(Value::Null, |value, name| {
+            Value::Object(Map::from_iter([((*name).to_owned(), value)]))
+        });
+        let message = format!("`{}`: unknown field `{}`", self.field, quotable(field));
+        let message = known::with_removal(message, path, &json!({ self.field: nulls }));
+        ModelError::config(self.path, message)
     }
 
     fn unsupported(&self, field: &str, value: impl std::fmt::Display, supported: &str) -> ModelError {

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 
 use plimsoll_core::untrusted::quotable;
 use serde::Deserialize;
-use serde::de::IgnoredAny;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::{RawScheme, Reader};
 use crate::ModelError;
@@ -18,34 +17,26 @@ const NEVER: [&str; 2] = ["lm_head", r"re:.*\.(?:gate|router|shared_expert_gate)
 
 const SIZES: &str = "32, 64, 128 and -1 (all inputs) are";
 
-/// What AutoAWQ, llm-compressor and transformers write for `awq`.
+/// What AutoAWQ, GPTQModel, AutoRound and transformers write for `awq`. Most says how the codes came about or how others
+/// compute, also that zeros are all alike (`zero_point`): they are stored.
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
 pub(super) struct RawAwq {
-    #[serde(rename = "quant_method")]
-    _quant_method: String,
     #[serde(alias = "w_bit")]
     bits: Option<i64>,
     #[serde(alias = "q_group_size")]
     group_size: Option<i64>,
-    zero_point: Option<bool>,
-    #[serde(alias = "format")]
     version: Option<String>,
+    /// Its name in newer versions, which write both, or all three.
+    format: Option<String>,
+    checkpoint_format: Option<String>,
+    backend: Option<String>,
+    dynamic: Option<Map<String, Value>>,
     modules_to_not_convert: Option<Vec<String>>,
-    /// How others compute.
-    #[serde(rename = "backend")]
-    _backend: Option<IgnoredAny>,
-    #[serde(rename = "do_fuse")]
-    _do_fuse: Option<IgnoredAny>,
-    #[serde(rename = "fuse_max_seq_len")]
-    _fuse_max_seq_len: Option<IgnoredAny>,
-    #[serde(rename = "modules_to_fuse")]
-    _modules_to_fuse: Option<IgnoredAny>,
-    #[serde(rename = "exllama_config")]
-    _exllama_config: Option<IgnoredAny>,
+    #[serde(flatten)]
+    others: Map<String, Value>,
 }
 
-/// What AutoGPTQ, GPTQModel and transformers write for `gptq`. Most says how the codes came about or how others compute.
+/// What AutoGPTQ, GPTQModel, AutoRound and transformers write for `gptq`.
 #[derive(Deserialize)]
 pub(super) struct RawGptq {
     bits: Option<i64>,
@@ -54,21 +45,53 @@ pub(super) struct RawGptq {
     checkpoint_format: Option<String>,
     /// Its name in newer versions.
     format: Option<String>,
-    is_marlin_format: Option<bool>,
-    lm_head: Option<bool>,
     /// By expressions: what is left alone (`-:`), and what is quantised otherwise.
     dynamic: Option<Map<String, Value>>,
-    modules_in_block_to_quantize: Option<Value>,
     modules_to_not_convert: Option<Vec<String>>,
-    pack_dtype: Option<Value>,
     #[serde(flatten)]
-    others: BTreeMap<String, IgnoredAny>,
+    others: Map<String, Value>,
 }
 
-/// Fields of `gptq` that change nothing of what is stored, as far as [`RawGptq`] does not have them.
-const GPTQ_OTHERS: &[&str] = &[
+/// What AutoRound writes for `auto-round`.
+#[derive(Deserialize)]
+pub(super) struct RawAutoRound {
+    bits: Option<i64>,
+    group_size: Option<i64>,
+    packing_format: Option<String>,
+    /// By names or expressions: what is quantised otherwise, most of it with 16 bits, not at all.
+    extra_config: Option<BTreeMap<String, RawLayer>>,
+    modules_to_not_convert: Option<Vec<String>>,
+    #[serde(flatten)]
+    others: Map<String, Value>,
+}
+
+#[derive(Deserialize)]
+struct RawLayer {
+    bits: Option<i64>,
+    group_size: Option<i64>,
+    #[serde(flatten)]
+    others: Map<String, Value>,
+}
+
+/// Fields with one supported value, as JSON, whichever tool writes them.
+const ONLY: &[(&str, &str)] = &[
+    ("data_type", "\"int\""),
+    ("is_marlin_format", "false"),
+    ("lm_head", "false"),
+    ("modules_in_block_to_quantize", "null"),
+    ("pack_dtype", "\"int32\""),
+];
+
+/// Fields that change nothing of what is stored, whichever tool writes them.
+const OTHERS: &[&str] = &[
+    "act_data_type",
+    "act_dynamic",
     "act_group_aware",
+    "act_group_size",
+    "act_sym",
     "adapter",
+    "amp",
+    "autoround_version",
     "backend",
     "batch_size",
     "block_name_to_quantize",
@@ -77,110 +100,89 @@ const GPTQ_OTHERS: &[&str] = &[
     "damp_percent",
     "dataset",
     "disable_exllama",
+    "do_fuse",
+    "enable_minmax_tuning",
+    "enable_norm_bias_tuning",
+    "enable_quanted_input",
     "exllama_config",
+    "fuse_max_seq_len",
+    "gradient_accumulate_steps",
     "hyb_act",
+    "iters",
+    "low_cpu_mem_usage",
+    "low_gpu_mem_usage",
+    "lr",
     "max_input_length",
     "meta",
     "method",
+    "minmax_lr",
     "model_file_base_name",
+    "model_free",
     "model_name_or_path",
     "model_seqlen",
     "module_name_preceding_first_block",
     "module_seqlen",
+    "modules_to_fuse",
     "mse",
+    "nsamples",
     "offload_to_disk",
     "offload_to_disk_path",
     "pad_token_id",
+    "provider",
+    "quant_block_list",
     "quant_method",
     "quantizer",
     "rotation",
+    "scale_dtype",
+    "seqlen",
+    "static_attention_granularity",
     "static_groups",
+    "static_kv_granularity",
+    "super_bits",
+    "super_group_size",
     "sym",
+    "to_quant_block_names",
     "tokenizer",
     "true_sequential",
     "use_cuda_fp16",
     "use_exllama",
     "version",
-];
-
-/// What AutoRound writes for `auto-round`.
-#[derive(Deserialize)]
-pub(super) struct RawAutoRound {
-    bits: Option<i64>,
-    group_size: Option<i64>,
-    data_type: Option<String>,
-    packing_format: Option<String>,
-    act_bits: Option<i64>,
-    lm_head: Option<bool>,
-    /// By names or expressions: what is quantised otherwise, most of it with 16 bits, not at all.
-    extra_config: Option<BTreeMap<String, RawLayer>>,
-    modules_to_not_convert: Option<Vec<String>>,
-    #[serde(flatten)]
-    others: BTreeMap<String, IgnoredAny>,
-}
-
-#[derive(Deserialize)]
-struct RawLayer {
-    bits: Option<i64>,
-    group_size: Option<i64>,
-}
-
-/// Fields of `auto-round` that change nothing of what is stored, as far as [`RawAutoRound`] does not have them.
-const AUTO_ROUND_OTHERS: &[&str] = &[
-    "act_data_type",
-    "act_dynamic",
-    "act_group_size",
-    "act_sym",
-    "amp",
-    "autoround_version",
-    "backend",
-    "batch_size",
-    "block_name_to_quantize",
-    "damp_percent",
-    "dataset",
-    "desc_act",
-    "enable_minmax_tuning",
-    "enable_norm_bias_tuning",
-    "enable_quanted_input",
-    "gradient_accumulate_steps",
-    "iters",
-    "low_cpu_mem_usage",
-    "low_gpu_mem_usage",
-    "lr",
-    "minmax_lr",
-    "model_free",
-    "nsamples",
-    "quant_block_list",
-    "quant_method",
-    "scale_dtype",
-    "seqlen",
-    "super_bits",
-    "super_group_size",
-    "sym",
-    "to_quant_block_names",
-    "true_sequential",
+    "zero_point",
 ];
 
 impl Reader<'_> {
     pub(super) fn awq(&self, raw: RawAwq) -> Result<Quantization, ModelError> {
-        match raw.version.as_deref().map(str::to_lowercase).as_deref() {
-            None | Some("gemm") => {}
-            Some(other) => {
-                let value = format!("`{}`", quotable(other));
-                return Err(self.unsupported("version", value, "`gemm` is, whose layout differs"));
+        for (field, found) in [
+            ("version", raw.version),
+            ("format", raw.format),
+            ("checkpoint_format", raw.checkpoint_format),
+        ] {
+            match found.as_deref().map(str::to_lowercase).as_deref() {
+                None | Some("gemm") => {}
+                Some(other) => {
+                    let value = format!("`{}`", quotable(other));
+                    return Err(self.unsupported(field, value, "`gemm` is, whose layout differs"));
+                }
             }
         }
-        self.only("zero_point", raw.zero_point, true)?;
+        // The only one of the names of kernels that says how weights are stored.
+        if raw.backend.as_deref() == Some("llm-awq") {
+            return Err(self.unsupported("backend", "`llm-awq`", "weights as AutoAWQ stores them are"));
+        }
+        self.of_others(&raw.others, &["desc_act"])?;
+        self.only("desc_act", raw.others.get("desc_act").cloned(), false)?;
         let format = Int4Format {
             packing: Int4Packing::Awq,
             groups: self.groups("bits", raw.bits, "group_size", raw.group_size.or(Some(128)))?,
             ordered: false,
         };
-        self.all_but(format, &[], raw.modules_to_not_convert.unwrap_or_default())
+        let base = json!({"bits": raw.bits, "group_size": raw.group_size});
+        let rules = self.rules(raw.dynamic, &base, format)?;
+        self.all_but(format, rules, raw.modules_to_not_convert.unwrap_or_default())
     }
 
     pub(super) fn gptq(&self, raw: RawGptq) -> Result<Quantization, ModelError> {
-        self.known(&raw.others, GPTQ_OTHERS)?;
+        self.of_others(&raw.others, &[])?;
         let version = raw.checkpoint_format.or(raw.format);
         let zeros_less_one = match version.as_deref() {
             None | Some("gptq") => true,
@@ -191,29 +193,44 @@ impl Reader<'_> {
                 return Err(self.unsupported("checkpoint_format", value, supported));
             }
         };
-        self.only("is_marlin_format", raw.is_marlin_format, false)?;
-        self.only("lm_head", raw.lm_head, false)?;
-        self.only("pack_dtype", raw.pack_dtype, "int32")?;
-        let in_blocks = raw.modules_in_block_to_quantize;
-        self.only("modules_in_block_to_quantize", in_blocks, Value::Null)?;
-        let mut left = Vec::new();
-        for (rule, _) in raw.dynamic.unwrap_or_default() {
-            let Some(expression) = rule.strip_prefix("-:") else {
-                let supported = "rules that leave modules alone (`-:`) are";
-                return Err(self.unsupported("dynamic", format!("`{}`", quotable(&rule)), supported));
-            };
-            left.push(format!("re:{expression}"));
-        }
         let format = Int4Format {
             packing: Int4Packing::Gptq { zeros_less_one },
             groups: self.groups("bits", raw.bits, "group_size", raw.group_size)?,
             ordered: raw.desc_act == Some(true),
         };
-        self.all_but(format, &left, raw.modules_to_not_convert.unwrap_or_default())
+        let base = json!({"bits": raw.bits, "group_size": raw.group_size, "desc_act": format.ordered});
+        let rules = self.rules(raw.dynamic, &base, format)?;
+        self.all_but(format, rules, raw.modules_to_not_convert.unwrap_or_default())
+    }
+
+    /// What `dynamic` makes of modules, of which the first rule that matches decides: not quantised (`-:`), or as all are.
+    fn rules(
+        &self,
+        dynamic: Option<Map<String, Value>>,
+        base: &Value,
+        format: Int4Format,
+    ) -> Result<Vec<(String, MatrixFormat)>, ModelError> {
+        let rule = |(rule, others): (String, Value)| {
+            if let Some(expression) = rule.strip_prefix("-:") {
+                return Ok((format!("re:{expression}"), MatrixFormat::Plain));
+            }
+            let others = others.as_object().into_iter().flatten();
+            let mut changes = others.filter(|(field, value)| {
+                base[field.as_str()] != **value && !OTHERS.contains(&field.as_str())
+            });
+            if changes.next().is_some() {
+                let supported = "rules that leave modules alone (`-:`) or change nothing are";
+                return Err(self.unsupported("dynamic", format!("`{}`", quotable(&rule)), supported));
+            }
+            let expression = rule.strip_prefix("+:").unwrap_or(&rule);
+            Ok((format!("re:{expression}"), MatrixFormat::Int4(format)))
+        };
+        dynamic.unwrap_or_default().into_iter().map(rule).collect()
     }
 
     pub(super) fn auto_round(&self, raw: RawAutoRound) -> Result<Quantization, ModelError> {
-        self.known(&raw.others, AUTO_ROUND_OTHERS)?;
+        self.of_others(&raw.others, &["act_bits", "desc_act"])?;
+        self.only("desc_act", raw.others.get("desc_act").cloned(), false)?;
         let packing = match raw.packing_format.as_deref() {
             Some("auto_round:auto_gptq") => Int4Packing::Gptq { zeros_less_one: true },
             Some("auto_round:auto_awq") => Int4Packing::Awq,
@@ -223,20 +240,23 @@ impl Reader<'_> {
                 return Err(self.unsupported("packing_format", value, supported));
             }
         };
-        self.only("data_type", raw.data_type, "int")?;
-        // Inputs in as many bits as they have.
-        let act_bits = raw.act_bits.filter(|&bits| bits < 16);
-        self.only("act_bits", act_bits, Value::Null)?;
-        self.only("lm_head", raw.lm_head, false)?;
+        self.inputs_as_they_are("act_bits", &raw.others)?;
         let groups = self.groups("bits", raw.bits, "group_size", raw.group_size)?;
         let mut left = Vec::new();
         for (name, layer) in raw.extra_config.unwrap_or_default() {
+            let field = format!("extra_config.{}", quotable(&name));
             let is_same_size = layer.group_size.is_none_or(|size| Some(size) == raw.group_size);
             match layer.bits {
                 Some(bits) if bits >= 16 => left.push(name),
-                None | Some(4) if is_same_size => {}
+                None | Some(4) if is_same_size => {
+                    self.only(
+                        &format!("{field}.data_type"),
+                        layer.others.get("data_type").cloned(),
+                        "int",
+                    )?;
+                    self.inputs_as_they_are(&format!("{field}.act_bits"), &layer.others)?;
+                }
                 _ => {
-                    let field = format!("extra_config.{}", quotable(&name));
                     let value = format!(
                         "{} bits, groups of {}",
                         shown(layer.bits),
@@ -251,16 +271,21 @@ impl Reader<'_> {
             }
         }
         // Some are names, others expressions.
-        let left: Vec<String> = left
-            .into_iter()
-            .flat_map(|name| [format!("re:{name}$"), name])
-            .collect();
+        let left = left.into_iter().flat_map(|name| [format!("re:{name}$"), name]);
+        let left = left.map(|name| (name, MatrixFormat::Plain)).collect();
         let format = Int4Format {
             packing,
             groups,
             ordered: false,
         };
-        self.all_but(format, &left, raw.modules_to_not_convert.unwrap_or_default())
+        self.all_but(format, left, raw.modules_to_not_convert.unwrap_or_default())
+    }
+
+    /// Inputs in as many bits as they have.
+    fn inputs_as_they_are(&self, field: &str, others: &Map<String, Value>) -> Result<(), ModelError> {
+        let bits = others.get("act_bits");
+        let fewer = bits.filter(|bits| bits.as_u64().is_none_or(|bits| bits < 16));
+        self.only(field, fewer.cloned(), Value::Null)
     }
 
     /// Integers of four bits of compressed-tensors.
@@ -274,10 +299,12 @@ impl Reader<'_> {
             let value = format!("{}-bit {}", shown(weights.num_bits), quotable(kind));
             return Err(self.unsupported(&field("weights"), value, "integers are `pack-quantized` here"));
         }
-        let size = match weights.strategy.as_deref() {
-            Some("group") => weights.group_size,
-            Some("channel") => Some(-1),
-            other => {
+        let size = match (weights.strategy.as_deref(), weights.group_size) {
+            (Some("group"), size) => size,
+            (Some("channel"), _) => Some(-1),
+            // As compressed-tensors takes one that is missing.
+            (None, Some(size)) => Some(size),
+            (other, _) => {
                 let value = other.map_or("missing".to_owned(), |other| format!("`{}`", quotable(other)));
                 let supported = "`group` and `channel` are";
                 return Err(self.unsupported(&field("weights.strategy"), value, supported));
@@ -339,41 +366,47 @@ impl Reader<'_> {
     fn all_but(
         &self,
         format: Int4Format,
-        left: &[String],
+        rules: Vec<(String, MatrixFormat)>,
         parts: Vec<String>,
     ) -> Result<Quantization, ModelError> {
-        let plain = |field: &str, modules| -> Result<QuantizationGroup, ModelError> {
+        let never = NEVER.map(|name| (name.to_owned(), MatrixFormat::Plain));
+        // There may be thousands of names: those of one format are one group.
+        let mut lists: Vec<(MatrixFormat, Vec<String>)> = Vec::new();
+        for (name, format) in never.into_iter().chain(rules) {
+            match lists.last_mut() {
+                Some((last, names)) if *last == format => names.push(name),
+                _ => lists.push((format, vec![name])),
+            }
+        }
+        let group = |(format, names): (_, Vec<String>)| -> Result<QuantizationGroup, ModelError> {
             Ok(QuantizationGroup {
-                modules: self.names(field, modules)?,
-                format: MatrixFormat::Plain,
+                modules: self.names("dynamic", ModuleNames::named(&names))?,
+                format,
             })
         };
-        let never: Vec<String> = NEVER
-            .map(str::to_owned)
-            .into_iter()
-            .chain(left.iter().cloned())
-            .collect();
+        let mut groups: Vec<_> = lists.into_iter().map(group).collect::<Result<_, _>>()?;
+        groups.push(QuantizationGroup {
+            modules: ModuleNames::All,
+            format: MatrixFormat::Int4(format),
+        });
         Ok(Quantization {
-            groups: vec![
-                plain("dynamic", ModuleNames::named(&never))?,
-                QuantizationGroup {
-                    modules: ModuleNames::All,
-                    format: MatrixFormat::Int4(format),
-                },
-            ],
+            groups,
             ignored: self.names("modules_to_not_convert", ModuleNames::containing(&parts))?,
             ..Quantization::default()
         })
     }
 
-    fn known(&self, found: &BTreeMap<String, IgnoredAny>, known: &[&str]) -> Result<(), ModelError> {
-        match found.keys().find(|field| !known.contains(&field.as_str())) {
-            None => Ok(()),
-            Some(unknown) => {
-                let message = format!("`{}`: unknown field `{}`", self.field, quotable(unknown));
-                Err(ModelError::config(self.path, message))
+    /// Refuses fields that are not known, but for `own` ones, and values that are not supported.
+    fn of_others(&self, found: &Map<String, Value>, own: &[&str]) -> Result<(), ModelError> {
+        for (field, value) in found {
+            if let Some((_, supported)) = ONLY.iter().find(|(only, _)| only == field) {
+                let supported: Value = supported.parse().expect("JSON");
+                self.only(field, Some(value.clone()), supported)?;
+            } else if !OTHERS.contains(&field.as_str()) && !own.contains(&field.as_str()) {
+                return Err(self.unknown(&[field]));
             }
         }
+        Ok(())
     }
 }
 
