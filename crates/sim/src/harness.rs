@@ -53,6 +53,7 @@ pub fn simulate(workload: &Workload, depth: usize, audit: bool) -> Result<Report
         }
         if workload.forgets.contains(&tick) {
             life.scheduler.forget_cached();
+            life.audit()?;
         }
         let launched = life.launch()?;
         life.cancel(tick, true)?;
