@@ -1,5 +1,6 @@
 //! From config.json or GGUF metadata to a [`ModelConfig`].
 
+mod advice;
 mod around;
 mod gguf;
 mod known;

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::advice::{are_listed, with_removal};
 use super::around::Around;
 use crate::{Architecture, ModelError};
 
@@ -365,6 +366,9 @@ fn check_heads(fields: &Map<String, Value>, text: &Map<String, Value>) -> Result
     }
 }
 
+/// Most characters of a flag's value that a message offers.
+const MOST_SHOWN: usize = 200;
+
 /// Of a field beside the text part that would change it, if transformers read it there.
 pub(super) fn not_in_text(field: &str, value: &Value) -> ModelError {
     let in_text = json!({"text_config": {field: value}});
@@ -388,9 +392,6 @@ pub(super) fn check(architecture: Architecture, fields: &Map<String, Value>) -> 
         .filter(|(field, _)| !COMMON.contains(&field.as_str()) && !own.contains_key(*field));
     check_others(architecture.hf_name(), others)
 }
-
-/// Most unknown fields of which an error names all.
-const MOST_LISTED: usize = 8;
 
 /// Refuses fields that are not interpreted and may change something; all that the family does not know at once.
 fn check_others<'a>(
@@ -430,23 +431,6 @@ fn check_others<'a>(
         .collect();
     let supported = with_removal(supported, &names, &removed.into());
     Err(ModelError::unsupported(field, value, supported))
-}
-
-/// Names of any length, or that a shell would read, are not for a message that people paste.
-fn are_listed(names: &[&str]) -> bool {
-    let is_plain = |name: &&str| name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
-    names.len() <= MOST_LISTED && names.iter().all(is_plain)
-}
-
-/// Most characters of a flag's value that a message offers.
-const MOST_SHOWN: usize = 200;
-
-/// A message about fields that are not known, and how to go on without them, if their names can be pasted.
-pub(super) fn with_removal(message: String, names: &[&str], overrides: &Value) -> String {
-    match are_listed(names) {
-        true => format!("{message}. Remove what has no effect with --hf-overrides '{overrides}'"),
-        false => message,
-    }
 }
 
 /// Whether a field says nothing about how to run a network.

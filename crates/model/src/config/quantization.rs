@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::{Map, Value, json};
 
-use super::known;
+use super::advice::with_removal;
 use crate::ModelError;
 use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat, ModuleNames, Quantization, QuantizationGroup};
 
@@ -200,7 +200,7 @@ impl Reader<'_> {
             Value::Object(Map::from_iter([((*name).to_owned(), value)]))
         });
         let message = format!("`{}`: unknown field `{}`", self.field, quotable(field));
-        let message = known::with_removal(message, path, &json!({ self.field: nulls }));
+        let message = with_removal(message, path, &json!({ self.field: nulls }));
         ModelError::config(self.path, message)
     }
 
