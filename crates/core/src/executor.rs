@@ -17,7 +17,7 @@ pub trait Executor: Send {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError>;
 
     /// Samples the step launched last, which awaits masks: `fill` writes one for each constrained run, in the order of the
-    /// plan, into memory of [`mask::words`](crate::mask::words) that holds anything. An error or a panic ends that step: it is not in
+    /// plan, into memory of [`mask::words`](crate::mask::words) words with any content. An error or a panic ends that step: it is not in
     /// flight any more.
     fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError>;
 

@@ -139,7 +139,8 @@ impl ModelConfig {
             Self::new(path, architecture, values, embedding)
         };
         let config = parse(values.clone(), embedding)?;
-        // transformers does not read these. Some of its versions write them so; others may stand for what a user wants.
+        // transformers ignores fields beside the text part that belong in it. Some of its versions repeat them there; any that would
+        // change the model is refused.
         for (field, value) in repeated {
             let mut values = values.clone();
             values.insert(field.clone(), value.clone());
@@ -251,26 +252,33 @@ impl ModelConfig {
     }
 }
 
-/// How the dimensions of a position share the pairs of a head, where a configuration does not say: transformers neither writes nor
-/// needs it.
+/// How the dimensions of a position share the pairs of a head, where a configuration does not say: transformers has the same
+/// defaults.
 fn complete_mrope(architecture: Architecture, values: &mut Map<String, Value>) {
     let Some((pairs_of, interleaved)) = architecture.mrope() else {
         return;
     };
     let is_given = |field: &&str| values.get(*field).is_some_and(|value| !value.is_null());
-    let field = ["rope_parameters", "rope_scaling"].into_iter().find(is_given);
-    let rope = values
-        .entry(field.unwrap_or("rope_scaling"))
-        .or_insert(Value::Null);
-    if rope.is_null() {
-        *rope = json!({});
+    let mut given: Vec<_> = ["rope_parameters", "rope_scaling"]
+        .into_iter()
+        .filter(is_given)
+        .collect();
+    if given.is_empty() {
+        values.insert("rope_scaling".to_owned(), json!({}));
+        given.push("rope_scaling");
     }
-    for (field, value) in [
-        ("mrope_section", json!(pairs_of)),
-        ("mrope_interleaved", interleaved.into()),
-    ] {
-        if rope.is_object() && rope[field].is_null() {
-            rope[field] = value;
+    for name in given {
+        let Some(Value::Object(rope)) = values.get_mut(name) else {
+            continue;
+        };
+        for (field, value) in [
+            ("mrope_section", json!(pairs_of)),
+            ("mrope_interleaved", interleaved.into()),
+        ] {
+            let own = rope.entry(field).or_insert(Value::Null);
+            if own.is_null() {
+                *own = value;
+            }
         }
     }
 }

@@ -290,6 +290,11 @@ fn four_bits_are_where_the_configuration_says() {
             true,
         ),
         (
+            gptq(json!({"dynamic": {"-:.*self_attn": null}})),
+            stored(first, Int4Groups::Of128, false),
+            true,
+        ),
+        (
             awq(json!({"group_size": -1})),
             stored(Int4Packing::Awq, Int4Groups::Channel, false),
             false,

@@ -10,6 +10,8 @@ use serde_json::{Value, json};
 #[test]
 fn what_tools_write_beside_a_network_changes_nothing() {
     let repeated = config_json("qwen2_5-vl")["text_config"].clone();
+    let rope = ["rope_parameters", "rope_scaling"].map(|field| repeated[field].clone());
+    let rope = rope.into_iter().find(Value::is_object).unwrap();
     let cases = [
         (
             "transformers 4.35 with FlashAttention",
@@ -38,6 +40,11 @@ fn what_tools_write_beside_a_network_changes_nothing() {
             json!({"qkv_bias": false, "use_qk_norm": true, "shared_expert_intermediate_size": 0}),
         ),
         ("Qwen3.6", "qwen3_5-vision", json!({"language_model_only": false})),
+        (
+            "tools that write rope under its old and its new name",
+            "qwen2_5-vl",
+            json!({"text_config": {"rope_parameters": rope, "rope_scaling": rope}}),
+        ),
         (
             "transformers 4.53 to 4.57, of which others read the text part beside `text_config`",
             "qwen2_5-vl",
@@ -284,7 +291,7 @@ fn what_tools_write_and_is_not_served_is_refused_with_a_way_on() {
             "extra_config": {"model.layers.0.mlp.up_proj": layer}}),
         )
     };
-    let scheme = json!({"num_bits": 8, "type": "float", "strategy": "channel", "zero": 1});
+    let scheme = json!({"num_bits": 8, "type": "float", "strategy": "channel", "version": 1});
     let cases = [
         (
             "llama",
@@ -334,6 +341,11 @@ fn what_tools_write_and_is_not_served_is_refused_with_a_way_on() {
         ),
         (
             "llama",
+            awq(json!({"dynamic": {".*mlp.*": false}})),
+            "dynamic` is `.*mlp.*`",
+        ),
+        (
+            "llama",
             auto_round(json!({"bits": 4, "data_type": "mx_fp"})),
             "up_proj.data_type` is \"mx_fp\"",
         ),
@@ -345,10 +357,10 @@ fn what_tools_write_and_is_not_served_is_refused_with_a_way_on() {
         (
             "llama",
             quantization(
-                json!({"quant_method": "compressed-tensors", "format": "float-quantized",
+                json!({"quant_method": "compressed-tensors", "format": "float-quantized", "version": "0.15",
                 "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}}}),
             ),
-            "{\"config_groups\":{\"group_0\":{\"weights\":{\"zero\":null}}}}",
+            "{\"config_groups\":{\"group_0\":{\"weights\":{\"version\":null}}}}",
         ),
         (
             "llama",

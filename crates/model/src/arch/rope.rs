@@ -159,10 +159,10 @@ impl<'a> Reader<'a> {
             }
             Some(other) => {
                 let supported = "default, linear, llama3, yarn, longrope and proportional are";
-                // As transformers computes it.
+                // transformers changes frequencies only beyond `max_position_embeddings`.
                 let advice = match other {
                     "dynamic" => {
-                        "; within `max_position_embeddings` it changes nothing: default serves so many tokens"
+                        "; within `max_position_embeddings` it has no effect: set it to `default` to serve contexts up to that"
                     }
                     _ => "",
                 };

@@ -149,29 +149,18 @@ struct RawScheme {
     _zp_dtype: Option<IgnoredAny>,
 }
 
-/// The same without fields that are null, those of parts included.
+/// The same without fields that are null, those of parts included. GPTQModel's rules (`-:`) say something by their name alone.
 fn without_nulls(value: &Value) -> Value {
     match value {
         Value::Object(fields) => {
-            let given = fields.iter().filter(|(_, value)| !value.is_null());
+            let given = fields
+                .iter()
+                .filter(|(field, value)| !value.is_null() || field.starts_with("-:"));
             let given = given.map(|(field, value)| (field.clone(), without_nulls(value)));
             Value::Object(given.collect())
         }
         value => value.clone(),
     }
-}
-
-/// The names that lead to a field, of which it is the last.
-fn path_to<'a>(value: &'a Value, field: &str) -> Option<Vec<&'a str>> {
-    let fields = value.as_object()?;
-    if let Some((name, _)) = fields.get_key_value(field) {
-        return Some(vec![name]);
-    }
-    fields.iter().find_map(|(name, value)| {
-        let mut path = path_to(value, field)?;
-        path.insert(0, name);
-        Some(path)
-    })
 }
 
 struct Reader<'a> {
@@ -182,12 +171,19 @@ struct Reader<'a> {
 impl Reader<'_> {
     /// Null is as if a field were not there, also one that is not known: so `--hf-overrides` remove it.
     fn parse<T: DeserializeOwned>(&self, value: &Value) -> Result<T, ModelError> {
-        let given = without_nulls(value);
-        T::deserialize(&given).map_err(|error| {
-            let message = error.to_string();
-            let unknown = message.strip_prefix("unknown field `");
-            match unknown.and_then(|rest| path_to(&given, rest.split_once('`')?.0)) {
-                Some(path) => self.unknown(&path),
+        serde_path_to_error::deserialize(without_nulls(value)).map_err(|error| {
+            let message = error.inner().to_string();
+            let mut path: Vec<String> = error.path().iter().map(ToString::to_string).collect();
+            match message
+                .strip_prefix("unknown field `")
+                .and_then(|rest| rest.split_once('`'))
+            {
+                Some((unknown, _)) => {
+                    if path.last().is_none_or(|last| last != unknown) {
+                        path.push(unknown.to_owned());
+                    }
+                    self.unknown(&path.iter().map(String::as_str).collect::<Vec<_>>())
+                }
                 None => ModelError::config(self.path, format!("`{}`: {message}", self.field)),
             }
         })

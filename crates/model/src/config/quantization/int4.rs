@@ -214,11 +214,10 @@ impl Reader<'_> {
             if let Some(expression) = rule.strip_prefix("-:") {
                 return Ok((format!("re:{expression}"), MatrixFormat::Plain));
             }
-            let others = others.as_object().into_iter().flatten();
-            let mut changes = others.filter(|(field, value)| {
-                base[field.as_str()] != **value && !OTHERS.contains(&field.as_str())
-            });
-            if changes.next().is_some() {
+            let changes = |(field, value): (&String, &Value)| {
+                base[field.as_str()] != *value && !OTHERS.contains(&field.as_str())
+            };
+            if others.as_object().is_none_or(|others| others.iter().any(changes)) {
                 let supported = "rules that leave modules alone (`-:`) or change nothing are";
                 return Err(self.unsupported("dynamic", format!("`{}`", quotable(&rule)), supported));
             }
