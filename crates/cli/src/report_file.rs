@@ -1,4 +1,4 @@
-//! `--profile-report`: whole or not at all, and known to be writable before a model is loaded.
+//! `--profile-report` and `--output-json`: written whole or not at all, and known to be writable before the work begins.
 
 use std::fs::{self, Permissions};
 use std::io::{self, Write};
@@ -15,11 +15,11 @@ use crate::error::Error;
 pub struct ReportFile(Option<PathBuf>);
 
 impl ReportFile {
-    /// At `path`, if there is one.
+    /// At `path`, the value of `flag`, if there is one.
     ///
     /// # Errors
     /// [`Error::Configuration`] where a report could not be written: nobody shall wait minutes for that.
-    pub(crate) fn new(path: Option<PathBuf>) -> Result<Self, Error> {
+    pub(crate) fn new(flag: &'static str, path: Option<PathBuf>) -> Result<Self, Error> {
         if let Some(path) = &path {
             let writable = match is_special(path) {
                 true => fs::OpenOptions::new().write(true).open(path).map(drop),
@@ -32,10 +32,7 @@ impl ReportFile {
                     }
                     _ => source.to_string(),
                 };
-                Error::configuration(
-                    "--profile-report",
-                    format!("cannot write {}: {why}", path.display()),
-                )
+                Error::configuration(flag, format!("cannot write {}: {why}", path.display()))
             })?;
         }
         Ok(Self(path))
@@ -99,13 +96,13 @@ mod tests {
     fn a_report_that_cannot_be_written_is_told_before_it_is_made() {
         let dir = tempfile::tempdir().unwrap();
         for wrong in [dir.path(), &dir.path().join("no/such/report.json")] {
-            let error = ReportFile::new(Some(wrong.to_owned())).unwrap_err();
+            let error = ReportFile::new("--profile-report", Some(wrong.to_owned())).unwrap_err();
             assert!(
                 error.to_string().contains("--profile-report: cannot write"),
                 "{error}"
             );
         }
-        ReportFile::new(Some("/dev/null".into()))
+        ReportFile::new("--profile-report", Some("/dev/null".into()))
             .unwrap()
             .write(&json!({}))
             .unwrap();
@@ -118,7 +115,7 @@ mod tests {
         fs::write(&path, "old").unwrap();
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
-        let file = ReportFile::new(Some(link.clone())).unwrap();
+        let file = ReportFile::new("--profile-report", Some(link.clone())).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "old");
         let mut reader = fs::File::open(&path).unwrap();
         file.write(&json!({"kv_tokens": 7})).unwrap();

@@ -134,7 +134,7 @@ impl EngineSettings {
                 true => PlanCache::in_dir(memory.profile_cache_dir),
                 false => PlanCache::off(),
             },
-            report_file: ReportFile::new(memory.profile_report)?,
+            report_file: ReportFile::new("--profile-report", memory.profile_report)?,
             renderer: templates::renderer(),
             locks: Locks::new(device.device_lock_dir, device.device_lock_timeout, &name),
             model: name,

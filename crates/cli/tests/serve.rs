@@ -421,6 +421,24 @@ fn offline_benchmarks_measure() {
     );
 }
 
+/// Before a server is even looked for, or a model: nobody measures for minutes in vain.
+#[test]
+fn benchmarks_whose_result_cannot_be_written_do_not_begin() {
+    for benchmark in ["latency", "throughput", "serve"] {
+        let output = plimsoll(&[
+            "bench",
+            benchmark,
+            "--output-json",
+            "/no/such/directory/result.json",
+        ]);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{errors}");
+        let expected =
+            "--output-json: cannot write /no/such/directory/result.json: there is no such directory";
+        assert!(errors.contains(expected), "{errors}");
+    }
+}
+
 #[test]
 fn an_address_of_the_hub_without_a_scheme_is_named() {
     for command in ["serve", "plan", "pull"] {

@@ -20,12 +20,13 @@ use tokio::sync::Semaphore;
 
 use super::dataset::{RandomDataset, Sample};
 use super::mm::{DatasetArgs, DatasetName};
-use super::report::Report;
+use super::report::{OUTPUT_JSON, Report};
 use super::stats::Summary;
 use crate::args::{positive, ratio, whole};
 use crate::client::{ClientArgs, LAST_EVENT, Lines, connection, event_data, json_of, refusal};
 use crate::error::Error;
 use crate::progress::count_bar;
+use crate::report_file::ReportFile;
 
 /// `plimsoll bench serve`.
 #[derive(Clone, Debug, Args)]
@@ -153,6 +154,7 @@ impl Outcome {
 
 /// Runs the benchmark.
 pub async fn run(args: ServeBenchArgs) -> Result<(), Error> {
+    let file = ReportFile::new(OUTPUT_JSON, args.output_json.clone())?;
     let images = args.dataset.images()?;
     let client = Client::connect(&args).await?;
     let dataset = RandomDataset {
@@ -190,8 +192,7 @@ pub async fn run(args: ServeBenchArgs) -> Result<(), Error> {
     let (outcomes, errors): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
     let outcomes: Vec<Outcome> = outcomes.into_iter().flatten().collect();
     let errors: Vec<String> = errors.into_iter().filter_map(Result::err).collect();
-    report(&args, &outcomes, &errors, duration)
-        .publish(" Serving Benchmark Result ", args.output_json.as_deref())?;
+    report(&args, &outcomes, &errors, duration).publish(" Serving Benchmark Result ", &file)?;
     match errors.first() {
         Some(first) => Err(Error::Bench(format!(
             "{} requests failed, the first: {first}",

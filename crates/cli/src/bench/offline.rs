@@ -14,7 +14,7 @@ use plimsoll_text::grammar::{CompiledGrammar, GrammarCompiler, GrammarSpec};
 use tokio::sync::Semaphore;
 
 use super::dataset::{RandomDataset, Sample};
-use super::report::Report;
+use super::report::{OUTPUT_JSON, Report};
 use super::stats::Summary;
 use crate::args::{EngineArgs, LatencyArgs, ThroughputArgs};
 use crate::backend::{self, Backend};
@@ -22,6 +22,7 @@ use crate::error::Error;
 use crate::logging::{self, Kind};
 use crate::picture::Picture;
 use crate::progress::count_bar;
+use crate::report_file::ReportFile;
 use crate::settings::EngineSettings;
 use crate::source::resolve;
 use crate::start::{Loaded, Serving, StartTimes, Text};
@@ -29,6 +30,7 @@ use crate::start::{Loaded, Serving, StartTimes, Text};
 /// Latency of batches, one after the other.
 pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
     let batch = args.batch_size;
+    let file = ReportFile::new(OUTPUT_JSON, args.output_json)?;
     let mut bench = Bench::start(args.engine, batch, batch).await?;
     bench.guide(args.guided_json.as_deref())?;
     let dataset = bench.dataset(args.input_len, args.output_len, 0.0);
@@ -87,12 +89,13 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
         report.number(&format!("P{p} (s)"), &format!("p{p}_latency"), value);
     }
     bench.end().await;
-    report.publish(" Latency Benchmark Result ", args.output_json.as_deref())
+    report.publish(" Latency Benchmark Result ", &file)
 }
 
 /// Throughput of many requests that are all there from the start.
 pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
     let queue = args.num_prompts.max(args.num_warmups);
+    let file = ReportFile::new(OUTPUT_JSON, args.output_json)?;
     let images = args.dataset.images()?;
     let mut bench = Bench::start(args.engine, 0, queue).await?;
     bench.guide(args.guided_json.as_deref())?;
@@ -134,7 +137,7 @@ pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
     bench.report_steps(&mut report, before.seconds_by_kind);
     bench.report_idle(&mut report, idle_before);
     bench.end().await;
-    report.publish(" Throughput Benchmark Result ", args.output_json.as_deref())
+    report.publish(" Throughput Benchmark Result ", &file)
 }
 
 struct Bench {

@@ -1,14 +1,16 @@
 //! What every benchmark prints: a table for people on stdout, JSON with commit, hardware and flags in a file.
 
-use std::path::Path;
-
 use serde_json::{Map, Value, json};
 
 use crate::error::Error;
 use crate::hardware;
+use crate::report_file::ReportFile;
 use crate::secrets;
 use crate::terminal;
 use crate::version;
+
+/// The flag that names the file of a report.
+pub(super) const OUTPUT_JSON: &str = "--output-json";
 
 /// Rows of a table, in order, and the JSON object beside it.
 #[derive(Debug, Default)]
@@ -93,17 +95,11 @@ impl Report {
         text + &"=".repeat(width)
     }
 
-    /// Prints the table, and writes the JSON where a file is given.
+    /// Prints the table, and writes the JSON to `file`, if it is one.
     #[allow(clippy::print_stdout, reason = "the table is what the command is for")]
-    pub(super) fn publish(&self, title: &str, file: Option<&Path>) -> Result<(), Error> {
+    pub(super) fn publish(self, title: &str, file: &ReportFile) -> Result<(), Error> {
         println!("{}", self.table(title, terminal::stdout_columns()));
-        let Some(file) = file else { return Ok(()) };
-        let mut text = serde_json::to_string_pretty(&self.json).expect("a map of values is JSON");
-        text.push('\n');
-        std::fs::write(file, text).map_err(|source| Error::Write {
-            path: file.to_owned(),
-            source,
-        })
+        file.write(&Value::Object(self.json))
     }
 }
 
@@ -137,7 +133,8 @@ mod tests {
         );
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("out.json");
-        report.publish(" Title ", Some(&file)).unwrap();
+        let json = ReportFile::new(OUTPUT_JSON, Some(file.clone())).unwrap();
+        report.publish(" Title ", &json).unwrap();
         let json: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
         assert_eq!(
             (&json["throughput"], &json["requests"]),
