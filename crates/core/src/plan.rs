@@ -95,7 +95,7 @@ impl Run {
         self.start + self.input.len()
     }
 
-    /// Whether the token that it samples follows another one of the output: who reads that waits for the step.
+    /// Whether it samples a token after the first one of an output: a client that reads the output waits for this step.
     pub fn continues_output(&self) -> bool {
         self.sample.as_ref().is_some_and(|sample| sample.index > 0)
     }

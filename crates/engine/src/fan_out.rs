@@ -41,7 +41,7 @@ struct Part<S> {
     state: S,
     /// Steps that were launched and not waited for.
     launched: usize,
-    /// How steps ended that had to be waited for because a later one was undone, the oldest first.
+    /// Results of steps that were waited for early because a later one was undone, the oldest first.
     ended: VecDeque<Result<StepOutput, StepError>>,
 }
 
@@ -70,13 +70,13 @@ impl<S: Executor> Part<S> {
         self.state.finish()
     }
 
-    /// Ends the step launched last. Those before it are of use: how they end is kept.
+    /// Ends the step launched last. The results of the steps before it are still wanted, and kept.
     fn undo(&mut self) {
         while self.launched > 1 {
             let ended = guard(|| self.wait());
             self.ended.push_back(ended);
         }
-        // Nobody asks how it ends.
+        // Its result is not wanted.
         let _ = self.wait();
     }
 }
@@ -233,7 +233,7 @@ impl<S: Executor + 'static> Executor for FanOut<S> {
         self.constrained = plan.constrained().count();
         let (plan, awaits) = (plan.clone(), plan.awaits_masks());
         let undo = move |part: &mut Part<S>| match awaits {
-            // That ends it.
+            // Masks that cannot be filled end the step.
             true => {
                 let stop = &mut |_: &mut [&mut [u32]]| panic!("the step ended on another rank");
                 let _ = guard(|| part.sample(stop));

@@ -271,7 +271,7 @@ impl Offset {
         self.characters += self.detokenizer.push(token).chars().count();
     }
 
-    /// Ends a text, which another one follows.
+    /// Ends the echoed prompt, which the output follows.
     fn flush(&mut self) {
         self.characters += self.detokenizer.flush().chars().count();
     }

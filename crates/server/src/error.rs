@@ -225,7 +225,7 @@ impl ApiError {
                 prompt: tokens,
                 limit,
             },
-            // The endpoint's name of it.
+            // By the name that the endpoint gives it.
             RequestError::Param(error) if error.param == MAX_TOKENS => {
                 Self::invalid(length, error.message.replacen(MAX_TOKENS, length, 1))
             }

@@ -12,7 +12,7 @@ use crate::transcript::arguments;
 use crate::wire::chat::{ChatPrompt, ChatToolChoice, Message, Role, SentToolCall};
 
 impl ChatPrompt {
-    /// Checks and converts it, for an answer that may call tools as said.
+    /// Checks the prompt and converts it. `choice` and `parallel` say which tools an answer may call, and how many at once.
     pub(crate) fn into_prompt(
         self,
         choice: Option<ChatToolChoice>,

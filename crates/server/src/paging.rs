@@ -3,7 +3,7 @@
 use crate::error::ApiError;
 use crate::wire::batch::Page;
 
-/// How many things a page has, of at most `most`.
+/// The number of entries of a page: what was asked for, from 1 to `most`.
 pub(crate) fn limit(asked: Option<usize>, default: usize, most: usize) -> Result<usize, ApiError> {
     match asked.unwrap_or(default) {
         limit if (1..=most).contains(&limit) => Ok(limit),

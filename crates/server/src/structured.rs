@@ -19,18 +19,18 @@ pub(crate) struct Requested {
     pub(crate) field: &'static str,
     /// The field that holds its whitespace, if it has any of its own.
     pub(crate) whitespace_field: &'static str,
-    /// The schemas in it, if the server made it of them.
+    /// The schemas that the server built the grammar from, if it did.
     pub(crate) schemas: Vec<Schema>,
 }
 
-/// One of the schemas in a grammar, for errors.
+/// A schema that a grammar was built from, to name it in errors.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Schema {
     /// The field that holds it.
     pub(crate) field: &'static str,
     /// What an error calls it.
     pub(crate) name: String,
-    /// It alone.
+    /// The grammar of this schema alone.
     pub(crate) grammar: Grammar,
 }
 

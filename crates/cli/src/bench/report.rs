@@ -95,7 +95,7 @@ impl Report {
         text + &"=".repeat(width)
     }
 
-    /// Prints the table, and writes the JSON to `file`, if it is one.
+    /// Prints the table, and writes the JSON to the file of [`OUTPUT_JSON`], if there is one.
     #[allow(clippy::print_stdout, reason = "the table is what the command is for")]
     pub(super) fn publish(self, title: &str, file: &ReportFile) -> Result<(), Error> {
         println!("{}", self.table(title, terminal::stdout_columns()));

@@ -171,8 +171,8 @@ impl Architecture {
         self.family().gguf_name
     }
 
-    /// Where its positions may have three dimensions: how many pairs of a head each has where a configuration does not say, and
-    /// whether they take turns (transformers' `mrope_section`).
+    /// For families whose positions may have three dimensions, what holds where a configuration does not say: the pairs of a head for
+    /// each dimension, and whether these are interleaved (transformers' `mrope_section` and `mrope_interleaved`).
     pub(crate) fn mrope(self) -> Option<([usize; 3], bool)> {
         match self {
             Self::Qwen2_5VL => Some(([16, 24, 24], false)),

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::advice::{are_listed, with_removal};
+use super::advice::{can_be_pasted, with_removal};
 use super::around::Around;
 use crate::{Architecture, ModelError};
 
@@ -350,8 +350,8 @@ pub(super) fn unwrap_text(
     }))
 }
 
-/// transformers up to 4 has the text part decide whether the head is the embedding, later ones what is around it. Where the text
-/// part alone says so, only the weights tell.
+/// transformers up to 4 has the text part decide whether the head is the embedding, later ones what is around it. Where the two
+/// disagree like this, only the weights tell.
 fn check_heads(fields: &Map<String, Value>, text: &Map<String, Value>) -> Result<(), ModelError> {
     const FIELD: &str = "tie_word_embeddings";
     let is = |fields: &Map<_, _>, tied: bool| fields.get(FIELD) == Some(&Value::Bool(tied));
@@ -369,7 +369,7 @@ fn check_heads(fields: &Map<String, Value>, text: &Map<String, Value>) -> Result
 /// Most characters of a flag's value that a message offers.
 const MOST_SHOWN: usize = 200;
 
-/// Of a field beside the text part that would change it, if transformers read it there.
+/// An error about a field beside the text part that would change the model if transformers read it there.
 pub(super) fn not_in_text(field: &str, value: &Value) -> ModelError {
     let in_text = json!({"text_config": {field: value}});
     let mut supported = "what `text_config` says is".to_owned();
@@ -419,7 +419,7 @@ fn check_others<'a>(
     let names: Vec<&str> = unknown.iter().map(|(field, _)| field.as_str()).collect();
     match others.len() {
         0 => {}
-        _ if are_listed(&names) => {
+        _ if can_be_pasted(&names) => {
             let others: Vec<_> = others.iter().map(|(field, _)| format!("`{field}`")).collect();
             supported += &format!(", nor {}", others.join(", "));
         }
@@ -438,7 +438,7 @@ fn is_inert(field: &str) -> bool {
     INERT.contains(&field)
 }
 
-/// The same of a network without words, of which those that transformers writes of all are known.
+/// The same for the configuration of an image encoder, which has some fields that transformers writes for every kind of model.
 pub(super) fn is_inert_in_tower(field: &str, value: &Value) -> bool {
     match field {
         // The tensors say in which type they are stored.

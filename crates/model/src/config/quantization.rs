@@ -149,7 +149,7 @@ struct RawScheme {
     _zp_dtype: Option<IgnoredAny>,
 }
 
-/// The same without fields that are null, those of parts included. GPTQModel's rules (`-:`) say something by their name alone.
+/// `value` without null fields at any depth, except for GPTQModel's rules (`-:`), whose name says everything.
 fn without_nulls(value: &Value) -> Value {
     match value {
         Value::Object(fields) => {
@@ -169,27 +169,19 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Null is as if a field were not there, also one that is not known: so `--hf-overrides` remove it.
+    /// A field that is null counts as absent, even an unknown one: so `--hf-overrides` can remove it.
     fn parse<T: DeserializeOwned>(&self, value: &Value) -> Result<T, ModelError> {
         serde_path_to_error::deserialize(without_nulls(value)).map_err(|error| {
             let message = error.inner().to_string();
-            let mut path: Vec<String> = error.path().iter().map(ToString::to_string).collect();
-            match message
-                .strip_prefix("unknown field `")
-                .and_then(|rest| rest.split_once('`'))
-            {
-                Some((unknown, _)) => {
-                    if path.last().is_none_or(|last| last != unknown) {
-                        path.push(unknown.to_owned());
-                    }
-                    self.unknown(&path.iter().map(String::as_str).collect::<Vec<_>>())
-                }
-                None => ModelError::config(self.path, format!("`{}`: {message}", self.field)),
+            if !message.starts_with("unknown field ") {
+                return ModelError::config(self.path, format!("`{}`: {message}", self.field));
             }
+            let path: Vec<String> = error.path().iter().map(ToString::to_string).collect();
+            self.unknown(&path.iter().map(String::as_str).collect::<Vec<_>>())
         })
     }
 
-    /// Of a field that is not known, with the names of what it is in before it.
+    /// An error about an unknown field at the end of `path`.
     fn unknown(&self, path: &[&str]) -> ModelError {
         let field = path.last().copied().unwrap_or_default();
         let nulls = path.iter().rev().fold(Value::Null, |value, name| {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId, mask};
 
-use super::lead::has;
+use super::lead::contains_mark;
 use crate::Tokenizer;
 
 /// Ends reasoning after a number of tokens: then nothing but its closing mark can be sampled.
@@ -165,7 +165,7 @@ impl Constraint for Budgeted {
             }
             State::Inside { left, mut tail } => {
                 tail.extend_from_slice(bytes);
-                match has(&mut tail, budget.close) {
+                match contains_mark(&mut tail, budget.close) {
                     true => budget.over(left),
                     false => State::of(left - 1, tail),
                 }
@@ -175,7 +175,7 @@ impl Constraint for Budgeted {
                 mut tail,
             } => {
                 tail.extend_from_slice(bytes);
-                match (has(&mut tail, budget.close), most - 1) {
+                match (contains_mark(&mut tail, budget.close), most - 1) {
                     (true, _) => budget.over(0),
                     // Without a grammar a model may go on with anything.
                     (false, 0) => State::Ending(0),
@@ -187,7 +187,7 @@ impl Constraint for Budgeted {
             }
             State::Between { left, mut tail } => {
                 tail.extend_from_slice(bytes);
-                match has(&mut tail, budget.open) {
+                match contains_mark(&mut tail, budget.open) {
                     true => State::of(left, Vec::new()),
                     false => State::Between { left, tail },
                 }

@@ -139,7 +139,7 @@ impl Constraint for Behind {
             return self.inner.accept(token);
         };
         before.extend_from_slice(self.tokenizer.token_bytes(token));
-        if has(before, &self.marker) {
+        if contains_mark(before, &self.marker) {
             self.before = None;
         }
         Ok(Progress::Open)
@@ -150,8 +150,8 @@ impl Constraint for Behind {
     }
 }
 
-/// Whether `tail` has `mark`; what cannot be the beginning of one is dropped.
-pub(super) fn has(tail: &mut Vec<u8>, mark: &str) -> bool {
+/// Whether `tail` contains `mark`. Drops the bytes of `tail` with which no mark can begin any more.
+pub(super) fn contains_mark(tail: &mut Vec<u8>, mark: &str) -> bool {
     let found = tail.windows(mark.len()).any(|bytes| bytes == mark.as_bytes());
     let useless = (tail.len() + 1).saturating_sub(mark.len());
     tail.drain(..useless);

@@ -60,9 +60,9 @@ impl TemplateText {
     }
 }
 
-/// `chat_template.jinja` of a model directory, beside which there may be one for tools, else `chat_template` of
-/// `tokenizer_config.json`, which may be one template or several with names, else of `chat_template.json`, as older processors
-/// of images write it.
+/// The chat templates of a model directory: `chat_template.jinja` and, if it is there, the one for tools; else `chat_template` of
+/// `tokenizer_config.json`, one template or several with names; else that of `chat_template.json`, which older image processors
+/// write.
 pub(super) fn in_dir(dir: &Path) -> Result<Option<Found>, TextError> {
     let path = dir.join("chat_template.jinja");
     if let Some(source) = template(&path)? {
