@@ -5,7 +5,7 @@ use plimsoll_device::cuda::Gpu;
 use plimsoll_kernels::cuda::{GpuLinear, LinearOutput, LinearPath, Linears};
 
 use super::{Case, GROUPS, TOLERANCE, gated};
-use crate::chain::{add, normalise};
+use crate::chain::{EPS, add, round};
 use crate::common::{self, wide};
 use crate::fused::ACTIVATIONS;
 use crate::linear::{Normed, forward_norm, linears};
@@ -33,8 +33,16 @@ impl Case {
         forward_norm(gpu, linears, layer, output, inputs, &self.norm_weight())
     }
 
-    /// The norm ahead of the product, with all kinds of outputs for which it is a part of it.
-    pub(super) fn check_norm(&self, gpu: &Gpu, linears: &Linears, what: &str, tolerance: f64) {
+    /// The norm ahead of the product, with all kinds of outputs for which it is a part of it. `normalise` makes it of a row of sums and
+    /// the weight.
+    pub(super) fn check_norm(
+        &self,
+        gpu: &Gpu,
+        linears: &Linears,
+        what: &str,
+        normalise: impl Fn(&[f64], &[f32]) -> Vec<f64>,
+        tolerance: f64,
+    ) {
         let layer = self.layer(gpu);
         if !linears.fuses_norm(self.m, &layer, LinearOutput::Bf16) {
             return;
@@ -61,6 +69,16 @@ impl Case {
             common::assert_close(&what, &common::widen(&found.out), &gated, 6e-3);
         }
     }
+}
+
+/// The norm as kernels with inputs in registers make it: sums times weights are rounded, and multiplied by the row's factor after the product.
+/// Rounded elsewhere, a row of 128 inputs differs by up to 0.7 %.
+fn weighed_first(sums: &[f64], weight: &[f32]) -> Vec<f64> {
+    let square = sums.iter().map(|x| x * x).sum::<f64>() / sums.len() as f64;
+    let factor = 1.0 / (square + f64::from(EPS)).sqrt();
+    let both = sums.iter().zip(weight);
+    both.map(|(x, weight)| round(x * f64::from(*weight)) * factor)
+        .collect()
 }
 
 /// Some tiles for each block, the last of them not whole; windows for few warps and as many as they hold; rows that depend on no other.
@@ -90,12 +108,12 @@ fn norms_of_inputs_in_registers() {
             let what = case.what("inputs in registers");
             assert!(linears.fuses_norm(m, &layer, output), "{what}");
             if !n.is_multiple_of(16) {
-                case.check_norm(&gpu, &linears, &what, TOLERANCE);
+                case.check_norm(&gpu, &linears, &what, weighed_first, TOLERANCE);
                 continue;
             }
             let gated = LinearOutput::Glu(ACTIVATIONS[0]);
             assert!(linears.fuses_norm(m, &layer, gated), "{what}, gated");
-            case.check_norm(&gpu, &linears, &what, TOLERANCE);
+            case.check_norm(&gpu, &linears, &what, weighed_first, TOLERANCE);
             let first = case.forward_norm(&gpu, &linears, &layer, output);
             assert!(
                 first == case.forward_norm(&gpu, &linears, &layer, output),
