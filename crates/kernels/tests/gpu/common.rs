@@ -212,17 +212,22 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     sums.into_iter().chain(rest).sum()
 }
 
-/// ‖out − reference‖ / ‖reference‖ is at most `tolerance`, and no element is NaN.
+/// ‖out − reference‖ / ‖reference‖, or ‖out‖ if the reference is 0.
+pub(crate) fn relative_error(out: &[f32], reference: &[f64]) -> f64 {
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let error = norm(&mut out.iter().zip(reference).map(|(&x, y)| f64::from(x) - y));
+    let size = norm(&mut reference.iter().copied());
+    if size == 0.0 { error } else { error / size }
+}
+
+/// [`relative_error`] is at most `tolerance`, and no element is NaN.
 #[track_caller]
 pub(crate) fn assert_close(what: &str, out: &[f32], reference: &[f64], tolerance: f64) {
     assert_eq!(out.len(), reference.len(), "{what}: lengths");
     if let Some(at) = out.iter().position(|x| !x.is_finite()) {
         panic!("{what}: element {at} is {}", out[at]);
     }
-    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
-    let error = norm(&mut out.iter().zip(reference).map(|(&x, y)| f64::from(x) - y));
-    let size = norm(&mut reference.iter().copied());
-    let relative = if size == 0.0 { error } else { error / size };
+    let relative = relative_error(out, reference);
     assert!(
         relative <= tolerance,
         "{what}: relative error {relative:.2e} over {tolerance:.0e}"
