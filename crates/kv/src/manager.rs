@@ -310,6 +310,30 @@ impl KvManager {
         }
     }
 
+    /// The row of the last computed token is finite, and with it all that it sees.
+    pub fn confirm(&mut self, table: &BlockTable) {
+        let Some(prefix) = table.prefix.filter(|_| self.prefix_caching) else {
+            return;
+        };
+        let block_size = self.config.block_size.tokens();
+        let groups = self.config.groups.iter();
+        // Of a block that lies partly behind a window, the row does not see all.
+        let seen = groups.map(|group| group.kind.first_visible(table.computed).div_ceil(block_size));
+        let blocks = seen.max().unwrap_or(0)..table.computed / block_size;
+        self.index.confirm(prefix, table.groups(), blocks);
+    }
+
+    /// A row behind the computed tokens is not finite, and it is not known since which of them: what no other row has confirmed
+    /// is cached no more, whoever computed it, nor is anything that the table computes from here on.
+    pub fn distrust(&mut self, table: &mut BlockTable) {
+        let groups = table.groups.iter().zip(&self.config.groups);
+        let held = groups.flat_map(|(held, group)| heads(held, group));
+        self.index.distrust(table.prefix.take(), held);
+        for slot in self.index.take_dropped() {
+            self.slots.forget(slot);
+        }
+    }
+
     /// Drops the table's references. Cached blocks stay cached until their memory is needed.
     pub fn release(&mut self, mut table: BlockTable) {
         if let Some(state) = table.state.take() {

@@ -1,5 +1,6 @@
 mod journal;
 mod snapshots;
+mod trust;
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -102,6 +103,8 @@ struct Node {
     name: u64,
     blocks: Blocks,
     state: Option<StateSlot>,
+    /// A row that sees all it has was finite: see [`Self::confirm`](PrefixIndex::confirm).
+    is_confirmed: bool,
     /// Its own state, and the nodes that continue this one of which there is one at or behind it.
     hits: u32,
     /// Nodes that continue this one, in a list through their `next`.
@@ -267,6 +270,7 @@ impl PrefixIndex {
             name,
             blocks: [None; CacheGroups::MAX],
             state: None,
+            is_confirmed: false,
             hits: 0,
             first_child: None,
             next: None,
@@ -291,6 +295,7 @@ impl PrefixIndex {
             };
             if let (held @ None, Some(block)) = (&mut node.blocks[group], block) {
                 *held = Some(block);
+                node.is_confirmed = false;
                 self.node_of[block.index()] = Some(id);
                 self.cached[group] += 1;
                 if self.is_told(id) {

@@ -29,7 +29,10 @@ impl PrefixIndex {
         if self.nodes[id.index()].is_none_or(|node| node.state.is_some()) {
             return false;
         }
-        self.change(id, |node| node.state = Some(slot));
+        self.change(id, |node| {
+            node.state = Some(slot);
+            node.is_confirmed = false;
+        });
         self.node_of_slot[slot.index()] = Some(id);
         self.snapshots += 1;
         self.promise(id);
