@@ -21,7 +21,7 @@ mod overlap;
 mod recovery;
 mod stall;
 
-use fake::{Fake, Script, Unmetered, token};
+use fake::{FINITE, Fake, Script, Unmetered, token};
 
 use crate::{Drained, EngineConfig, EngineHandle, Phase, RequestStream, SubmitError};
 
@@ -287,6 +287,28 @@ async fn a_step_that_fails_takes_its_own_requests_along_and_no_others() {
         assert!(health.last_error.unwrap().contains(message));
         assert_eq!(rig.engine.stats().failed_steps, 1);
         assert_eq!(read(rig.submit(4, 5).unwrap()).await, whole(4, 5));
+    }
+}
+
+/// The step behind was launched with what it sampled last, whatever that is.
+#[tokio::test]
+async fn what_is_not_finite_ends_its_own_request_alone() {
+    for steps_in_flight in [1, 2] {
+        let rig = Rig::new(Shape {
+            steps_in_flight,
+            ..Default::default()
+        });
+        rig.script.not_finite.store(2, Ordering::SeqCst);
+        let [a, b, c] = [1, 2, 3].map(|seed| rig.submit(seed, 30).unwrap());
+        let (a, b, c) = tokio::join!(read(a), read(b), read(c));
+        assert_eq!((a, c), (whole(1, 30), whole(3, 30)));
+        assert_eq!(b.0, expected(2, FINITE));
+        let error = b.1.unwrap_err();
+        assert!(matches!(error, StepError::NotFinite(_)), "{error}");
+        assert!(error.to_string().contains("NaN or infinite"), "{error}");
+        let (stats, health) = (rig.engine.stats(), rig.engine.health());
+        assert_eq!((stats.failed_steps, stats.scheduler.failed), (0, 1));
+        assert_eq!((health.phase, health.last_error), (Phase::Running, None));
     }
 }
 

@@ -313,9 +313,13 @@ impl<E: Executor> EngineThread<E> {
             Err(error) => self.scheduler.fail(plan, &error),
         };
         if failure.is_none() {
-            // The scheduler fails a step whose output does not match its plan. A constraint fails its own request only.
+            // The scheduler fails a step whose output does not match its plan. Other errors are those of single requests.
             failure = events.iter().find_map(|(_, event)| match event {
                 Event::Failed(StepError::Constraint(_)) => None,
+                Event::Failed(error @ StepError::NotFinite(_)) => {
+                    tracing::error!(step = plan.step, %error, "a request failed");
+                    None
+                }
                 Event::Failed(error) => Some(error.clone()),
                 _ => None,
             });

@@ -1,4 +1,4 @@
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_core::{
@@ -203,19 +203,22 @@ impl Runner {
         let mut exchange = exchange.as_deref().map(lock);
         let Forward { mut normed, .. } =
             self.forward(plan, &rows.collect::<Vec<_>>(), exchange.as_deref_mut())?;
-        let pooled = plan.runs.iter().map(|run| {
+        let mut not_finite = Vec::new();
+        let pooled = plan.runs.iter().enumerate().map(|(index, run)| {
             let own;
             (own, normed) = normed.split_at(count(run) * width);
-            run.pool.map(|_| {
-                let mut sum = vec![0.0; width];
-                sum_rows(own, &mut sum);
-                sum
-            })
+            run.pool?;
+            let mut sum = vec![0.0; width];
+            sum_rows(own, &mut sum);
+            let is_finite = sum.iter().all(|x| x.is_finite());
+            not_finite.extend((!is_finite).then_some(index));
+            is_finite.then_some(sum)
         });
         Ok(StepOutput {
             pooled: pooled.collect(),
             samples: vec![None; plan.runs.len()],
             scores: Vec::new(),
+            not_finite,
         })
     }
 
@@ -226,14 +229,12 @@ impl Runner {
         let (vocab, words) = (self.bounds.vocab_size, mask_words(self.bounds.vocab_size));
         let mut samples: Vec<Option<Sampled>> = vec![None; plan.runs.len()];
         let mut scores: Vec<Vec<PromptLogprob>> = vec![Vec::new(); plan.runs.len()];
+        let mut not_finite = BTreeSet::new();
         self.run(plan, &rows, |first, mut logits, masks, arena| {
             let read = &read[first..first + logits.len() / vocab];
             for alike in read.chunk_by(ReadRow::is_alike) {
                 let (of, rest) = std::mem::take(&mut logits).split_at_mut(alike.len() * vocab);
                 logits = rest;
-                let failed = |read: &ReadRow<'_>, SampleError::NotFinite| {
-                    StepError::NotFinite(plan.runs[read.run].request)
-                };
                 let specs: Vec<_> = alike.iter().filter_map(ReadRow::sampled).collect();
                 let scored: Vec<_> = alike.iter().filter_map(ReadRow::scored).collect();
                 if !specs.is_empty() {
@@ -243,19 +244,31 @@ impl Runner {
                         }
                     }
                     for (read, sampled) in alike.iter().zip(sample(of, &specs, arena)?) {
-                        samples[read.run] = Some(sampled.map_err(|error| failed(read, error))?);
+                        match sampled {
+                            Ok(sampled) => samples[read.run] = Some(sampled),
+                            Err(SampleError::NotFinite) => drop(not_finite.insert(read.run)),
+                        }
                     }
                 } else {
                     for (read, scored) in alike.iter().zip(score(of, &scored)) {
-                        scores[read.run].push(scored.map_err(|error| failed(read, error))?);
+                        match scored {
+                            Ok(scored) => scores[read.run].push(scored),
+                            Err(SampleError::NotFinite) => drop(not_finite.insert(read.run)),
+                        }
                     }
                 }
             }
             Ok(())
         })?;
+        for &index in &not_finite {
+            samples[index] = None;
+            scores[index].clear();
+        }
+        // The step behind this one may be planned before anybody knows that a request failed: it goes on with any token.
         let sampled = plan.runs.iter().zip(&samples);
         self.last = sampled
-            .filter_map(|(run, sample)| Some((run.request, sample.as_ref()?.token)))
+            .filter(|(run, _)| run.sample.is_some())
+            .map(|(run, sample)| (run.request, sample.as_ref().map_or(0, |sampled| sampled.token)))
             .collect();
         let scored = plan.runs.iter().zip(scores);
         let scores = scored
@@ -265,6 +278,7 @@ impl Runner {
             samples,
             scores,
             pooled: Vec::new(),
+            not_finite: not_finite.into_iter().collect(),
         })
     }
 

@@ -5,8 +5,7 @@ use std::thread::{Builder, scope};
 use std::time::Instant;
 
 use plimsoll_core::{
-    BuildError, Component, Executor, KvConfig, Meters, Oom, StateConfig, StepError, StepOutput, StepPlan,
-    allow_all,
+    BuildError, Component, Executor, KvConfig, Meters, Oom, StateConfig, StepError, StepOutput, allow_all,
 };
 
 use crate::profiler::Profiler;
@@ -62,7 +61,6 @@ impl Stop {
             // Its verdict is the one that counts.
             StepError::OtherRank(rank) => Self::exhausted(phase, Some(scenario), Shortage::Rank(rank)),
             StepError::RankLost(why) => Self::Failed(RankLost(why).into()),
-            StepError::NotFinite(_) => Self::Failed(ProfileError::NotFinite { phase, scenario }),
             error => Self::Failed(ProfileError::Step {
                 phase,
                 scenario,
@@ -280,8 +278,8 @@ impl<T: Target> Profiler<'_, T> {
             });
             let until_launched = started.elapsed().as_secs_f64();
             self.agree(phase, Some(kind), launched.map_err(stop))?;
-            let finished = state.finish().and_then(|output| check_pooled(plan, &output));
-            let finished = finished.map_err(stop);
+            let finished = state.finish().map_err(stop);
+            let finished = finished.and_then(|output| check_finite(phase, kind, &output));
             self.agree(phase, Some(kind), finished)?;
             let seconds = started.elapsed().as_secs_f64();
             let scratch = self.target.take_scratch_high_water(state);
@@ -363,12 +361,10 @@ impl<T: Target> Profiler<'_, T> {
     }
 }
 
-/// As sampling refuses logits that are not finite, so do vectors: the weights are at fault.
-fn check_pooled(plan: &StepPlan, output: &StepOutput) -> Result<(), StepError> {
-    let mut vectors = plan.runs.iter().zip(&output.pooled);
-    let is_wrong = |vector: &Option<Vec<f64>>| vector.iter().flatten().any(|value| !value.is_finite());
-    match vectors.find(|(_, vector)| is_wrong(vector)) {
-        Some((run, _)) => Err(StepError::NotFinite(run.request)),
-        None => Ok(()),
+/// The tokens of these steps are nobody's, so what is not finite says that the weights are at fault.
+pub(crate) fn check_finite(phase: Phase, scenario: ScenarioKind, output: &StepOutput) -> Result<(), Stop> {
+    match output.not_finite.is_empty() {
+        true => Ok(()),
+        false => Err(ProfileError::NotFinite { phase, scenario }.into()),
     }
 }

@@ -12,7 +12,7 @@ use plimsoll_core::{
 
 use crate::profiler::Profiler;
 use crate::scenario::{ScenarioKind, timed_step};
-use crate::stress::Stop;
+use crate::stress::{Stop, check_finite};
 use crate::timed_shape::TimedShape;
 use crate::{Phase, StepTimes, Target, TimedStep};
 
@@ -207,14 +207,17 @@ impl<T: Target> Profiler<'_, T> {
     }
 
     fn finish(&mut self, state: &mut T::State) -> Result<(), Stop> {
-        let finished = state.finish().map(drop).map_err(stop);
+        let finished = state.finish().map_err(stop);
+        let finished = finished.and_then(|output| check_finite(Phase::Timing, TIMED_AS, &output));
         self.agree(Phase::Timing, None, finished)
     }
 }
 
 /// These steps are like the worst mixed one, only smaller.
+const TIMED_AS: ScenarioKind = ScenarioKind::Mixed;
+
 fn stop(error: plimsoll_core::StepError) -> Stop {
-    Stop::of_step(Phase::Timing, ScenarioKind::Mixed, error)
+    Stop::of_step(Phase::Timing, TIMED_AS, error)
 }
 
 fn listed(steps: &[TimedStep]) -> String {

@@ -58,6 +58,14 @@ enum Place {
     Running(Rank),
 }
 
+/// What a step says about a run.
+#[derive(Debug)]
+struct Answer {
+    sampled: Option<Sampled>,
+    logprobs: Vec<PromptLogprob>,
+    pooled: Option<Vec<f64>>,
+}
+
 /// Blocks of an ended request that steps in flight still use.
 #[derive(Debug)]
 struct Leaving {
@@ -254,11 +262,23 @@ impl Scheduler {
         }
         self.land(plan);
         let mut events = Vec::with_capacity(plan.runs.len());
-        let mut scores = output.scores.into_iter();
-        let pooled = output.pooled.into_iter().chain(std::iter::repeat(None));
-        for ((run, sampled), pooled) in plan.runs.iter().zip(output.samples).zip(pooled) {
-            let scored = run.score.as_ref().and_then(|_| scores.next());
-            self.apply_run(run, sampled, scored.unwrap_or_default(), pooled, &mut events);
+        let StepOutput {
+            samples,
+            scores,
+            pooled,
+            not_finite,
+        } = output;
+        let mut scores = scores.into_iter();
+        let mut pooled = pooled.into_iter();
+        for (index, (run, sampled)) in plan.runs.iter().zip(samples).enumerate() {
+            let logprobs = run.score.as_ref().and_then(|_| scores.next());
+            let answer = Answer {
+                sampled,
+                logprobs: logprobs.unwrap_or_default(),
+                pooled: pooled.next().flatten(),
+            };
+            let is_finite = not_finite.binary_search(&index).is_err();
+            self.apply_run(run, is_finite.then_some(answer), &mut events);
         }
         events
     }
@@ -417,27 +437,36 @@ impl Scheduler {
         self.waiting.put_back(rank, sequence);
     }
 
-    fn apply_run(
-        &mut self,
-        run: &Run,
-        sampled: Option<Sampled>,
-        logprobs: Vec<PromptLogprob>,
-        pooled: Option<Vec<f64>>,
-        events: &mut Vec<(RequestId, Event)>,
-    ) {
+    /// Applies what a step says about a run. If that is nothing, as it is not finite, its request fails alone: what it computed last
+    /// is not cached, and what it computed before is only if a row that saw it was finite ([`KvManager::distrust`]).
+    fn apply_run(&mut self, run: &Run, answer: Option<Answer>, events: &mut Vec<(RequestId, Event)>) {
         let id = run.request;
         let rank = match self.places.get(&id) {
             Some(&Place::Running(rank)) => rank,
             Some(Place::Waiting(_)) => unreachable!("a request in flight is not preempted"),
             None => {
-                self.counters.discarded_tokens += u64::from(sampled.is_some());
+                self.counters.discarded_tokens += u64::from(run.sample.is_some());
                 return self.leave(id);
             }
         };
         let running = self.running.get_mut(&rank).expect("its place says so");
         running.in_flight -= 1;
+        let Some(answer) = answer else {
+            self.kv.distrust(&mut running.table);
+            self.counters.failed += 1;
+            events.push((id, Event::Failed(StepError::NotFinite(id))));
+            return self.retire(rank);
+        };
         self.kv
             .commit(&mut running.table, &running.sequence.tokens[..run.end()]);
+        if answer.sampled.is_some() || answer.pooled.is_some() {
+            self.kv.confirm(&running.table);
+        }
+        let Answer {
+            sampled,
+            logprobs,
+            pooled,
+        } = answer;
         if let Some(vector) = pooled.and_then(|rows| running.pool(rows, run.end())) {
             events.push((id, Event::Pooled(vector)));
             self.counters.finished_pooled += 1;

@@ -183,3 +183,36 @@ fn nothing_of_a_failed_step_or_a_lost_cache_is_found() {
     }
     assert_eq!(scheduler.stats().slots.used, 0);
 }
+
+/// A snapshot within the prompt, which a later chunk leaves behind before anybody looks at a row.
+#[test]
+fn a_snapshot_that_no_finite_row_has_seen_goes_with_a_request_that_is_not_finite() {
+    let mut scheduler = scheduler(100, 8);
+    scheduler.submit(request(1, 1, 60, 2));
+    let first = scheduler.plan();
+    let second = scheduler.plan();
+    scheduler.apply(&first, output(&first));
+    assert_eq!(scheduler.stats().slots.snapshots, 1);
+    let mut rest = output(&second);
+    (rest.samples, rest.not_finite) = (vec![None], vec![0]);
+    scheduler.apply(&second, rest);
+    scheduler.check_invariants().expect("the bookkeeping is sound");
+    let stats = scheduler.stats();
+    assert_eq!(
+        (stats.slots.used, stats.slots.snapshots, stats.blocks_cached()),
+        (0, 0, 0)
+    );
+
+    // One that was seen stays.
+    scheduler.submit(request(2, 1, 60, 2));
+    run_to_the_end(&mut scheduler);
+    let snapshots = scheduler.stats().slots.snapshots;
+    scheduler.submit(request(3, 1, 60, 2));
+    let plan = scheduler.plan();
+    assert_eq!(plan.runs[0].start, 48);
+    let mut rest = output(&plan);
+    (rest.samples, rest.not_finite) = (vec![None], vec![0]);
+    scheduler.apply(&plan, rest);
+    scheduler.check_invariants().expect("the bookkeeping is sound");
+    assert!(snapshots > 0 && scheduler.stats().slots.snapshots == snapshots);
+}

@@ -11,7 +11,8 @@ use plimsoll_profiler::{BuildProgress, Target};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::executor::{check_tables, garbage};
+use crate::checks::check_tables;
+use crate::executor::garbage;
 use crate::ranks::{Member, Seat};
 
 /// What a virtual device is like. Sizes are in bytes.
@@ -444,6 +445,7 @@ impl Executor for VirtualState {
                 .collect(),
             scores: scores.map(garbage).collect(),
             pooled: plan.runs.iter().map(|run| run.pool.map(|_| Vec::new())).collect(),
+            not_finite: Vec::new(),
         })
     }
 }

@@ -5,10 +5,11 @@ use std::{
 };
 
 use plimsoll_core::{
-    CacheGroup, CacheKind, Executor, FillMasks, KvConfig, PageId, Pooling, PromptLogprob, RequestId, Run,
-    RunInput, RunState, Sampled, ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId, mask,
+    CacheGroup, Executor, FillMasks, KvConfig, PageId, Pooling, PromptLogprob, RequestId, Run, RunInput,
+    RunState, Sampled, ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId, mask,
 };
 
+use crate::checks::{check_score, check_tables, first_seen};
 use crate::images::EncodedImages;
 use crate::model::{Context, SimModel};
 
@@ -43,6 +44,8 @@ pub enum Fault {
     Sample,
     /// `finish` fails, and what the step wrote is garbage.
     Finish,
+    /// The answer of one run is not finite, nor is anything that it sees and no finite answer has seen.
+    NotFinite,
 }
 
 /// A device that stores, in each KV slot of each group, the whole context up to that token; a query reads the slots that its
@@ -71,6 +74,8 @@ struct Slot {
     token: TokenId,
     /// Group and plane that wrote it.
     place: (usize, usize),
+    /// By a row that was sampled from, or pooled.
+    seen: bool,
 }
 
 #[derive(Debug)]
@@ -280,15 +285,19 @@ impl SimExecutor {
         }
     }
 
-    /// The log-probabilities that the run asks for go to `scores`, its rows to `pooled`.
+    /// The log-probabilities that the run asks for go to `output`, and its rows; or only that they are not finite.
     fn execute_run(
         &mut self,
         run: &Run,
+        overflows: bool,
         mask: Option<&[u32]>,
-        scores: &mut Vec<Vec<PromptLogprob>>,
-        pooled: &mut Vec<Option<Vec<f64>>>,
+        output: &mut StepOutput,
     ) -> Result<Option<Sampled>, String> {
         let mut context = self.context_before(run)?;
+        if overflows {
+            self.overflow(run);
+            context = Context::NOT_FINITE;
+        }
         let last;
         let tokens = match &run.input {
             RunInput::Known(tokens) => tokens.as_slice(),
@@ -307,6 +316,7 @@ impl SimExecutor {
                 after,
                 token,
                 place: (0, 0),
+                seen: false,
             };
             self.write(run, run.start + row, slot);
             context = after;
@@ -322,8 +332,17 @@ impl SimExecutor {
         if let Some(state) = run.state {
             self.states[state.after.index()] = Some(context);
         }
-        scores.extend(run.score.as_ref().map(|_| scored));
-        pooled.push(run.pool.map(|_| sum.to_vec()));
+        if context == Context::NOT_FINITE && reads(run) {
+            output.scores.extend(run.score.as_ref().map(|_| Vec::new()));
+            output.pooled.push(None);
+            output.not_finite.push(output.samples.len());
+            return Ok(None);
+        }
+        if run.sample.is_some() || run.pool.is_some() {
+            self.see(run);
+        }
+        output.scores.extend(run.score.as_ref().map(|_| scored));
+        output.pooled.push(run.pool.map(|_| sum.to_vec()));
         let Some(spec) = &run.sample else { return Ok(None) };
         let history: &[TokenId] = &spec.history;
         let right = if spec.params.needs_history() {
@@ -357,6 +376,9 @@ impl SimExecutor {
             let mut last = (first == 0).then_some(Context::EMPTY);
             for position in first..run.start {
                 let Slot { before, after, .. } = self.read(run, index, position)?;
+                if after == Context::NOT_FINITE {
+                    return Ok(after);
+                }
                 if last.is_some_and(|last| last != before) {
                     return Err(format!(
                         "the KV of {} at {position} belongs to another context",
@@ -373,11 +395,38 @@ impl SimExecutor {
         }
         let context = context.ok_or_else(|| format!("{} sees nothing of its context", run.request))?;
         match run.state.and_then(|state| state.before) {
+            Some(slot) if self.states[slot.index()] == Some(Context::NOT_FINITE) => Ok(Context::NOT_FINITE),
             Some(slot) if self.states[slot.index()] != Some(context) => Err(format!(
                 "the state of {} in slot {} belongs to another context",
                 run.request, slot.0
             )),
             _ => Ok(context),
+        }
+    }
+
+    /// A finite row tells of all that the run's last token sees.
+    fn see(&mut self, run: &Run) {
+        let groups = self.config.kv.groups;
+        for (index, group) in groups.iter().enumerate() {
+            for position in first_seen(group.kind, run.end() - 1)..run.end() {
+                for at in self.slots(run, index, position) {
+                    self.slots[at].seen = true;
+                }
+            }
+        }
+    }
+
+    /// What no finite row has seen of the context of a run, it finds not to be finite.
+    fn overflow(&mut self, run: &Run) {
+        let groups = self.config.kv.groups;
+        for (index, group) in groups.iter().enumerate() {
+            for position in (first_seen(group.kind, run.start)..run.start).rev() {
+                let slots: Vec<_> = self.slots(run, index, position).collect();
+                if slots.iter().any(|&at| self.slots[at].seen) {
+                    break;
+                }
+                (slots.into_iter()).for_each(|at| self.slots[at].after = Context::NOT_FINITE);
+            }
         }
     }
 
@@ -395,54 +444,9 @@ impl SimExecutor {
     }
 }
 
-/// Each group has the blocks that the run reads and writes; `first_block` says where a group's begin.
-pub(crate) fn check_tables(
-    kv: &KvConfig,
-    run: &Run,
-    first_block: impl Fn(&CacheGroup) -> usize,
-) -> Result<(), String> {
-    if run.tables.len() != kv.groups.as_slice().len() {
-        return Err(format!("has {} tables", run.tables.len()));
-    }
-    for (table, group) in run.tables.iter().zip(&kv.groups) {
-        let needed = first_block(group)..kv.block_size.blocks_for(run.end());
-        let held = table.first..table.end(group);
-        let whole = table.pages.len().is_multiple_of(group.pages_per_block);
-        if held.start > needed.start || held.end < needed.end || !whole {
-            return Err(format!("has blocks {held:?} of a {}, not {needed:?}", group.kind));
-        }
-        if let Some(page) = table.pages.iter().find(|page| page.index() >= kv.num_pages) {
-            return Err(format!("names page {}", page.0));
-        }
-    }
-    Ok(())
-}
-
-/// The first position that a query sees: by the definition, not as the scheduler has it.
-fn first_seen(kind: CacheKind, query: usize) -> usize {
-    let sees = |key: usize| match kind {
-        CacheKind::Full => true,
-        CacheKind::Window(window) => query - key < window,
-    };
-    (0..=query).find(|&key| sees(key)).unwrap_or(query)
-}
-
-/// Every scored token follows a token of the run, and is the run's next where there is one; the last row is another's if it
-/// is sampled from.
-fn check_score(run: &Run, score: &ScoreSpec) -> Result<(), String> {
-    let rows = score.rows();
-    let last = run.input.len() - usize::from(run.sample.is_some());
-    if rows.is_empty() || rows.end > last {
-        return Err(format!("scores its rows {rows:?} of {last}"));
-    }
-    let RunInput::Known(tokens) = &run.input else {
-        return Err("scores what it samples".into());
-    };
-    let next = &tokens[rows.start + 1..tokens.len().min(rows.end + 1)];
-    match score.targets.starts_with(next) {
-        true => Ok(()),
-        false => Err(format!("scores {:?}, but goes on with {next:?}", score.targets)),
-    }
+/// Whether a step is to say anything about a run.
+fn reads(run: &Run) -> bool {
+    run.sample.is_some() || run.score.is_some() || run.pool.is_some()
 }
 
 /// What a ruined run says about the prompt.
@@ -461,6 +465,7 @@ const GARBAGE: Slot = Slot {
     after: Context::GARBAGE,
     token: 0,
     place: (0, 0),
+    seen: false,
 };
 
 impl Executor for SimExecutor {
@@ -515,41 +520,43 @@ impl Executor for SimExecutor {
         if !time.is_zero() {
             thread::sleep(time);
         }
-        let failed = self.faults.get(&plan.step) == Some(&Fault::Finish);
-        let mut samples = Vec::with_capacity(plan.runs.len());
-        let (mut scores, mut pooled) = (Vec::new(), Vec::new());
+        let fault = self.faults.get(&plan.step).copied();
+        let failed = fault == Some(Fault::Finish);
+        let mut output = StepOutput::default();
         let mut last_sampled = HashMap::new();
         if masks.is_none() && plan.awaits_masks() {
             return Err(StepError::Failed("a step is finished without its masks".into()));
         }
+        let overflows = plan.runs.iter().position(reads);
+        let overflows = overflows.filter(|_| fault == Some(Fault::NotFinite));
         let mut masks = masks.iter().flatten();
-        for run in &plan.runs {
+        for (index, run) in plan.runs.iter().enumerate() {
             let constrained = run.sample.as_ref().is_some_and(|spec| spec.constrained);
             let mask = if constrained { masks.next() } else { None };
             let sampled = if failed || ruined.contains(&run.request) {
                 self.ruin(run);
-                scores.extend(run.score.as_ref().map(garbage));
-                pooled.push(run.pool.map(|_| vec![f64::NAN; SimModel::WIDTH]));
+                output.scores.extend(run.score.as_ref().map(garbage));
+                let vector = run.pool.map(|_| vec![f64::NAN; SimModel::WIDTH]);
+                output.pooled.push(vector);
                 run.sample.as_ref().map(|_| Sampled {
                     token: 0,
                     logprobs: None,
                 })
             } else {
-                self.execute_run(run, mask.map(Vec::as_slice), &mut scores, &mut pooled)
+                let overflows = overflows == Some(index);
+                self.execute_run(run, overflows, mask.map(Vec::as_slice), &mut output)
                     .map_err(StepError::Failed)?
             };
-            last_sampled.extend(sampled.iter().map(|sampled| (run.request, sampled.token)));
-            samples.push(sampled);
+            // The step behind this one goes on with something in any case.
+            let token = sampled.as_ref().map_or(0, |sampled| sampled.token);
+            last_sampled.extend(run.sample.as_ref().map(|_| (run.request, token)));
+            output.samples.push(sampled);
         }
         self.last_sampled = last_sampled;
         if failed {
             Err(StepError::Failed(Self::INJECTED.into()))
         } else {
-            Ok(StepOutput {
-                samples,
-                scores,
-                pooled,
-            })
+            Ok(output)
         }
     }
 }

@@ -1,13 +1,13 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use plimsoll_core::{
-    Event, Executor, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run, StepError,
-    StepPlan, TokenEvent, TokenId,
+    Event, Executor, FinishReason, KvConfig, Request, RequestId, Run, StepError, StepPlan, TokenId,
 };
 use plimsoll_scheduler::{Follow, Scheduler, SchedulerStats};
 
 use crate::{
-    executor::SimExecutor,
+    client::{Client, ClientState},
+    executor::{Fault, SimExecutor},
     model::{oracle, pooled_oracle, score_oracle},
     router::Router,
     turns::Turns,
@@ -96,31 +96,6 @@ struct Life<'a> {
     patience: u64,
 }
 
-struct Client<'a> {
-    request: &'a Request,
-    /// Its expected text, and why it ends.
-    oracle: (Vec<TokenId>, FinishReason),
-    text: Vec<TokenId>,
-    /// The expected logprobs of its prompt, and how many were reported.
-    scores: Vec<PromptLogprob>,
-    scored: usize,
-    state: ClientState,
-    admissions: u32,
-    cached: usize,
-    computed: usize,
-    /// Requests whose blocks were back when this one was last admitted.
-    freed_at_admission: u64,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ClientState {
-    Open,
-    Finished(FinishReason),
-    Pooled,
-    Cancelled,
-    Failed,
-}
-
 impl<'a> Life<'a> {
     fn new(workload: &'a Workload, depth: usize, audit: bool) -> Self {
         let arrivals = &workload.arrivals;
@@ -174,6 +149,7 @@ impl<'a> Life<'a> {
             cached: 0,
             computed: 0,
             freed_at_admission: 0,
+            is_suspect: false,
         };
         self.clients.insert(request.id(), client);
         Ok(())
@@ -341,6 +317,11 @@ impl<'a> Life<'a> {
         };
         match self.executor.finish() {
             Ok(output) => {
+                if self.workload.faults.contains(&(plan.step, Fault::NotFinite)) {
+                    // They may share what is not finite, as it was not known when they came.
+                    let clients = self.clients.values_mut();
+                    clients.for_each(|client| client.is_suspect |= client.admissions > 0);
+                }
                 // Ahead, or when the token is applied: it must not matter.
                 if self.depth > 1 {
                     self.scheduler
@@ -405,6 +386,11 @@ impl<'a> Life<'a> {
                 }
                 Event::Failed(StepError::KvTooSmall { needed, capacity }) if needed <= capacity => {
                     return Err(format!("{id} of {needed} tokens fits {capacity}"));
+                }
+                Event::Failed(StepError::NotFinite(_)) if !client.is_suspect => {
+                    return Err(format!(
+                        "{id} is given what another left behind that is not finite"
+                    ));
                 }
                 Event::Failed(error @ StepError::Constraint(_)) => return Err(format!("{id}: {error}")),
                 Event::Failed(_) => {
@@ -523,70 +509,3 @@ impl<'a> Life<'a> {
 
 /// No number of requests whose blocks are back.
 const NEVER: u64 = u64::MAX;
-
-impl Client<'_> {
-    fn hear_about_prompt(&mut self, event: &PromptEvent) -> Result<(), String> {
-        let PromptEvent { logprobs, finish } = event;
-        let expected = &self.scores[self.scored..];
-        if !expected.starts_with(logprobs) {
-            return Err(format!("hears {logprobs:?} about its prompt, not {expected:?}"));
-        }
-        self.scored += logprobs.len();
-        match finish {
-            Some(reason) => self.state = ClientState::Finished(*reason),
-            None if logprobs.is_empty() => return Err("hears nothing about its prompt".into()),
-            None => {}
-        }
-        Ok(())
-    }
-
-    fn hear(&mut self, event: &TokenEvent) -> Result<(), String> {
-        let asked = self.request.sampling().logprobs();
-        if event.logprobs.as_ref().map(|logprobs| logprobs.top.len()) != asked {
-            return Err(format!(
-                "asked for {asked:?} logprobs and got {:?}",
-                event.logprobs
-            ));
-        }
-        if self.scored < self.scores.len() {
-            return Err("speaks before all is said about its prompt".into());
-        }
-        self.text.push(event.token);
-        let (oracle, _) = &self.oracle;
-        if !oracle.starts_with(&self.text) {
-            return Err(format!("says {:?}, not {oracle:?}", self.text));
-        }
-        if let Some(reason) = event.finish {
-            self.state = ClientState::Finished(reason);
-        }
-        Ok(())
-    }
-
-    fn check(&self, depth: usize) -> Result<(), String> {
-        let reason = match self.state {
-            ClientState::Finished(reason) => reason,
-            ClientState::Pooled => return self.check_computed(self.request.prompt().len() - self.cached, 0),
-            _ => return Ok(()),
-        };
-        if self.scored != self.scores.len() {
-            return Err(format!("heard of {} prompt tokens alone", self.scored));
-        }
-        let (text, expected) = &self.oracle;
-        if self.text != *text || reason != *expected {
-            return Err(format!("ends with {:?} and {reason:?}, not {text:?}", self.text));
-        }
-        let stopped = reason != FinishReason::Length;
-        // The last token is never computed, and the step planned before a stop was known is lost.
-        let needed = self.request.prompt().len() + self.text.len().saturating_sub(1) - self.cached;
-        let lost = usize::from(depth > 1 && stopped);
-        self.check_computed(needed, lost)
-    }
-
-    /// Nothing is computed twice but after a preemption.
-    fn check_computed(&self, needed: usize, lost: usize) -> Result<(), String> {
-        if self.admissions == 1 && !(needed..=needed + lost).contains(&self.computed) {
-            return Err(format!("computed {} tokens of {needed} needed", self.computed));
-        }
-        Ok(())
-    }
-}

@@ -1,5 +1,7 @@
 //! An engine without a device, and the oracles that check the real one.
 
+mod checks;
+mod client;
 mod constraint;
 mod cost;
 mod device;

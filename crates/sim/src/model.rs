@@ -19,6 +19,9 @@ impl Context {
     /// What no sequence of tokens leads to, but by chance.
     pub(crate) const GARBAGE: Self = Self::new(0);
 
+    /// What is not finite stays so, whatever comes behind it.
+    pub(crate) const NOT_FINITE: Self = Self::new(u64::MAX);
+
     const fn new(hash: u64) -> Self {
         Self {
             hash,
@@ -43,6 +46,9 @@ impl Context {
     /// This context with one more token, at `position` of a prompt with `images`: rows of an image count by its content.
     pub fn then_at(self, position: usize, token: TokenId, images: &[ImageSpan]) -> Self {
         let after = self.then(token);
+        if after == Self::NOT_FINITE {
+            return after;
+        }
         let image = images
             .iter()
             .find(|span| (span.start..span.end()).contains(&position));
@@ -59,6 +65,9 @@ impl Context {
 
     /// This context with one more token.
     pub fn then(self, token: TokenId) -> Self {
+        if self == Self::NOT_FINITE {
+            return self;
+        }
         Self {
             hash: mix(self.hash ^ (u64::from(token) + 1)),
             quote: self.quote.then(token),

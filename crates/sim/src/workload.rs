@@ -120,6 +120,7 @@ impl Workload {
                 faults.push((rng.random_range(0..=last), *fault.expect("there are faults")));
             }
         }
+        faults.extend(overflows(seed, last));
         let mut resets = Vec::new();
         if rng.random_bool(0.2) {
             for _ in 0..rng.random_range(1..=3) {
@@ -190,6 +191,18 @@ fn forgets(seed: u64, last: u64) -> Vec<u64> {
     let mut rng = StdRng::seed_from_u64(seed.rotate_left(16));
     match rng.random_bool(0.25) {
         true => (0..8).map(|_| rng.random_range(0..=last)).collect(),
+        false => Vec::new(),
+    }
+}
+
+/// In one life of four, up to step `last`.
+fn overflows(seed: u64, last: u64) -> Vec<(u64, Fault)> {
+    // Draws of its own: all else is as without.
+    let mut rng = StdRng::seed_from_u64(seed.rotate_left(48));
+    match rng.random_bool(0.25) {
+        true => (0..3)
+            .map(|_| (rng.random_range(0..=last), Fault::NotFinite))
+            .collect(),
         false => Vec::new(),
     }
 }

@@ -51,6 +51,8 @@ const SCHEDULING: Program = Program {
     name: "mutants",
     crates: &["core", "kv", "scheduler"],
     modules: &[
+        "src/checks.rs",
+        "src/client.rs",
         "src/constraint.rs",
         "src/executor.rs",
         "src/harness.rs",

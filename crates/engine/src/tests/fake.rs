@@ -45,6 +45,8 @@ pub(super) struct Script {
     pub(super) defect: AtomicBool,
     /// The engine panics between two steps.
     pub(super) panic_between: AtomicBool,
+    /// From output [`FINITE`] on, the request with this seed is not finite; 0 for none.
+    pub(super) not_finite: AtomicU64,
     /// The next step answers fewer runs than there are.
     pub(super) lie: AtomicBool,
     pub(super) steps: AtomicUsize,
@@ -52,6 +54,9 @@ pub(super) struct Script {
     /// Set when the executor is dropped.
     pub(super) dropped: AtomicBool,
 }
+
+/// Outputs of [`Script::not_finite`] that are finite.
+pub(super) const FINITE: usize = 3;
 
 pub(super) struct Fake {
     pub(super) script: Arc<Script>,
@@ -123,6 +128,14 @@ impl Executor for Fake {
             return Err(recovery::told_oom());
         }
         let mut output = answer(&plan);
+        let seed = self.script.not_finite.load(Ordering::SeqCst);
+        for (index, run) in plan.runs.iter().enumerate() {
+            let mut spec = run.sample.iter();
+            if spec.any(|spec| seed > 0 && spec.seed == seed && spec.index >= FINITE) {
+                output.samples[index] = None;
+                output.not_finite.push(index);
+            }
+        }
         if self.script.lie.swap(false, Ordering::SeqCst) {
             output.samples.pop();
         }

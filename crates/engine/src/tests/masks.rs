@@ -30,6 +30,8 @@ struct Device {
     in_flight: InFlight,
     /// The step whose sampling fails, with a panic or without.
     fail_sampling_of: Option<(u64, bool)>,
+    /// The seed of a request, and which of its outputs is not finite, nor are those behind it.
+    not_finite: Option<(u64, usize)>,
 }
 
 fn choose(from: TokenId, allows: impl Fn(TokenId) -> bool) -> TokenId {
@@ -95,9 +97,21 @@ impl Executor for Device {
                 logprobs: None,
             })
         };
-        let samples = plan.runs.iter().map(&mut sampled).collect();
+        let mut samples: Vec<_> = plan.runs.iter().map(&mut sampled).collect();
+        let mut not_finite = Vec::new();
+        for (index, run) in plan.runs.iter().enumerate() {
+            let specs = run.sample.iter().zip(self.not_finite);
+            if specs
+                .into_iter()
+                .any(|(spec, (seed, at))| spec.seed == seed && spec.index >= at)
+            {
+                samples[index] = None;
+                not_finite.push(index);
+            }
+        }
         Ok(StepOutput {
             samples,
+            not_finite,
             ..Default::default()
         })
     }
@@ -165,12 +179,20 @@ struct Rig {
 
 impl Rig {
     fn new(steps_in_flight: usize, num_blocks: usize, fail_sampling_of: Option<(u64, bool)>) -> Self {
+        Self::with(steps_in_flight, num_blocks, |device| {
+            device.fail_sampling_of = fail_sampling_of;
+        })
+    }
+
+    fn with(steps_in_flight: usize, num_blocks: usize, change: impl FnOnce(&mut Device)) -> Self {
         let calls = Arc::new(Mutex::new(Vec::new()));
-        let device = Device {
+        let mut device = Device {
             calls: Arc::clone(&calls),
             in_flight: VecDeque::new(),
-            fail_sampling_of,
+            fail_sampling_of: None,
+            not_finite: None,
         };
+        change(&mut device);
         let limits = StepLimits {
             max_num_batched_tokens: 64,
             max_num_seqs: 16,
@@ -286,5 +308,25 @@ async fn sampling_that_fails_ends_its_step_alone() {
         assert_eq!(matches!(error, StepError::Panicked(_)), panics);
         let after = read(rig.submit(2, 10, rule(2, 50))).await;
         assert_eq!(after, (summed(2, 10), Ok(FinishReason::Length)));
+    }
+}
+
+/// Its constraints are not followed, and masks of the step behind go to the right rows all the same.
+#[tokio::test]
+async fn a_constrained_request_that_is_not_finite_ends_alone() {
+    for steps_in_flight in [1, 2] {
+        let rig = Rig::with(steps_in_flight, 40, |device| device.not_finite = Some((1, 4)));
+        let clients = [
+            rig.submit(1, 30, rule(1, 50)),
+            rig.submit(2, 30, rule(2, 50)),
+            rig.submit(4, 30, None),
+        ];
+        let [failed, ruled, free] = clients;
+        let (failed, ruled, free) = tokio::join!(read(failed), read(ruled), read(free));
+        assert_eq!(failed.0, summed(1, 4));
+        assert!(matches!(failed.1, Err(StepError::NotFinite(_))), "{failed:?}");
+        assert_eq!(ruled, (summed(2, 30), Ok(FinishReason::Length)));
+        assert_eq!(free, whole(4, 30));
+        assert_eq!(rig.engine.stats().failed_steps, 0);
     }
 }

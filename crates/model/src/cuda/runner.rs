@@ -32,7 +32,7 @@ use super::vectors::Vectors;
 use crate::batch::Bounds;
 use crate::state::LayerPlace;
 use crate::tables::LayerPage;
-use batch::{Batch, InFlight, LaunchedRun, Unsampled};
+use batch::{Batch, InFlight, Unsampled};
 
 /// One engine state on a GPU: everything that serves a model besides its weights. Dropped whole.
 #[derive(Debug)]
@@ -448,27 +448,26 @@ impl Executor for GpuRunner {
             ..
         } = &self.state;
         let slot = step % STEPS_IN_FLIGHT;
-        let failed = |run: &LaunchedRun, SampleError::NotFinite| StepError::NotFinite(run.request);
-        let sampled = |run: &LaunchedRun| {
-            run.sample
-                .map(|(row, logprobs)| outputs.sampled_at(slot, row as usize, logprobs))
+        let mut output = StepOutput::default();
+        for (index, run) in runs.iter().enumerate() {
+            let sampled = run
+                .sample
+                .map(|(row, logprobs)| outputs.sampled_at(slot, row as usize, logprobs));
+            let scored = (run.score.as_ref()).map(|(first, spec)| scores.scored(slot, *first, spec));
+            let vector = vectors.as_ref().zip(run.vector);
+            let pooled = vector.map(|(vectors, index)| vectors.pooled_at(slot, index));
+            let answer = sampled
                 .transpose()
-                .map_err(|error| failed(run, error))
-        };
-        let scored = |run: &LaunchedRun| {
-            let (first, spec) = run.score.as_ref()?;
-            let scored = scores.scored(slot, *first, spec);
-            Some(scored.map_err(|error| failed(run, error)))
-        };
-        let pooled = |vectors: &Vectors| {
-            let own = |run: &LaunchedRun| run.vector.map(|index| vectors.pooled_at(slot, index));
-            runs.iter().map(own).collect()
-        };
-        Ok(StepOutput {
-            samples: runs.iter().map(sampled).collect::<Result<_, _>>()?,
-            scores: runs.iter().filter_map(scored).collect::<Result<_, _>>()?,
-            pooled: vectors.as_ref().map(pooled).unwrap_or_default(),
-        })
+                .and_then(|sampled| Ok((sampled, scored.transpose()?, pooled.transpose()?)));
+            let (sampled, scored, pooled) = answer.unwrap_or_else(|SampleError::NotFinite| {
+                output.not_finite.push(index);
+                (None, run.score.as_ref().map(|_| Vec::new()), None)
+            });
+            output.samples.push(sampled);
+            output.scores.extend(scored);
+            output.pooled.extend(vectors.is_some().then_some(pooled));
+        }
+        Ok(output)
     }
 
     fn rest(&mut self) {

@@ -1,5 +1,6 @@
 use plimsoll_core::StepLimits;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice, PinnedSlab};
+use plimsoll_kernels::SampleError;
 
 use super::staging::STEPS_IN_FLIGHT;
 
@@ -31,9 +32,15 @@ impl Vectors {
     }
 
     /// Vector `index` of the ended step in slot `slot`.
-    pub(super) fn pooled_at(&self, slot: usize, index: usize) -> Vec<f64> {
+    ///
+    /// # Errors
+    /// One of its numbers is NaN or infinite.
+    pub(super) fn pooled_at(&self, slot: usize, index: usize) -> Result<Vec<f64>, SampleError> {
         let all = self.host[slot].as_slice::<f32>();
         let own = &all[index * self.width..(index + 1) * self.width];
-        own.iter().map(|&x| f64::from(x)).collect()
+        match own.iter().all(|x| x.is_finite()) {
+            true => Ok(own.iter().map(|&x| f64::from(x)).collect()),
+            false => Err(SampleError::NotFinite),
+        }
     }
 }

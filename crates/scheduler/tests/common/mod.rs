@@ -77,7 +77,7 @@ pub(crate) fn output(plan: &StepPlan, token: TokenId) -> StepOutput {
         scores: scores
             .map(|score| score.targets.iter().map(scored).collect())
             .collect(),
-        pooled: Vec::new(),
+        ..Default::default()
     }
 }
 

@@ -33,7 +33,7 @@ const PLANNING: &str = "scheduler/scheduler/planning.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 75] = [
+pub(crate) const MUTATIONS: [Mutation; 78] = [
     bug(
         "who is admitted does not hear of it",
         &[edit(
@@ -289,6 +289,26 @@ pub(crate) const MUTATIONS: [Mutation; 75] = [
             "«self.retire(rank);»\n            self.counters.failed += 1;",
             "if let Some(r) = self.running.get_mut(&rank) { let end = run.end().min(r.sequence.tokens.len()); \
              self.kv.commit(&mut r.table, &r.sequence.tokens[..end]); } self.retire(rank);",
+        )],
+    ),
+    bug(
+        "what is not finite stays cached",
+        &[edit(SCHEDULER, "«self.kv.distrust(&mut running.table);»", "{}")],
+    ),
+    bug(
+        "a row confirms what lies behind its window",
+        &[edit(
+            MANAGER,
+            "«group.kind.first_visible(table.computed).div_ceil(block_size)»",
+            "0",
+        )],
+    ),
+    bug(
+        "blocks are confirmed before anybody has seen them",
+        &[edit(
+            SCHEDULER,
+            "if «answer.sampled.is_some() || answer.pooled.is_some()»",
+            "true",
         )],
     ),
     bug(
