@@ -14,6 +14,7 @@ mod groups;
 mod hybrid;
 mod images;
 mod memory;
+mod not_finite;
 mod quantization;
 mod ranks;
 mod scheduling;

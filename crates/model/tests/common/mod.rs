@@ -10,6 +10,7 @@ pub mod groups;
 pub mod images;
 pub mod int4;
 pub mod malformed;
+pub mod poisoned;
 pub mod quantised;
 pub mod requests;
 pub mod scores;

@@ -9,6 +9,7 @@ mod golden;
 mod images;
 mod kv;
 mod memory;
+mod not_finite;
 mod ranks;
 mod reference;
 mod row_layers;
