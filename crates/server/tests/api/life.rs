@@ -63,6 +63,33 @@ async fn a_failed_step_is_an_error_and_the_server_continues() {
     );
 }
 
+/// One of several answers has no next token: their request fails, and not that beside it, nor the step.
+#[tokio::test]
+async fn an_answer_that_is_not_finite_fails_its_request_alone() {
+    let rig = Rig::new(Setup::default());
+    rig.set_step(Duration::from_millis(2));
+    let answer = |text: &str| rig.post(CHAT, with(chat(text), "n", json!(3)));
+    let expected = [answer("x").await.json(), answer("y").await.json()];
+    rig.script.not_finite.store(true, Ordering::SeqCst);
+    let (x, y) = tokio::join!(answer("x"), answer("y"));
+    let (failed, other, expected) = match x.status.as_u16() {
+        200 => (y, x, &expected[0]),
+        _ => (x, y, &expected[1]),
+    };
+    assert_eq!(other.json()["choices"], expected["choices"]);
+    let error = failed.error(500);
+    assert_eq!(error["code"], "step_failed");
+    assert!(error["message"].as_str().unwrap().contains("is NaN or infinite"));
+    assert_eq!(rig.post(CHAT, chat("x")).await.status, 200);
+    let metrics = rig.get("/metrics").await.text;
+    for line in ["plimsoll_steps_failed_total", "plimsoll_requests_failed_total"] {
+        let count = u8::from(line.contains("requests"));
+        let line = format!("{line}{{model_name=\"sim\",engine=\"0\"}} {count}");
+        assert!(metrics.contains(&line), "{line}");
+    }
+    assert!(rig.get("/health").await.json()["last_error"].is_null());
+}
+
 #[tokio::test]
 async fn a_client_that_does_not_read_is_disconnected() {
     let options = ServerOptions {

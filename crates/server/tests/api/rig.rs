@@ -37,6 +37,8 @@ pub struct Script {
     pub panic: AtomicBool,
     /// The next step runs out of memory.
     pub oom: AtomicBool,
+    /// The next token that is sampled is none: its logits are not finite.
+    pub not_finite: AtomicBool,
     /// Building the state fails.
     pub full: AtomicBool,
     reserved: AtomicU64,
@@ -113,7 +115,16 @@ impl Executor for Rigged {
 
     fn finish(&mut self) -> Result<StepOutput, StepError> {
         self.steps += 1;
-        self.inner.finish()
+        let mut output = self.inner.finish()?;
+        let mut samples = output.samples.iter_mut().enumerate();
+        if self.script.not_finite.load(Ordering::SeqCst)
+            && let Some((index, sample)) = samples.find(|(_, sample)| sample.is_some())
+        {
+            self.script.not_finite.store(false, Ordering::SeqCst);
+            *sample = None;
+            output.not_finite.push(index);
+        }
+        Ok(output)
     }
 
     fn device_time(&self) -> Option<DeviceTime> {
