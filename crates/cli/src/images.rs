@@ -77,11 +77,7 @@ fn json(path: &Path) -> Result<Option<Value>, Error> {
         path: path.to_owned(),
         source,
     };
-    match untrusted::read_text(path, MAX_SETTINGS_BYTES) {
-        Ok(text) => serde_json::from_str(&text)
-            .map(Some)
-            .map_err(|error| unreadable(std::io::Error::new(ErrorKind::InvalidData, error))),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(unreadable(error)),
-    }
+    let text = untrusted::if_there(untrusted::read_text(path, MAX_SETTINGS_BYTES)).map_err(unreadable)?;
+    let value = text.map(|text| serde_json::from_str(&text)).transpose();
+    value.map_err(|error| unreadable(std::io::Error::new(ErrorKind::InvalidData, error)))
 }

@@ -45,6 +45,17 @@ pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
     text.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.utf8_error()))
 }
 
+/// What reading a file gave; `None` where there is no such file.
+///
+/// # Errors
+/// Any other than [`io::ErrorKind::NotFound`].
+pub fn if_there<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    match read {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        read => read.map(Some),
+    }
+}
+
 /// Most characters of a file's contents in an error.
 const MAX_SHOWN: usize = 400;
 
@@ -195,6 +206,10 @@ mod tests {
         let kind = |path: &str| read_text(Path::new(path), 1).unwrap_err().kind();
         assert_eq!(kind("/"), io::ErrorKind::IsADirectory);
         assert_eq!(kind("/nonexistent"), io::ErrorKind::NotFound);
+        assert_eq!(if_there(read_text(Path::new("/nonexistent"), 1)).unwrap(), None);
+        assert_eq!(if_there(read_text(&this, 1 << 20)).unwrap(), Some(text));
+        let error = if_there(read_text(Path::new("/"), 1)).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::IsADirectory);
         let error = read_text(Path::new("/dev/zero"), 1).unwrap_err();
         assert!(error.to_string().contains("neither a file"), "{error}");
     }

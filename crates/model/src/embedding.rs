@@ -254,12 +254,8 @@ fn first_row(field: impl Into<String>, value: &str) -> ModelError {
 
 /// `None` where there is no such file.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, ModelError> {
-    let text = match untrusted::read_text(path, MAX_SETTINGS_BYTES) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(ModelError::io(path)(error)),
-    };
-    serde_json::from_str(&text)
-        .map(Some)
-        .map_err(|error| ModelError::config(path, error))
+    let text = untrusted::if_there(untrusted::read_text(path, MAX_SETTINGS_BYTES));
+    let text = text.map_err(ModelError::io(path))?;
+    text.map(|text| serde_json::from_str(&text).map_err(|error| ModelError::config(path, error)))
+        .transpose()
 }

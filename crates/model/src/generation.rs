@@ -32,10 +32,9 @@ impl GenerationConfig {
     /// Reads generation_config.json from the directory of a model of so many tokens; one without it gives the default.
     pub(crate) fn read(directory: &Path, vocab_size: usize) -> Result<Self, ModelError> {
         let path = directory.join("generation_config.json");
-        let text = match untrusted::read_text(&path, MAX_SETTINGS_BYTES) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Self::default()),
-            Err(error) => return Err(ModelError::io(&path)(error)),
+        let text = untrusted::if_there(untrusted::read_text(&path, MAX_SETTINGS_BYTES));
+        let Some(text) = text.map_err(ModelError::io(&path))? else {
+            return Ok(Self::default());
         };
         let config = Self::from_json(&path, &text)?;
         check_token_ids(&path, "eos_token_id", &json!(config.eos_token_ids), vocab_size)?;

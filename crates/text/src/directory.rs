@@ -15,15 +15,11 @@ use crate::{TextError, limits};
 /// The JSON file `name` of a model directory, if it is there.
 pub(crate) fn read_json(dir: &Path, name: &str) -> Result<Option<Value>, TextError> {
     let path = dir.join(name);
-    let bytes = match untrusted::read_file(&path, MAX_SETTINGS_BYTES) {
-        Ok(bytes) => bytes,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(TextError::read(&path)(e)),
-    };
-    let value = serde_json::from_slice(&bytes);
-    value
-        .map(Some)
-        .map_err(|e| TextError::invalid(path.display().to_string(), format!("not valid JSON: {e}")))
+    let bytes = untrusted::if_there(untrusted::read_file(&path, MAX_SETTINGS_BYTES));
+    let bytes = bytes.map_err(TextError::read(&path))?;
+    let parse = |bytes: Vec<u8>| serde_json::from_slice(&bytes);
+    let value = bytes.map(parse).transpose();
+    value.map_err(|e| TextError::invalid(path.display().to_string(), format!("not valid JSON: {e}")))
 }
 
 /// What a model directory says about its tokenizer: `tokenizer_config.json`, special tokens as their texts, without names of files.

@@ -84,11 +84,8 @@ pub(super) fn in_dir(dir: &Path) -> Result<Option<Found>, TextError> {
 
 /// A file with one template; [`None`] if there is no such file.
 fn template(path: &Path) -> Result<Option<String>, TextError> {
-    match untrusted::read_text(path, limits::MAX_TEMPLATE_BYTES) {
-        Ok(source) => Ok(Some(source)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(TextError::read(path)(error)),
-    }
+    let source = untrusted::read_text(path, limits::MAX_TEMPLATE_BYTES);
+    untrusted::if_there(source).map_err(TextError::read(path))
 }
 
 /// One template, or several with names; [`None`] for null.
