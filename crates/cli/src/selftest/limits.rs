@@ -45,6 +45,11 @@ pub(super) struct Filling {
 /// What counts as full: blocks are handed out with some kept back for those that run.
 const FULL: f64 = 0.95;
 
+/// Part of the KV cache that requests which fill it ask for together, where there are rows for it: the cache runs full, and somebody is
+/// preempted. With 1.1, the blocks that the scheduler keeps free for the outputs of running requests may be all that is left, and the
+/// cache stays below [`FULL`].
+const FILLING: f64 = 1.2;
+
 impl Limits {
     /// Prompt plus output tokens of the longest request.
     pub(super) fn longest(&self) -> usize {
@@ -100,10 +105,8 @@ impl Limits {
     /// Requests of this shape, one in each row, are the most that the KV cache can be asked for at once.
     pub(super) fn filling(&self) -> Filling {
         let rows = self.rows();
-        // A fifth more than fits, where there are rows for it: the cache runs full, and somebody is preempted. With a tenth, the blocks that the
-        // scheduler keeps free for the outputs of running requests may be all that is left, and the cache stays below `FULL`.
         let mut lengths = (self.block_size..self.longest()).step_by(self.block_size.max(1));
-        let each = lengths.find(|&each| self.usage(rows, each) > 1.2);
+        let each = lengths.find(|&each| self.usage(rows, each) > FILLING);
         let each = each.unwrap_or(usize::MAX).min(self.longest());
         // The first to begin generates a token in each step until the prompts of all others are computed.
         let steps = (rows * each).div_ceil(self.max_num_batched_tokens.max(1));
