@@ -27,6 +27,7 @@ use crate::spec::{
     AttentionSpec, DeltaNetSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, Projections, shared,
 };
 use crate::{DecoderSpec, EncoderSpec, ModelError};
+use advice::Places;
 pub use around::Around;
 use gguf::GgufFields;
 pub use gguf::GgufTensors;
@@ -96,9 +97,9 @@ impl ModelConfig {
         let mut values: Map<String, Value> =
             serde_json::from_str(text).map_err(|error| ModelError::config(path, error))?;
         overrides.apply(&mut values);
-        let (text_part_of, repeated) = match known::unwrap_text(path, &mut values)? {
-            Some(unwrapped) => (Some(unwrapped.around), unwrapped.repeated),
-            None => (None, Map::new()),
+        let (text_part_of, repeated, places) = match known::unwrap_text(path, &mut values)? {
+            Some(unwrapped) => (Some(unwrapped.around), unwrapped.repeated, unwrapped.places),
+            None => (None, Map::new(), Places::default()),
         };
         let fields = Fields::new(path, &values);
         let names: Vec<String> = fields.get("architectures")?.unwrap_or_default();
@@ -136,7 +137,7 @@ impl ModelConfig {
             if text_part_of.is_some() {
                 complete_mrope(architecture, &mut values);
             }
-            Self::new(path, architecture, values, embedding)
+            Self::new(path, architecture, values, &places, embedding)
         };
         let config = parse(values.clone(), embedding)?;
         // transformers ignores fields beside the text part that belong in it. Some of its versions repeat them there; any that would
@@ -177,7 +178,7 @@ impl ModelConfig {
             Some(code) => embedding::from_gguf(fields.key("pooling_type"), code)?,
             None => None,
         };
-        let mut config = Self::new(path, architecture, values, embedding)?;
+        let mut config = Self::new(path, architecture, values, &Places::default(), embedding)?;
         config.spec.layers = shared(config.spec.layers.iter().map(|layer| {
             let mut layer = LayerSpec::clone(layer);
             if let Mixer::DeltaNet(delta_net) = &mut layer.mixer {
@@ -197,9 +198,10 @@ impl ModelConfig {
         path: &Path,
         architecture: Architecture,
         mut values: Map<String, Value>,
+        places: &Places,
         embedding: Option<EmbeddingConfig>,
     ) -> Result<Self, ModelError> {
-        known::check(architecture, &values)?;
+        known::check(architecture, places, &values)?;
         let given = |field: &str| values.get(field).is_some_and(|value| !value.is_null());
         let has_old_rope = given("rope_scaling");
         if has_old_rope && given("rope_parameters") && values["rope_scaling"] != values["rope_parameters"] {
@@ -214,7 +216,11 @@ impl ModelConfig {
                 values.entry(field).or_insert(default);
             }
         }
-        let raw = RawConfig::read(architecture.mrope().is_some(), &Fields::new(path, &values))?;
+        let raw = RawConfig::read(
+            architecture.mrope().is_some(),
+            places,
+            &Fields::new(path, &values),
+        )?;
         let spec = architecture.spec(&raw)?;
         check(path, &spec)?;
         check_formats(&spec)?;

@@ -1,8 +1,6 @@
 //! What tools write into config.json beside what a network is: it changes nothing, or is refused with a way on.
 
-use std::path::Path;
-
-use crate::common::configs::{assert_refused, config_json, parse, with};
+use crate::common::configs::{assert_refused, config_json, parse, parse_with, with};
 use crate::common::images::{IMAGE_LIMITS, IMAGE_MODELS};
 use plimsoll_model::{MatrixFormat, ModelConfig, ServeAs};
 use serde_json::{Value, json};
@@ -398,13 +396,48 @@ fn what_tools_write_and_is_not_served_is_refused_with_a_way_on() {
     }
 }
 
-/// Without which a field of a tool that is not known yet would leave no way to serve a model.
+/// Without which a field of a tool that is not known yet would leave no way to serve a model. The flag is the one that the error
+/// prints, wherever the field stands.
 #[test]
-fn unknown_fields_of_quantisation_can_be_removed() {
+fn unknown_fields_can_be_removed() {
     let of_tool =
         json!({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "ignore": []}});
-    let config = with(config_json("llama"), of_tool);
-    let overrides = serde_json::from_value(json!({"quantization_config": {"ignore": null}})).unwrap();
-    let removed = ModelConfig::from_json(Path::new("config.json"), &config.to_string(), &overrides).unwrap();
-    assert!(removed.spec.quantization.is_some());
+    let in_text = json!({"text_config": of_tool});
+    let unknown = json!({"made_up": 1});
+    for (name, fields, flag) in [
+        (
+            "llama",
+            of_tool.clone(),
+            json!({"quantization_config": {"ignore": null}}),
+        ),
+        (
+            "ministral3",
+            in_text.clone(),
+            json!({"text_config": {"quantization_config": {"ignore": null}}}),
+        ),
+        // transformers reads it there where the text part has none.
+        (
+            "ministral3",
+            of_tool.clone(),
+            json!({"quantization_config": {"ignore": null}}),
+        ),
+        ("llama", unknown.clone(), json!({"made_up": null})),
+        (
+            "ministral3",
+            json!({"text_config": unknown}),
+            json!({"text_config": {"made_up": null}}),
+        ),
+        ("ministral3", unknown.clone(), json!({"made_up": null})),
+        ("qwen2_5-vl", unknown.clone(), json!({"made_up": null})),
+    ] {
+        let config = with(config_json(name), fields);
+        let error = parse(&config).unwrap_err().to_string();
+        let (_, printed) = error
+            .split_once("--hf-overrides '")
+            .unwrap_or_else(|| panic!("{error}"));
+        let printed: Value = serde_json::from_str(printed.strip_suffix('\'').unwrap()).unwrap();
+        assert_eq!(printed, flag, "{name}: {error}");
+        let removed = parse_with(&config, &serde_json::from_value(printed).unwrap());
+        assert!(removed.is_ok(), "{name}: {removed:?}");
+    }
 }

@@ -1,6 +1,6 @@
 //! What errors about unknown fields tell people to do.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// Most unknown fields of which an error names all.
 const MOST_LISTED: usize = 8;
@@ -16,5 +16,43 @@ pub(super) fn with_removal(message: String, names: &[&str], overrides: &Value) -
     match can_be_pasted(names) {
         true => format!("{message}. Remove what has no effect with --hf-overrides '{overrides}'"),
         false => message,
+    }
+}
+
+/// The part of config.json in which fields stand.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) enum Part {
+    /// None: they stand at the top.
+    #[default]
+    Whole,
+    /// `text_config`.
+    Text,
+}
+
+impl Part {
+    /// What sets these fields with `--hf-overrides`.
+    pub(super) fn overrides(self, fields: Value) -> Value {
+        match self {
+            Self::Whole => fields,
+            Self::Text => json!({ "text_config": fields }),
+        }
+    }
+}
+
+/// Where the fields of a network stand in config.json.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Places {
+    /// That of most.
+    pub(super) part: Part,
+    /// Those of a text part that stand around it.
+    pub(super) around: Vec<String>,
+}
+
+impl Places {
+    pub(super) fn of(&self, field: &str) -> Part {
+        match self.around.iter().any(|around| around == field) {
+            true => Part::Whole,
+            false => self.part,
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::advice::{can_be_pasted, with_removal};
+use super::advice::{Part, Places, can_be_pasted, with_removal};
 use super::around::Around;
 use crate::{Architecture, ModelError};
 
@@ -271,6 +271,7 @@ pub(super) struct Unwrapped {
     pub(super) around: Around,
     /// Fields beside the text part that it has too, or could have.
     pub(super) repeated: Map<String, Value>,
+    pub(super) places: Places,
 }
 
 /// Puts the text part of a model of images and text in its place, and returns what stands around it.
@@ -292,8 +293,12 @@ pub(super) fn unwrap_text(
     };
     const OF_ALL: [&str; 2] = ["architectures", "model_type"];
     let is_around = |field: &String| known.fields.contains(&field.as_str());
+    let mut places = Places::default();
     let mut text = match fields.remove("text_config") {
-        Some(Value::Object(text)) => text,
+        Some(Value::Object(text)) => {
+            places.part = Part::Text;
+            text
+        }
         None if known.name == QWEN2_5_VL => {
             let is_of_text = |field: &String| !is_around(field) && !OF_ALL.contains(&field.as_str());
             let all = std::mem::take(fields);
@@ -329,6 +334,7 @@ pub(super) fn unwrap_text(
         if SHARED.contains(&field.as_str()) {
             // transformers takes the ends of texts from around the text part, and the rest from it.
             if field == "eos_token_id" || text.get(&field).is_none_or(Value::is_null) {
+                places.around.push(field.clone());
                 text.insert(field, value);
             }
         } else if is_around(&field) {
@@ -339,7 +345,7 @@ pub(super) fn unwrap_text(
             others.insert(field, value);
         }
     }
-    check_others(known.name, others.iter())?;
+    check_others(known.name, Part::Whole, others.iter())?;
     *fields = text;
     Ok(Some(Unwrapped {
         around: Around {
@@ -347,6 +353,7 @@ pub(super) fn unwrap_text(
             fields: around_text,
         },
         repeated,
+        places,
     }))
 }
 
@@ -385,17 +392,22 @@ pub(super) fn not_in_text(field: &str, value: &Value) -> ModelError {
 ///
 /// # Errors
 /// [`ModelError::Unsupported`], which names the field.
-pub(super) fn check(architecture: Architecture, fields: &Map<String, Value>) -> Result<(), ModelError> {
+pub(super) fn check(
+    architecture: Architecture,
+    places: &Places,
+    fields: &Map<String, Value>,
+) -> Result<(), ModelError> {
     let own = architecture.fields();
     let others = fields
         .iter()
         .filter(|(field, _)| !COMMON.contains(&field.as_str()) && !own.contains_key(*field));
-    check_others(architecture.hf_name(), others)
+    check_others(architecture.hf_name(), places.part, others)
 }
 
 /// Refuses fields that are not interpreted and may change something; all that the family does not know at once.
 fn check_others<'a>(
     family: &str,
+    part: Part,
     others: impl Iterator<Item = (&'a String, &'a Value)>,
 ) -> Result<(), ModelError> {
     let mut unknown = Vec::new();
@@ -429,7 +441,7 @@ fn check_others<'a>(
         .iter()
         .map(|(field, _)| ((*field).clone(), Value::Null))
         .collect();
-    let supported = with_removal(supported, &names, &removed.into());
+    let supported = with_removal(supported, &names, &part.overrides(removed.into()));
     Err(ModelError::unsupported(field, value, supported))
 }
 

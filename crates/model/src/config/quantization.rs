@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::{Map, Value, json};
 
-use super::advice::with_removal;
+use super::advice::{Part, Places, with_removal};
 use crate::ModelError;
 use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat, ModuleNames, Quantization, QuantizationGroup};
 
@@ -27,7 +27,11 @@ const MLX: &str = "quantization";
 ///
 /// # Errors
 /// [`ModelError`], which names the method that is not served, or the field at fault.
-pub(super) fn read(path: &Path, values: &Map<String, Value>) -> Result<Quantization, ModelError> {
+pub(super) fn read(
+    path: &Path,
+    places: &Places,
+    values: &Map<String, Value>,
+) -> Result<Quantization, ModelError> {
     let given = |field: &&str| values.get(*field).is_some_and(|value| !value.is_null());
     if given(&MLX) {
         return Err(ModelError::unsupported(MLX, "MLX's", SUPPORTED));
@@ -43,7 +47,8 @@ pub(super) fn read(path: &Path, values: &Map<String, Value>) -> Result<Quantizat
             "one of the two is",
         ));
     }
-    let reader = Reader { path, field };
+    let part = places.of(field);
+    let reader = Reader { path, part, field };
     let value = &values[field];
     match value["quant_method"].as_str() {
         Some("fp8") => reader.fp8(reader.parse(value)?),
@@ -165,6 +170,7 @@ fn without_nulls(value: &Value) -> Value {
 
 struct Reader<'a> {
     path: &'a Path,
+    part: Part,
     field: &'static str,
 }
 
@@ -188,7 +194,7 @@ impl Reader<'_> {
             Value::Object(Map::from_iter([((*name).to_owned(), value)]))
         });
         let message = format!("`{}`: unknown field `{}`", self.field, quotable(field));
-        let message = with_removal(message, path, &json!({ self.field: nulls }));
+        let message = with_removal(message, path, &self.part.overrides(json!({ self.field: nulls })));
         ModelError::config(self.path, message)
     }
 

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde::de::{DeserializeOwned, Deserializer, Error as _};
 use serde_json::{Map, Value};
 
+use super::advice::Places;
 use super::quantization;
 use crate::ModelError;
 use crate::generation::token_ids;
@@ -103,8 +104,8 @@ pub(crate) struct RawConfig {
 
 impl RawConfig {
     /// Reads fields of which all are known to the family.
-    pub(super) fn read(has_mrope: bool, fields: &Fields<'_>) -> Result<Self, ModelError> {
-        let quantization = quantization::read(fields.path, fields.values)?;
+    pub(super) fn read(has_mrope: bool, places: &Places, fields: &Fields<'_>) -> Result<Self, ModelError> {
+        let quantization = quantization::read(fields.path, places, fields.values)?;
         let raw: Self = fields.read()?;
         Ok(Self {
             has_mrope,
