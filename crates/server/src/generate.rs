@@ -74,6 +74,8 @@ pub(crate) struct Output {
     /// For each token, the length of `text` after it, in bytes.
     pub(crate) ends: Vec<usize>,
     pub(crate) logprobs: Vec<TokenLogprobs>,
+    /// For each token, the length of `logprobs` after it.
+    pub(crate) scored: Vec<usize>,
     pub(crate) finish: Option<FinishReason>,
     /// The client's stop string or token that ended it, if one did.
     pub(crate) stop: Option<StopReason>,
@@ -252,6 +254,7 @@ impl Choice {
         if finish.is_some() || !output.text.is_empty() {
             output.logprobs.append(&mut self.held);
         }
+        output.scored.push(output.logprobs.len());
         output.so_far = self.so_far();
         if let Some(reason) = finish {
             output.usage = self.end(reason);

@@ -87,11 +87,13 @@ impl Reader {
     }
 
     fn read(&mut self, output: Output) -> Update {
-        let mut deltas = Vec::new();
+        let mut update = Update::default();
+        let held = self.logprobs.len();
         let mut from = 0;
-        for &to in &output.ends {
+        for (&to, &scored) in output.ends.iter().zip(&output.scored) {
             let before = self.parser.in_reasoning();
-            self.parse(&output.text[from..to], &mut deltas);
+            let parts = self.parser.push(&output.text[from..to]);
+            self.add(parts, held + scored, &mut update);
             from = to;
             self.reasoning_tokens += usize::from(before || self.parser.in_reasoning());
         }
@@ -119,7 +121,7 @@ impl Reader {
             };
             // The beginning of an incomplete call is not content.
             parts.retain(|part| !(is_cut && self.must_call && matches!(part, Part::Content(_))));
-            self.add(parts, &mut deltas);
+            self.add(parts, held + output.logprobs.len(), &mut update);
             end.usage = end.usage.with_reasoning(self.reasoning_tokens);
             if end.reason == EndReason::Stop && self.calls > 0 {
                 end.reason = EndReason::ToolCalls;
@@ -128,13 +130,7 @@ impl Reader {
         self.logprobs.extend(output.logprobs);
         self.tokens.extend(output.tokens);
         self.prompt.extend(output.prompt);
-        let mut update = Update {
-            choice: self.index,
-            deltas,
-            so_far: output.so_far,
-            end,
-            ..Update::default()
-        };
+        (update.choice, update.so_far, update.end) = (self.index, output.so_far, end);
         if update.end.is_some() || !update.deltas.is_empty() {
             update.logprobs = std::mem::take(&mut self.logprobs);
             update.tokens = std::mem::take(&mut self.tokens);
@@ -143,16 +139,13 @@ impl Reader {
         update
     }
 
-    fn parse(&mut self, text: &str, deltas: &mut Vec<Delta>) {
-        let parts = self.parser.push(text);
-        self.add(parts, deltas);
-    }
-
-    /// Appends deltas, merging adjacent ones of the same kind.
-    fn add(&mut self, parts: Vec<Part>, deltas: &mut Vec<Delta>) {
+    /// Appends deltas, merging adjacent ones of the same kind. Of the log-probabilities, `scored` are those up to the token that ended
+    /// these parts.
+    fn add(&mut self, parts: Vec<Part>, scored: usize, update: &mut Update) {
+        let deltas = &mut update.deltas;
         for part in parts {
             match (part, deltas.last_mut()) {
-                (Part::Reasoning(_), _) if !self.include_reasoning => {}
+                (Part::Reasoning(_), _) if !self.include_reasoning => continue,
                 (Part::Reasoning(more), Some(Delta::Reasoning(text)))
                 | (Part::Content(more), Some(Delta::Content(text))) => text.push_str(&more),
                 (Part::Arguments(more), Some(Delta::ToolArguments { fragment, .. })) => {
@@ -173,6 +166,8 @@ impl Reader {
                     fragment,
                 }),
             }
+            update.ends.truncate(deltas.len() - 1);
+            update.ends.push(scored);
         }
     }
 

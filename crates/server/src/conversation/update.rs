@@ -34,6 +34,9 @@ pub(crate) struct Update {
     /// Log-probabilities of all generated tokens in order, including markup and reasoning. They come with the first delta that
     /// has some of their text, or with the end.
     pub(crate) logprobs: Vec<TokenLogprobs>,
+    /// For each delta, how many of `logprobs` there are up to the token that ended it. What follows those of the last one belongs to a
+    /// later delta, or to none.
+    pub(crate) ends: Vec<usize>,
     /// Log-probabilities of the prompt's tokens from the second on, if requested.
     pub(crate) prompt: Vec<PromptLogprob>,
     /// Generated tokens, including the one that ends the choice.

@@ -21,6 +21,7 @@ fn writer(shown: Shown) -> Writer {
 
 fn update(deltas: Vec<Delta>, end: Option<EndReason>) -> Update {
     Update {
+        ends: vec![0; deltas.len()],
         deltas,
         end: end.map(|reason| End {
             reason,
@@ -130,6 +131,7 @@ fn log_probabilities_come_with_the_text() {
     for text in ["a", "b"] {
         let mut update = update(vec![Delta::Content(text.into())], None);
         update.logprobs = vec![token(text.as_bytes()[0])];
+        update.ends = vec![1];
         writer.write(update);
     }
     writer.write(update(Vec::new(), Some(EndReason::Stop)));
@@ -148,7 +150,8 @@ fn log_probabilities_begin_with_the_text() {
         logprobs: true,
         sealed_reasoning: false,
     });
-    let mut write = |text: &str, deltas: Vec<Delta>| {
+    // What the model writes, with the tokens up to the end of each delta that becomes of it.
+    let mut write = |text: &str, deltas: Vec<(usize, Delta)>| {
         let token = |token: u8| TokenLogprobs {
             token: token.into(),
             logprobs: Logprobs {
@@ -156,25 +159,33 @@ fn log_probabilities_begin_with_the_text() {
                 top: Vec::new(),
             },
         };
+        let (ends, deltas) = deltas.into_iter().unzip();
         let mut update = update(deltas, None);
         update.logprobs = text.bytes().map(token).collect();
+        update.ends = ends;
         writer.write(update);
     };
-    let call = Delta::ToolCall {
-        index: 0,
-        id: "call_1".into(),
+    let call = |index| Delta::ToolCall {
+        index,
+        id: format!("call_{index}"),
         name: "f".into(),
     };
-    write("<think>H", vec![Delta::Reasoning("H".into())]);
+    let content = |text: &str| Delta::Content(text.into());
+    write("<think>H", vec![(8, Delta::Reasoning("H".into()))]);
     write(
         "m\n</think>\n\nt",
-        vec![Delta::Reasoning("m".into()), Delta::Content("t".into())],
+        vec![(1, Delta::Reasoning("m".into())), (13, content("t"))],
     );
-    write("\né", vec![Delta::Content("\né".into())]);
-    write(" <call>f", vec![call]);
-    write("</call>\nah!", vec![Delta::Content("ah!".into())]);
+    write("\né", vec![(3, content("\né"))]);
+    write(" <call>f", vec![(8, call(0))]);
+    write("</call>\nah!", vec![(11, content("ah!"))]);
     // An unfinished character.
-    write("\n", vec![Delta::Content("\u{fffd}".into())]);
+    write("\n", vec![(1, content("\u{fffd}"))]);
+    // Text, and a call with the same text.
+    write("ok <call>f(ok)", vec![(2, content("ok")), (10, call(1))]);
+    // Space that comes with what follows it, once that is no markup.
+    write("</call>a ", vec![(8, content("a"))]);
+    write("b<call>f", vec![(1, content(" b")), (8, call(2))]);
     writer.write(update(Vec::new(), Some(EndReason::Stop)));
     let output = json!(writer.into_response().output);
     let tokens = |item: usize| -> Vec<u8> {
@@ -183,7 +194,8 @@ fn log_probabilities_begin_with_the_text() {
         bytes.map(|byte| u8::try_from(byte).unwrap()).collect()
     };
     assert_eq!(tokens(1), "t\né".as_bytes());
-    assert_eq!(tokens(3), b"ah!\n");
+    assert_eq!(tokens(3), b"ah!\nok");
+    assert_eq!(tokens(5), b"a b");
 }
 
 #[test]

@@ -31,6 +31,8 @@ pub(crate) struct Writer {
     keep: Option<Keep>,
     /// The last item of the output is not complete.
     open: bool,
+    /// Log-probabilities of tokens whose text has not come, such as the beginning of markup.
+    unclaimed: Vec<TokenLogprobs>,
     log: Numbered,
 }
 
@@ -86,6 +88,7 @@ impl Writer {
             shown,
             keep: None,
             open: false,
+            unclaimed: Vec::new(),
             log: Numbered {
                 sequence_number: 0,
                 log: Log::new(streamed),
@@ -106,11 +109,15 @@ impl Writer {
 
     /// Adds an update.
     pub(crate) fn write(&mut self, update: Update) {
-        let mut logprobs = update.logprobs;
-        for delta in update.deltas {
+        let held = self.unclaimed.len();
+        self.unclaimed.extend(update.logprobs);
+        let mut claimed = 0;
+        for (delta, end) in update.deltas.into_iter().zip(update.ends) {
+            let logprobs: Vec<_> = self.unclaimed.drain(..held + end - claimed).collect();
+            claimed += logprobs.len();
             match delta {
                 Delta::Reasoning(text) => self.reason(&text),
-                Delta::Content(text) => self.say(&text, std::mem::take(&mut logprobs)),
+                Delta::Content(text) => self.say(&text, logprobs),
                 Delta::ToolCall { id, name, .. } => self.call(id, name),
                 Delta::ToolArguments { fragment, .. } => self.argue(&fragment),
             }

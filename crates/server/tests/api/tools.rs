@@ -420,6 +420,29 @@ async fn all_tokens_have_logprobs() {
     );
 }
 
+/// However many tokens come at once: those of a call that has the same text are not the text's.
+#[tokio::test]
+async fn texts_of_responses_have_their_own_logprobs() {
+    let rig = hermes();
+    let call = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"See.\"}}\n</tool_call>";
+    let tool = json!({ "type": "function", "name": "f", "parameters": { "type": "object" } });
+    let body = json!({
+        "input": format!("<say><think>See.</think>\n\nSee.\n{call}</say>"),
+        "tools": [tool],
+        "include": ["message.output_text.logprobs"],
+        "max_output_tokens": 400,
+    });
+    let output = rig.post("/v1/responses", body).await.json()["output"].take();
+    let [_, message, called] = output.as_array().unwrap().as_slice() else {
+        panic!("reasoning, text and a call: {output}");
+    };
+    assert_eq!(called["name"], "f");
+    let part = &message["content"][0];
+    let tokens = part["logprobs"].as_array().unwrap().iter();
+    let said: String = tokens.map(|token| token["token"].as_str().unwrap()).collect();
+    assert_eq!((part["text"].as_str().unwrap(), said.as_str()), ("See.", "See."));
+}
+
 #[tokio::test]
 async fn stop_strings_end_calls_too() {
     let rig = hermes();
