@@ -121,9 +121,9 @@ pub struct AttentionSpec {
     /// The index of the layer whose keys and values are attended; those of its own without (Gemma 4 E2B and E4B). A layer that
     /// shares them has projections to q alone and no place in the KV cache.
     pub shares_kv: Option<usize>,
-    /// The q, k and v projections have a bias (Qwen2).
+    /// The q, k and v projections have a bias (Qwen2, and where `attention_bias` says so).
     pub qkv_bias: bool,
-    /// The output projection has a bias (gpt-oss).
+    /// The output projection has a bias (gpt-oss, and where `attention_bias` says so).
     pub output_bias: bool,
     /// Multiplies the scores, usually `1 / sqrt(head_dim)`.
     pub scale: f32,

@@ -121,7 +121,11 @@ fn unsupported_fields_are_named() {
         llama(json!({"vocab_size": 1u64 << 40}), "vocab_size"),
         llama(json!({"rms_norm_eps": 0.0}), "rms_norm_eps"),
         llama(json!({"hidden_act": "gelu"}), "hidden_act"),
-        llama(json!({"attention_bias": true}), "attention_bias"),
+        (
+            "mistral-window",
+            json!({"attention_bias": true}),
+            "attention_bias",
+        ),
         llama(json!({"mlp_bias": true}), "mlp_bias"),
         llama(json!({"num_local_experts": 8}), "num_local_experts"),
         llama(json!({"num_experts": 8}), "`num_experts` is 8"),
@@ -359,6 +363,30 @@ fn both_generations_of_transformers_configs_mean_the_same() {
     );
     let plain = parse(&plain).unwrap().spec;
     assert_eq!(plain.ropes(), [&rope(10_000.0, RopeScaling::None)]);
+}
+
+/// In families whose classes in transformers have the field, and honour it; those with norms or gates behind attention are left out.
+#[test]
+fn attention_has_biases_where_the_configuration_says_so() {
+    let biases = |name: &str, fields: Value| {
+        let config = parse(&with(config_json(name), fields)).unwrap();
+        let attention = config.spec.attention();
+        let biases = attention.map(|attention| (attention.qkv_bias, attention.output_bias));
+        biases.collect::<Vec<_>>()
+    };
+    for name in ["llama", "qwen3-f16", "qwen3-moe", "smollm3"] {
+        let with_bias = biases(name, json!({"attention_bias": true}));
+        assert!(with_bias.iter().all(|&bias| bias == (true, true)), "{name}");
+        for fields in [json!({}), json!({"attention_bias": null})] {
+            let without = biases(name, fields);
+            assert!(without.iter().all(|&bias| bias == (false, false)), "{name}");
+        }
+    }
+    let of_text = biases("qwen3-vl", json!({"text_config": {"attention_bias": true}}));
+    assert!(of_text.iter().all(|&bias| bias == (true, true)));
+    for name in ["gemma2", "gemma3", "qwen3-next", "phi3-window"] {
+        assert_refused(name, &json!({"attention_bias": true}), "attention_bias");
+    }
 }
 
 #[test]

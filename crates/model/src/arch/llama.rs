@@ -8,7 +8,7 @@ pub(super) const FAMILY: Family = Family {
     headless_name: "LlamaModel",
     model_type: "llama",
     gguf_name: Some("llama"),
-    fields: || json!({"layer_types": null, "sliding_window": null}),
+    fields: || json!({"layer_types": null, "sliding_window": null, "attention_bias": false}),
     spec: |config| {
         no_window(config)?;
         check_layer_types(config, |_| false)?;

@@ -268,9 +268,11 @@ fn decoder(config: &RawConfig, change: impl Fn(usize, &mut LayerSpec)) -> Result
     })
 }
 
-/// Llama's layer: full attention with rotary positions, no biases, a SwiGLU MLP.
+/// Llama's layer: full attention with rotary positions, biases in it where `attention_bias` says so, a SwiGLU MLP.
 fn layer(config: &RawConfig) -> Result<LayerSpec, ModelError> {
     let heads = config.num_attention_heads;
+    // Refused where the family does not list it.
+    let has_bias = config.attention_bias == Some(true);
     let head_dim = config.head_dim();
     Ok(LayerSpec {
         norm: NormSpec {
@@ -288,8 +290,8 @@ fn layer(config: &RawConfig) -> Result<LayerSpec, ModelError> {
             qk_norm: false,
             values: Values::Projected,
             shares_kv: None,
-            qkv_bias: false,
-            output_bias: false,
+            qkv_bias: has_bias,
+            output_bias: has_bias,
             scale: 1.0 / (head_dim as f32).sqrt(),
             soft_cap: None,
             sinks: false,

@@ -8,7 +8,7 @@ pub(super) const FAMILY: Family = Family {
     headless_name: "Qwen3Model",
     model_type: "qwen3",
     gguf_name: Some("qwen3"),
-    fields: || with(qwen2::fields(), json!({"head_dim": 128})),
+    fields: || with(qwen2::fields(), json!({"head_dim": 128, "attention_bias": false})),
     spec: |config| {
         let windows = qwen2::windows(config)?;
         decoder(config, |index, layer| {

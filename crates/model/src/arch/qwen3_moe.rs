@@ -13,7 +13,7 @@ pub(super) const FAMILY: Family = Family {
     fields: || {
         moe::qwen_fields(
             json!({"head_dim": null, "use_sliding_window": false, "sliding_window": null,
-            "max_window_layers": null,
+            "max_window_layers": null, "attention_bias": false,
             // Qwen3-Coder's files have it; transformers does not look at it.
             "use_qk_norm": true}),
         )

@@ -8,7 +8,7 @@ pub(super) const FAMILY: Family = Family {
     headless_name: "Qwen3VLTextModel",
     model_type: "qwen3_vl_text",
     gguf_name: None,
-    fields: || json!({"head_dim": 128, "rope_theta": 500_000.0}),
+    fields: || json!({"head_dim": 128, "rope_theta": 500_000.0, "attention_bias": false}),
     spec: |config| {
         decoder(config, |_, layer| {
             layer.attention_mut().qk_norm = true;

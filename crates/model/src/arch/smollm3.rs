@@ -10,7 +10,8 @@ pub(super) const FAMILY: Family = Family {
     gguf_name: Some("smollm3"),
     fields: || {
         json!({"no_rope_layers": null, "no_rope_layer_interval": 4, "rope_theta": 2_000_000, "tie_word_embeddings": true,
-            "use_sliding_window": false, "sliding_window": null, "max_window_layers": null, "layer_types": null})
+            "use_sliding_window": false, "sliding_window": null, "max_window_layers": null, "layer_types": null,
+            "attention_bias": false})
     },
     spec: |config| {
         if config.use_sliding_window == Some(true) {

@@ -29,7 +29,7 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 49] = [
+pub const MODELS: [&str; 50] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
@@ -40,6 +40,7 @@ pub const MODELS: [&str; 49] = [
     "gpt-oss-mxfp4",
     "llama",
     "llama-auto-round",
+    "llama-bias",
     "llama-fp8-block",
     "llama-fp8-channel",
     "llama-fp8-tensor",

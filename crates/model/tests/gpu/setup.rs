@@ -12,7 +12,7 @@ use plimsoll_model::{LoadFormat, LoadOptions};
 use crate::common::{Oracle, golden_path, state_config};
 
 /// The tiny models whose heads have a size that the kernels know. Random requests are those of a model's place here, so new ones come last.
-pub(crate) const MODELS: [&str; 35] = [
+pub(crate) const MODELS: [&str; 36] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
@@ -48,6 +48,7 @@ pub(crate) const MODELS: [&str; 35] = [
     "llama-fp8-tensor",
     "qwen2-auto-round-awq",
     "qwen3-int4-group-128",
+    "llama-bias",
 ];
 
 /// Those of which some layers keep a state and others have experts. Their text is not compared where rows are computed in other
