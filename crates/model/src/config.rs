@@ -9,7 +9,7 @@ mod quantization;
 mod raw;
 mod vision;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
 use plimsoll_core::{
@@ -86,7 +86,9 @@ impl ModelConfig {
     /// Reads a Hugging Face config.json.
     pub(crate) fn read_json(path: &Path, overrides: &HfOverrides) -> Result<Self, ModelError> {
         let text = untrusted::read_text(path, MAX_SETTINGS_BYTES).map_err(ModelError::io(path))?;
-        Self::from_json(path, &text, overrides)
+        let mut values = fields_of(path, &text)?;
+        let quantization = quantization::beside(path, &mut values)?;
+        Self::from_values(path, values, quantization, overrides)
     }
 
     /// Parses the text of a Hugging Face config.json; `path` is for messages.
@@ -94,13 +96,22 @@ impl ModelConfig {
     /// # Errors
     /// [`ModelError`], which names the field at fault, one that the family does not know included.
     pub fn from_json(path: &Path, text: &str, overrides: &HfOverrides) -> Result<Self, ModelError> {
-        let mut values: Map<String, Value> =
-            serde_json::from_str(text).map_err(|error| ModelError::config(path, error))?;
+        Self::from_values(path, fields_of(path, text)?, None, overrides)
+    }
+
+    /// `quantization` is the file beside `path` that they have their quantisation from.
+    fn from_values(
+        path: &Path,
+        mut values: Map<String, Value>,
+        quantization: Option<PathBuf>,
+        overrides: &HfOverrides,
+    ) -> Result<Self, ModelError> {
         overrides.apply(&mut values);
-        let (text_part_of, repeated, places) = match known::unwrap_text(path, &mut values)? {
+        let (text_part_of, repeated, mut places) = match known::unwrap_text(path, &mut values)? {
             Some(unwrapped) => (Some(unwrapped.around), unwrapped.repeated, unwrapped.places),
             None => (None, Map::new(), Places::default()),
         };
+        places.quantization = quantization;
         let fields = Fields::new(path, &values);
         let names: Vec<String> = fields.get("architectures")?.unwrap_or_default();
         let headless = |name: &str| Architecture::ALL.into_iter().find(|a| a.headless_name() == name);
@@ -256,6 +267,10 @@ impl ModelConfig {
     pub fn pooling(&self) -> Option<Pooling> {
         self.embedding.as_ref().map(|embedding| embedding.pooling)
     }
+}
+
+fn fields_of(path: &Path, text: &str) -> Result<Map<String, Value>, ModelError> {
+    serde_json::from_str(text).map_err(|error| ModelError::config(path, error))
 }
 
 /// How the dimensions of a position share the pairs of a head, where a configuration does not say: transformers has the same

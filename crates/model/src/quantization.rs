@@ -290,6 +290,14 @@ impl ModuleNames {
         Self::matching(parts.iter().map(|part| regex::escape(part)))
     }
 
+    /// Names in which `*` stands for anything, and what is within modules of these names (ModelOpt).
+    pub(crate) fn globs<'a>(names: impl IntoIterator<Item = &'a String>) -> Result<Self, String> {
+        Self::matching(names.into_iter().map(|name| {
+            let glob = regex::escape(name).replace(r"\*", ".*");
+            format!(r"^{glob}(?:\.|$)")
+        }))
+    }
+
     fn matching(expressions: impl Iterator<Item = String>) -> Result<Self, String> {
         let expressions: Vec<String> = expressions.collect();
         // Thousands of names, and no expression that grows without end.
@@ -375,6 +383,28 @@ mod tests {
             ("model.layers.4.mlp.gate", true),
             ("model.layers.4.mlp.gate_proj", false),
             ("model.layers.2.mlp.down_proj", true),
+        ] {
+            assert_eq!(names.contains(module), expected, "{module}");
+        }
+    }
+
+    #[test]
+    fn stars_stand_for_anything() {
+        let names = ModuleNames::globs(&list(&[
+            "lm_head",
+            "model.layers.1",
+            "model.layers.2.self_attn*",
+            "*.gate",
+        ]))
+        .unwrap();
+        for (module, expected) in [
+            ("lm_head", true),
+            ("model.layers.1.mlp.up_proj", true),
+            ("model.layers.11.mlp.up_proj", false),
+            ("model.layers.2.self_attn.q_proj", true),
+            ("model.layers.2.mlp.up_proj", false),
+            ("model.layers.3.mlp.gate", true),
+            ("model.layers.3.mlp.gate_proj", false),
         ] {
             assert_eq!(names.contains(module), expected, "{module}");
         }

@@ -12,7 +12,7 @@ use plimsoll_device::Budget;
 use plimsoll_model::{
     Footprint, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelError, OnlineQuantization, ServeAs,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// A copy of a golden model to be damaged.
@@ -307,6 +307,47 @@ fn some_of_the_matrices_of_an_input_may_be_in_floats() {
     for name in ["llama-fp8-block", "llama-fp8-channel"] {
         let mixed = partly_in_floats(name);
         assert_eq!(logits(mixed.path()), logits(&golden_path(name)), "{name}");
+    }
+}
+
+/// The same checkpoints in the words of ModelOpt, whose scales have other shapes and those of keys and values other names.
+#[test]
+fn exports_of_modelopt_are_those_of_other_tools() {
+    for (name, algorithm, excluded) in [
+        (
+            "qwen2-fp8-tensor",
+            "FP8",
+            &["lm_head", "model.layers.0.mlp.down_proj"][..],
+        ),
+        ("llama-fp8-channel", "FP8_PER_CHANNEL_PER_TOKEN", &["lm_head"]),
+        ("llama-fp8-block", "fp8_pb_wo", &["lm_head"]),
+    ] {
+        let directory = copy(name);
+        edit(directory.path(), |tensors| {
+            let renamed = tensors.drain().map(|(name, tensor)| {
+                let name = ["k", "v"].into_iter().fold(name, |name, part| {
+                    name.replace(
+                        &format!("attn.{part}_scale"),
+                        &format!("attn.{part}_proj.{part}_scale"),
+                    )
+                });
+                let tensor = match (tensor.dims(), name.ends_with("weight_scale")) {
+                    (&[rows, 1], true) if algorithm != "fp8_pb_wo" => tensor.reshape(rows),
+                    (&[rows, columns], true) => tensor.reshape((rows, 1, columns, 1)),
+                    _ => Ok(tensor),
+                };
+                (name, tensor.unwrap())
+            });
+            *tensors = renamed.collect();
+        });
+        let path = directory.path().join("config.json");
+        let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        config.as_object_mut().unwrap().remove("quantization_config");
+        std::fs::write(&path, config.to_string()).unwrap();
+        let file = json!({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm,
+            "kv_cache_quant_algo": "FP8", "exclude_modules": excluded}});
+        std::fs::write(directory.path().join("hf_quant_config.json"), file.to_string()).unwrap();
+        assert_eq!(logits(directory.path()), logits(&golden_path(name)), "{name}");
     }
 }
 

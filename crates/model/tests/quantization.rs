@@ -1,7 +1,7 @@
 //! `quantization_config`: what is refused and how it is said, and which format each matrix has.
 
 use crate::common::configs::{assert_refused, config_json, parse, with};
-use plimsoll_model::{Fp8Scales, Int4Format, Int4Groups, Int4Packing, MatrixFormat};
+use plimsoll_model::{Fp8Scales, Int4Format, Int4Groups, Int4Packing, MatrixFormat, ModelConfig, ServeAs};
 use serde_json::{Value, json};
 
 /// A `quantization_config` of `fp8` or compressed-tensors, with these fields in place of such as are served.
@@ -411,5 +411,127 @@ fn quantisation_of_models_of_images_is_that_of_their_text() {
         let format = |module: &str| config.spec.quantization.format(module);
         assert_eq!(format("model.layers.0.mlp.up_proj"), MatrixFormat::Plain);
         assert_ne!(format("model.layers.1.mlp.up_proj"), MatrixFormat::Plain);
+    }
+}
+
+/// What ModelOpt writes, with these fields in place of such as are served.
+fn modelopt(fields: Value) -> Value {
+    let config = json!({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head", "model.layers.0.self_attn*"]});
+    with(config, fields)
+}
+
+/// A Llama whose config.json has these fields, with this beside it.
+fn beside(config: &Value, file: &Value) -> Result<ModelConfig, String> {
+    let directory = tempfile::tempdir().unwrap();
+    let write =
+        |name: &str, text: &Value| std::fs::write(directory.path().join(name), text.to_string()).unwrap();
+    write("config.json", &with(config_json("llama"), config.clone()));
+    write("hf_quant_config.json", file);
+    ModelConfig::read(directory.path(), &ServeAs::default()).map_err(|error| error.to_string())
+}
+
+/// In the file of its own, and in config.json, where newer exports have it too.
+#[test]
+fn what_modelopt_writes_is_read_wherever_it_stands() {
+    let producer = json!({"name": "modelopt", "version": "0.29.0"});
+    for (algorithm, scales, input_scale) in [
+        ("FP8", Fp8Scales::Tensor, true),
+        ("FP8_PER_CHANNEL_PER_TOKEN", Fp8Scales::Channel, false),
+        ("fp8_pb_wo", Fp8Scales::Block, false),
+    ] {
+        let fields = modelopt(json!({"quant_algo": algorithm}));
+        let file = json!({"producer": producer, "quantization": fields});
+        let newer = json!({"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm, "producer": producer,
+            "ignore": fields["exclude_modules"], "config_groups": {},
+            "kv_cache_scheme": {"dynamic": false, "num_bits": 8, "type": "float"}}});
+        let older = with(
+            newer.clone(),
+            json!({"quantization_config": {"kv_cache_scheme": "FP8"}}),
+        );
+        let alone = parse(&with(config_json("llama"), newer.clone())).unwrap();
+        let quantization = &alone.spec.quantization;
+        let eight_bits = MatrixFormat::Fp8 { scales, input_scale };
+        for (module, format) in [
+            ("model.layers.0.self_attn.q_proj", MatrixFormat::Plain),
+            ("model.layers.0.mlp.up_proj", eight_bits),
+            ("model.layers.1.self_attn.q_proj", eight_bits),
+            ("model.layers.1.mlp.gate", MatrixFormat::Plain),
+            ("lm_head", MatrixFormat::Plain),
+        ] {
+            assert_eq!(quantization.format(module), format, "{algorithm}: {module}");
+        }
+        assert_eq!(beside(&json!({}), &file).unwrap(), alone);
+        assert_eq!(beside(&newer, &file).unwrap(), alone);
+        assert_eq!(
+            beside(&older, &json!({"quantization": {"quant_algo": "NVFP4"}})).unwrap(),
+            alone
+        );
+    }
+    // The KV cache alone.
+    let plain = beside(
+        &json!({}),
+        &json!({"quantization": modelopt(json!({"quant_algo": null}))}),
+    );
+    assert!(!plain.unwrap().spec.quantization.is_some());
+}
+
+#[test]
+fn what_modelopt_writes_and_is_not_served_is_named() {
+    let file = |fields: Value| json!({"quantization": modelopt(fields)});
+    for (file, message) in [
+        (
+            file(json!({"quant_algo": "NVFP4", "group_size": 16})),
+            "configuration field `hf_quant_config.json: quantization.quant_algo` is `NVFP4`, which is not supported; `FP8`, ",
+        ),
+        (
+            file(json!({"quant_algo": "W4A8_AWQ"})),
+            "quant_algo` is `W4A8_AWQ`",
+        ),
+        (
+            file(json!({"quant_algo": "MIXED_PRECISION", "quantized_layers": {}})),
+            "quant_algo` is `MIXED_PRECISION`",
+        ),
+        (
+            file(json!({"kv_cache_quant_algo": "NVFP4"})),
+            "quantization.kv_cache_quant_algo` is \"NVFP4\"",
+        ),
+        (
+            file(json!({"quantized_layers": {"lm_head": {"quant_algo": "NVFP4"}}})),
+            "quantization.quantized_layers`",
+        ),
+        (
+            file(json!({"pre_quant_scale": true})),
+            "quantization.pre_quant_scale` is true",
+        ),
+        (
+            file(json!({"lora_rank": 32})),
+            "unknown field `lora_rank`. Remove what has no effect with --hf-overrides '{\"quantization_config\":{\"lora_rank\":null}}'",
+        ),
+        (
+            json!({"producer": {"name": "modelopt"}}),
+            "hf_quant_config.json: `quantization` is missing",
+        ),
+        (
+            json!({"quantization": modelopt(json!({})), "more": 1}),
+            "hf_quant_config.json: unknown field `more`",
+        ),
+        (json!([]), "hf_quant_config.json: "),
+    ] {
+        let error = beside(&json!({}), &file).unwrap_err();
+        assert!(error.contains(message), "{file}: {error}");
+    }
+    for (fields, message) in [
+        (
+            json!({"quant_algo": "NVFP4"}),
+            "quantization_config.quant_algo` is `NVFP4`",
+        ),
+        (
+            json!({"kv_cache_scheme": {"dynamic": false, "num_bits": 4, "type": "float"}}),
+            "quantization_config.kv_cache_scheme",
+        ),
+    ] {
+        let config = with(json!({"quant_method": "modelopt", "quant_algo": "FP8"}), fields);
+        assert_refused("llama", &json!({"quantization_config": config}), message);
     }
 }

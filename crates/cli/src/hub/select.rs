@@ -3,8 +3,9 @@
 use super::{HubError, RemoteFile, RepoId, Weights};
 
 /// Small files that are taken wherever a repository has them.
-const SIDE_FILES: [&str; 14] = [
+const SIDE_FILES: [&str; 15] = [
     "config.json",
+    "hf_quant_config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -189,6 +190,8 @@ mod tests {
         ];
         let chosen = selected(&embedder, "a/b", Weights::None).unwrap();
         assert_eq!(chosen, ["1_Pooling/config.json", "modules.json"]);
+        let modelopt = ["config.json", "hf_quant_config.json"];
+        assert_eq!(selected(&modelopt, "a/b", Weights::None).unwrap(), modelopt);
         let chosen = selected(&["x.safetensors"], "a/b", Weights::Any).unwrap();
         assert_eq!(chosen, ["x.safetensors"]);
         let refused = |name, weights| selected(&[name], "a/b", weights).unwrap_err();

@@ -1,5 +1,7 @@
 //! What errors about unknown fields tell people to do.
 
+use std::path::PathBuf;
+
 use serde_json::{Value, json};
 
 /// Most unknown fields of which an error names all.
@@ -46,6 +48,8 @@ pub(super) struct Places {
     pub(super) part: Part,
     /// Those of a text part that stand around it.
     pub(super) around: Vec<String>,
+    /// The file beside config.json that says how matrices are stored, where it does not.
+    pub(super) quantization: Option<PathBuf>,
 }
 
 impl Places {

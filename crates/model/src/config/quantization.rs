@@ -1,6 +1,7 @@
 //! `quantization_config` of config.json: which of its formats are served, and what they say of each matrix.
 
 mod int4;
+mod modelopt;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,12 +14,13 @@ use serde_json::{Map, Value, json};
 use super::advice::{Part, Places, with_removal};
 use crate::ModelError;
 use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat, ModuleNames, Quantization, QuantizationGroup};
+pub(super) use modelopt::beside;
 
 /// The names of the field; the second in checkpoints of older compressed-tensors.
 pub(super) const FIELDS: [&str; 2] = ["quantization_config", "compression_config"];
 
-const SUPPORTED: &str = "`fp8`, `compressed-tensors` with 8-bit floats or 4-bit integers, 4-bit `gptq`, `awq` and `auto-round` \
-                         and, for experts, `mxfp4` are: use the model in one of these, before quantisation, or as a GGUF file";
+const SUPPORTED: &str = "`fp8`, `compressed-tensors` with 8-bit floats or 4-bit integers, `modelopt` with 8-bit floats, 4-bit \
+                         `gptq`, `awq` and `auto-round` and, for experts, `mxfp4` are: use the model in one of these, before quantisation, or as a GGUF file";
 
 /// The field of MLX, beside which it writes a `quantization_config` without a method.
 const MLX: &str = "quantization";
@@ -47,10 +49,22 @@ pub(super) fn read(
             "one of the two is",
         ));
     }
-    let part = places.of(field);
-    let reader = Reader { path, part, field };
+    let reader = Reader {
+        path: places.quantization.as_deref().unwrap_or(path),
+        part: places.of(field),
+        field,
+        shown: match &places.quantization {
+            Some(file) => format!(
+                "{}: {}",
+                file.file_name().unwrap_or_default().display(),
+                modelopt::FIELD
+            ),
+            None => field.to_owned(),
+        },
+    };
     let value = &values[field];
     match value["quant_method"].as_str() {
+        Some("modelopt") => reader.modelopt(reader.parse(value)?),
         Some("fp8") => reader.fp8(reader.parse(value)?),
         Some("mxfp4") => reader.mxfp4(reader.parse(value)?),
         Some("awq") => reader.awq(reader.parse(value)?),
@@ -172,6 +186,8 @@ struct Reader<'a> {
     path: &'a Path,
     part: Part,
     field: &'static str,
+    /// The field in messages: where it really stands.
+    shown: String,
 }
 
 impl Reader<'_> {
@@ -180,7 +196,7 @@ impl Reader<'_> {
         serde_path_to_error::deserialize(without_nulls(value)).map_err(|error| {
             let message = error.inner().to_string();
             if !message.starts_with("unknown field ") {
-                return ModelError::config(self.path, format!("`{}`: {message}", self.field));
+                return ModelError::config(self.path, format!("`{}`: {message}", self.shown));
             }
             let path: Vec<String> = error.path().iter().map(ToString::to_string).collect();
             self.unknown(&path.iter().map(String::as_str).collect::<Vec<_>>())
@@ -193,13 +209,13 @@ impl Reader<'_> {
         let nulls = path.iter().rev().fold(Value::Null, |value, name| {
             Value::Object(Map::from_iter([((*name).to_owned(), value)]))
         });
-        let message = format!("`{}`: unknown field `{}`", self.field, quotable(field));
+        let message = format!("`{}`: unknown field `{}`", self.shown, quotable(field));
         let message = with_removal(message, path, &self.part.overrides(json!({ self.field: nulls })));
         ModelError::config(self.path, message)
     }
 
     fn unsupported(&self, field: &str, value: impl std::fmt::Display, supported: &str) -> ModelError {
-        ModelError::unsupported(format!("{}.{field}", self.field), value, supported)
+        ModelError::unsupported(format!("{}.{field}", self.shown), value, supported)
     }
 
     /// A field with one supported value; an absent one has it.
@@ -218,7 +234,7 @@ impl Reader<'_> {
     }
 
     fn names(&self, field: &str, names: Result<ModuleNames, String>) -> Result<ModuleNames, ModelError> {
-        names.map_err(|error| ModelError::config(self.path, format!("`{}.{field}`: {error}", self.field)))
+        names.map_err(|error| ModelError::config(self.path, format!("`{}.{field}`: {error}", self.shown)))
     }
 
     fn fp8(&self, raw: RawFp8) -> Result<Quantization, ModelError> {

@@ -277,9 +277,9 @@ fn log_narrowed(jobs: &[Job<'_>]) {
 
 /// What the elements of a layer's keys and values are multiplied by, as calibration found it; 1 where nobody did.
 fn kv_scales(tensors: &mut Checked<'_>, layer: usize) -> Result<[f32; 2], ModelError> {
-    let mut scale = |part: &str| {
-        // Beside the projections, and as vLLM's own attention has it.
-        let names = ["self_attn", "self_attn.attn"].map(|at| format!("model.layers.{layer}.{at}.{part}"));
+    let mut scale = |part: &str, module: &str| {
+        // Beside the projections, as vLLM's own attention has it, and of a projection, as ModelOpt.
+        let names = ["", "attn.", module].map(|at| format!("model.layers.{layer}.self_attn.{at}{part}"));
         for name in &names {
             if let Some(scale) = tensors.optional_scale(name)? {
                 return Ok(scale);
@@ -287,7 +287,7 @@ fn kv_scales(tensors: &mut Checked<'_>, layer: usize) -> Result<[f32; 2], ModelE
         }
         Ok::<_, ModelError>(1.0)
     };
-    Ok([scale("k_scale")?, scale("v_scale")?])
+    Ok([scale("k_scale", "k_proj.")?, scale("v_scale", "v_proj.")?])
 }
 
 /// The orders of inputs that matrices have of their own. Those that are stacked are one product and have one.

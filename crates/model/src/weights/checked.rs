@@ -133,7 +133,9 @@ impl<'a> Checked<'a> {
         let shape = scales.shape(outputs, inputs);
         let values = match scales {
             Fp8Scales::Tensor => self.scales(&names, &SCALAR)?,
-            Fp8Scales::Channel | Fp8Scales::Block => self.scales(&names, &[&shape])?,
+            // The second shapes are ModelOpt's.
+            Fp8Scales::Channel => self.scales(&names, &[&shape, &shape[..1]])?,
+            Fp8Scales::Block => self.scales(&names, &[&shape, &[shape[0], 1, shape[1], 1]])?,
         };
         let values = match share {
             None => values,
