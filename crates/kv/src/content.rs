@@ -9,6 +9,22 @@ pub(crate) struct Content<'a> {
     pub(crate) images: &'a [BlockImage],
 }
 
+/// The same of a block of a prompt.
+#[derive(Clone, Debug)]
+pub(crate) struct BlockContent<'a> {
+    pub(crate) tokens: &'a [TokenId],
+    pub(crate) images: Vec<BlockImage>,
+}
+
+impl BlockContent<'_> {
+    pub(crate) fn content(&self) -> Content<'_> {
+        Content {
+            tokens: self.tokens,
+            images: &self.images,
+        }
+    }
+}
+
 /// Images of the tokens `start..start + len`.
 pub(crate) fn images_of(images: &[ImageSpan], start: usize, len: usize) -> Vec<BlockImage> {
     let block = start..start + len;

@@ -26,7 +26,7 @@ mod slots;
 mod state;
 mod table;
 
-pub use manager::{GroupStats, KvManager, KvStats, Sharing};
+pub use manager::{GroupStats, KnownPrefix, KvManager, KvStats, Sharing};
 pub use no_room::{NoRoom, OutOfPages};
 pub use slots::SlotStats;
 pub use table::BlockTable;

@@ -1,3 +1,4 @@
+mod known;
 mod states;
 
 use std::sync::Arc;
@@ -7,9 +8,11 @@ use plimsoll_core::{
     TokenId,
 };
 
+pub use known::KnownPrefix;
+
 use crate::{
     BlockTable,
-    content::{Content, images_of},
+    content::{BlockContent, Content, images_of},
     no_room::{NoRoom, OutOfPages},
     pool::Pool,
     prefix::PrefixIndex,
@@ -437,6 +440,25 @@ impl KvManager {
         self.index.check_invariants()
     }
 
+    /// The blocks of `tokens` that may be shared, but for the first `known`; none where nothing is.
+    fn shareable<'a>(
+        &self,
+        tokens: &'a [TokenId],
+        sharing: Sharing<'a>,
+        known: usize,
+    ) -> impl Iterator<Item = BlockContent<'a>> {
+        let block_size = self.config.block_size.tokens();
+        let most = if self.prefix_caching { sharing.most } else { 0 };
+        let shareable = &tokens[..tokens.len().saturating_sub(1)];
+        let shareable = &shareable[..shareable.len().min(most)];
+        let blocks = shareable.chunks_exact(block_size).enumerate().skip(known);
+        let spans = sharing.images.map_or(&[][..], |images| &images[..]);
+        blocks.map(move |(index, tokens)| BlockContent {
+            tokens,
+            images: images_of(spans, index * block_size, block_size),
+        })
+    }
+
     /// The longest prefix of which every group has what a query behind it sees, and the state behind it where layers have one.
     fn longest_prefix(&self, tokens: &[TokenId], sharing: Sharing<'_>) -> (BlockTable, Hit) {
         let block_size = self.config.block_size;
@@ -445,15 +467,11 @@ impl KvManager {
         let mut found = Vec::new();
         let (mut best, mut prefix, mut hit) = (0, root, Hit::default());
         if self.prefix_caching {
-            let shareable = &tokens[..tokens.len().saturating_sub(1)];
-            let shareable = &shareable[..shareable.len().min(sharing.most)];
             // Blocks in a row that each group has, up to the last one found.
             let mut rows = [0; CacheGroups::MAX];
             let mut at = root;
-            let spans = sharing.images.map_or(&[][..], |images| &images[..]);
-            for (index, tokens) in shareable.chunks_exact(block_size.tokens()).enumerate() {
-                let images = &images_of(spans, index * block_size.tokens(), block_size.tokens());
-                let Some(next) = self.index.find(at, Content { tokens, images }) else {
+            for block in self.shareable(tokens, sharing, 0) {
+                let Some(next) = self.index.find(at, block.content()) else {
                     break;
                 };
                 let blocks = next.blocks;

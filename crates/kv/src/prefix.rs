@@ -425,11 +425,12 @@ impl PrefixIndex {
         change(self.nodes[id.index()].as_mut().expect("it is cached"));
     }
 
-    /// Whether nodes that continue `prefix` can be found.
-    fn is_cached(&self, prefix: Prefix) -> bool {
+    /// Whether nodes that continue `prefix` can be found. It may be older than the last [`reset`](Self::reset).
+    pub(crate) fn is_cached(&self, prefix: Prefix) -> bool {
+        let node_of = |id: NodeId| self.nodes.get(id.index())?.as_ref();
         prefix
             .node
-            .is_none_or(|id| self.nodes[id.index()].is_some_and(|node| node.name == prefix.name))
+            .is_none_or(|id| node_of(id).is_some_and(|node| node.name == prefix.name))
     }
 
     fn tokens_of(&self, index: usize) -> &[TokenId] {

@@ -4,12 +4,12 @@
 #[path = "../../sim/src/router.rs"]
 mod router;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use plimsoll_core::{
     BlockSize, CacheGroup, CacheKind, CacheLayout, KvConfig, PageId, RunState, StateSlot, TokenId,
 };
-use plimsoll_kv::{BlockTable, KvManager, Sharing};
+use plimsoll_kv::{BlockTable, KnownPrefix, KvManager, Sharing};
 use proptest::{collection::vec, prelude::*};
 use router::Router;
 
@@ -421,6 +421,14 @@ struct Open {
     salt: Option<&'static str>,
 }
 
+/// A prompt that is asked for again and again.
+struct Known {
+    prefix: KnownPrefix,
+    tokens: Vec<TokenId>,
+    sharing: Sharing<'static>,
+    headroom: usize,
+}
+
 fn prompt(documents: &[(u8, usize)]) -> Vec<TokenId> {
     let tokens = documents
         .iter()
@@ -438,6 +446,7 @@ proptest! {
         let mut open: Vec<Open> = Vec::new();
         manager.record_events();
         let mut router = Router::default();
+        let mut known: VecDeque<Known> = VecDeque::new();
         for op in ops {
             match op {
                 Op::Open { documents, salted, most, headroom } => {
@@ -445,7 +454,17 @@ proptest! {
                     let salt = salted.then_some("pepper");
                     let slots = manager.stats().slots;
                     let has_slot = slots.used < slots.total || !naive.has_states();
-                    let opened = manager.open(&tokens, Sharing { salt, most, ..Sharing::default() }, headroom);
+                    let sharing = Sharing { salt, most, ..Sharing::default() };
+                    let is_short = manager.is_short(&mut KnownPrefix::default(), &tokens, sharing, headroom);
+                    let opened = manager.open(&tokens, sharing, headroom);
+                    // Where windows or states make it hard to tell, room may be missing all the same.
+                    let is_plain = kv.groups.iter().all(|group| group.kind == CacheKind::Full) && !naive.has_states();
+                    match is_plain && kv.groups.as_slice().len() == 1 {
+                        true => prop_assert_eq!(is_short, opened.is_err()),
+                        false => prop_assert!(!is_short || opened.is_err()),
+                    }
+                    known.truncate(2);
+                    known.push_front(Known { prefix: KnownPrefix::default(), tokens: tokens.clone(), sharing, headroom });
                     let shareable = &tokens[..most.min(tokens.len() - 1)];
                     let snapshot = naive.has_states().then(|| router.longest(salt, shareable, &[], &kv));
                     let opens = has_slot && naive.open(&tokens, salted, most, headroom, snapshot);
@@ -487,6 +506,10 @@ proptest! {
                     naive = Naive { evictions: naive.evictions, ..Naive::new(kv, chunk) };
                 }
                 Op::Grow { .. } | Op::Release { .. } => {}
+            }
+            for Known { prefix, tokens, sharing, headroom } in &mut known {
+                let fresh = manager.is_short(&mut KnownPrefix::default(), tokens, *sharing, *headroom);
+                prop_assert_eq!(manager.is_short(prefix, tokens, *sharing, *headroom), fresh);
             }
             manager.check_invariants(open.iter().map(|open| &open.table)).map_err(TestCaseError::fail)?;
             let stats = manager.stats();

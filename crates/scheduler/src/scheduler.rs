@@ -9,7 +9,7 @@ use plimsoll_core::{
     CacheEvent, Constraints, Event, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId,
     Run, Sampled, StepCosts, StepError, StepLimits, StepOutput, StepPlan, TokenEvent, TokenId,
 };
-use plimsoll_kv::{BlockTable, KvManager};
+use plimsoll_kv::{BlockTable, KnownPrefix, KvManager};
 
 use crate::{
     Population, PromptBudget, SchedulerStats,
@@ -90,6 +90,8 @@ pub struct Scheduler {
     next_arrival: u64,
     /// Steps planned and not yet applied or failed.
     in_flight: Vec<u64>,
+    /// The request that waits for pages at the head of the queue, and what is cached of its prompt.
+    blocked: Option<(Arrival, KnownPrefix)>,
     /// A request was preempted and no blocks came back since: a request admitted now would soon be preempted too.
     short_of_blocks: bool,
     prompt_budget: Option<PromptBudget>,
@@ -130,6 +132,7 @@ impl Scheduler {
             places: HashMap::new(),
             next_arrival: 0,
             in_flight: Vec::with_capacity(MAX_IN_FLIGHT),
+            blocked: None,
             short_of_blocks: false,
             prompt_budget: None,
             population: Population::default(),

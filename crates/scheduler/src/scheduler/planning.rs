@@ -3,6 +3,7 @@
 use std::ops::Bound;
 
 use plimsoll_core::{CacheKind, Run};
+use plimsoll_kv::KnownPrefix;
 
 use super::{Place, Scheduler, room::Room};
 use crate::growth::{Forecast, Growth};
@@ -84,9 +85,18 @@ impl Scheduler {
             }
             let (_, forecast, growth) = growth.as_mut().expect("just made");
             let headroom = self.pages_to_grow(growth.add(forecast.of(sequence)));
-            let Ok(table) = self.kv.open(&sequence.tokens, sequence.sharing(), headroom) else {
+            let (arrival, sharing) = (sequence.arrival, sequence.sharing());
+            if let Some((_, known)) = self.blocked.as_mut().filter(|blocked| blocked.0 == arrival)
+                && self.kv.is_short(known, &sequence.tokens, sharing, headroom)
+            {
+                return;
+            }
+            let Ok(table) = self.kv.open(&sequence.tokens, sharing, headroom) else {
+                // Most likely it is asked for again before the next step.
+                self.blocked = Some((arrival, KnownPrefix::default()));
                 return;
             };
+            self.blocked = None;
             let (start, tokens) = (table.computed(), sequence.tokens.len());
             if room.of_prompt(&sequence.request, &table, start, tokens - start, &self.kv) == 0 {
                 return self.kv.release(table);

@@ -25,6 +25,7 @@ pub(crate) const fn edit(file: &'static str, site: &'static str, bug: &'static s
 }
 
 const JOURNAL: &str = "kv/prefix/journal.rs";
+const KNOWN: &str = "kv/manager/known.rs";
 const MANAGER: &str = "kv/manager.rs";
 const PREFIX: &str = "kv/prefix.rs";
 const QUEUE: &str = "scheduler/queue.rs";
@@ -33,7 +34,7 @@ const PLANNING: &str = "scheduler/scheduler/planning.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 78] = [
+pub(crate) const MUTATIONS: [Mutation; 79] = [
     bug(
         "who is admitted does not hear of it",
         &[edit(
@@ -120,6 +121,14 @@ pub(crate) const MUTATIONS: [Mutation; 78] = [
             MANAGER,
             "&tokens[..«tokens.len().saturating_sub(1)»]",
             "tokens.len()",
+        )],
+    ),
+    bug(
+        "who lacked pages once waits for good",
+        &[edit(
+            KNOWN,
+            "«blocks * pages_per_block + headroom > available»",
+            "true",
         )],
     ),
     bug(
