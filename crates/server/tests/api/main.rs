@@ -20,6 +20,7 @@ mod templates;
 mod tool_grammars;
 mod tools;
 mod unknown;
+mod wrong_tools;
 
 use plimsoll_core::{Limits, Request, RequestId, RequestOptions, SamplingOptions};
 use plimsoll_sim::{SimModel, oracle};
