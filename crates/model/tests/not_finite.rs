@@ -1,4 +1,4 @@
-//! What is not finite is the trouble of its own request: not of those beside it, nor of those that get its memory.
+//! A request whose rows are NaN fails alone: requests beside it do not change, nor do those that reuse its memory.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ fn load_from(path: &Path, serve_as: ServeAs) -> Arc<Model> {
 }
 
 #[test]
-fn neighbours_and_heirs_of_what_is_not_finite_say_what_they_say_alone() {
+fn nan_in_one_request_changes_no_other_text() {
     for name in POISONED {
         let directory = poisoned(name);
         let model = load_from(directory.path(), ServeAs::default());
@@ -38,7 +38,7 @@ fn neighbours_and_heirs_of_what_is_not_finite_say_what_they_say_alone() {
 }
 
 #[test]
-fn a_vector_that_is_not_finite_is_none() {
+fn a_nan_vector_is_reported() {
     let directory = poisoned("llama");
     for pooling in POOLINGS {
         let model = load_from(directory.path(), serve_as(pooling));

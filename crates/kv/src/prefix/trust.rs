@@ -1,9 +1,9 @@
 //! Which cached blocks are known to hold finite numbers.
 //!
-//! A key or value that is NaN makes every row NaN that sees it, and so does a state. What a prompt computes is cached before any of its
-//! rows is looked at, which may be several steps later, or never if the request is cancelled. So blocks are confirmed by the first
-//! finite row that sees them, and a row that is not finite condemns those that none has confirmed: the same tokens are computed
-//! again next time, and what many requests begin with stays for all of them.
+//! Every row that attends to a NaN key or value becomes NaN, and so does one that continues a NaN state. Blocks of a prompt are cached before any
+//! of its rows is read, which may be several steps later, or never if the request is cancelled. So the first finite row that sees a block
+//! confirms it, and a row that is not finite evicts the unconfirmed blocks that it sees: they are computed again for the next request,
+//! while a common prefix stays for everybody.
 
 use std::ops::Range;
 

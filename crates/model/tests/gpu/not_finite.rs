@@ -1,4 +1,4 @@
-//! What is not finite is the trouble of its own request: not of those beside it, nor of those that get its memory.
+//! A request whose rows are NaN fails alone: requests beside it do not change, nor do those that reuse its memory.
 
 use plimsoll_model::LoadOptions;
 use plimsoll_model::cuda::GpuModel;
@@ -10,11 +10,11 @@ use crate::setup::{Setup, gpu, load_file};
 /// Plain attention, windows that leave the token behind, states, and a head that is the embedding.
 const POISONED: [&str; 4] = ["llama", "mistral-window", "qwen3_5-vision", "gemma2"];
 
-/// Against steps of the same shapes in which all is finite, so that products round alike. The cache is so small that those blocks are
-/// used again, with and without graphs.
+/// Compared with finite steps of the same shapes, so that products round alike. The cache is so small that blocks are reused; with and
+/// without graphs.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn neighbours_and_heirs_of_what_is_not_finite_say_what_they_say_otherwise() {
+fn nan_in_one_request_changes_no_other_text() {
     let gpu = gpu();
     for name in POISONED {
         let directory = poisoned(name);
@@ -36,7 +36,7 @@ fn neighbours_and_heirs_of_what_is_not_finite_say_what_they_say_otherwise() {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn a_vector_that_is_not_finite_is_none() {
+fn a_nan_vector_is_reported() {
     let gpu = gpu();
     let directory = poisoned("llama");
     for pooling in POOLINGS {

@@ -53,7 +53,7 @@ catalog! {
     CANCELLED: "plimsoll_requests_cancelled_total": "Requests cancelled by their client.";
     FINISHED: "plimsoll_requests_finished_total", "vllm:request_success_total":
         "Requests that finished successfully, by reason.";
-    FAILED: "plimsoll_requests_failed_total": "Requests that failed: their step failed, their output is not finite, or they timed out.";
+    FAILED: "plimsoll_requests_failed_total": "Requests that failed: their step failed, their output was NaN or infinite, or they timed out.";
     STEPS: "plimsoll_steps_total": "Successful engine steps.";
     FAILED_STEPS: "plimsoll_steps_failed_total": "Failed engine steps.";
     STEP_SECONDS: "plimsoll_step_seconds": "Duration of a step.";
