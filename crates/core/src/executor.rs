@@ -129,7 +129,7 @@ impl From<BuildError> for StepError {
     }
 }
 
-/// Why a step failed. Its requests get this error; the engine goes on. Some of these are reasons why a request failed alone.
+/// Why a step failed. Its requests get this error; the engine goes on. Some of them fail a single request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StepError {
     /// Device memory ran out: the executor must be rebuilt.
@@ -158,7 +158,7 @@ pub enum StepError {
     /// The driver or a kernel failed, in its own words.
     #[error("the device failed: {0}")]
     Device(String),
-    /// No token can be chosen for a request, or its vector is not one: it fails alone ([`StepOutput::not_finite`]).
+    /// Logits or the embedding of a request are NaN or infinite. It fails alone ([`StepOutput::not_finite`]).
     #[error(
         "the model's output for {0} is NaN or infinite: the weights are damaged, or overflow in the precision they are \
          computed in"

@@ -155,8 +155,8 @@ impl GroupTable {
 pub enum RunInput {
     /// The scheduler knows them.
     Known(Vec<TokenId>),
-    /// One token: the one sampled for this request in the step before, which may still be on the device. Where that step finds
-    /// nothing finite to sample from, it is any token, and what this one samples is discarded.
+    /// One token: the one sampled for this request in the step before, which may still be on the device. If that step's
+    /// logits are not finite, it is an arbitrary token, and what this run samples is discarded.
     LastSampled,
 }
 
@@ -222,13 +222,13 @@ pub struct StepOutput {
     /// Results of [`Run::pool`], `hidden_size` numbers each: one entry per run, or none at all if no run pools. Sums of chunks
     /// are added up as `f64`; a device may add up a chunk in lower precision.
     pub pooled: Vec<Option<Vec<f64>>>,
-    /// Runs of the plan, by index and ascending, that came to nothing: logits or rows that they asked about are NaN or infinite.
-    /// Their entries above are `None` or empty. It is no fault of the other runs, which do not see these tokens.
+    /// Runs of the plan, by index and ascending, whose logits or vectors are NaN or infinite. Their entries above are `None` or empty. Other
+    /// runs are not affected, as they do not attend to these tokens.
     pub not_finite: Vec<usize>,
 }
 
 impl StepOutput {
-    /// Whether the run with this index came to something.
+    /// Whether the output of the run with this index is finite.
     pub fn is_finite(&self, run: usize) -> bool {
         self.not_finite.binary_search(&run).is_err()
     }

@@ -9,7 +9,7 @@ pub(crate) struct Content<'a> {
     pub(crate) images: &'a [BlockImage],
 }
 
-/// The same of a block of a prompt.
+/// The [`Content`] of a block of a prompt, with its list of images.
 #[derive(Clone, Debug)]
 pub(crate) struct BlockContent<'a> {
     pub(crate) tokens: &'a [TokenId],

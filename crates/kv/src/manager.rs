@@ -313,7 +313,7 @@ impl KvManager {
         }
     }
 
-    /// The row of the last computed token is finite, and with it all that it sees.
+    /// The row of the last computed token is finite, and so is everything that it attends to.
     pub fn confirm(&mut self, table: &BlockTable) {
         let Some(prefix) = table.prefix.filter(|_| self.prefix_caching) else {
             return;
@@ -326,8 +326,8 @@ impl KvManager {
         self.index.confirm(prefix, table.groups(), blocks);
     }
 
-    /// A row behind the computed tokens is not finite, and it is not known since which of them: what no other row has confirmed
-    /// is cached no more, whoever computed it, nor is anything that the table computes from here on.
+    /// A row behind the computed tokens is not finite, and it is not known which of them was the first. Of their blocks, those that no finite
+    /// row has confirmed leave the prefix cache, whoever computed them, and nothing that the table computes from here on is cached.
     pub fn distrust(&mut self, table: &mut BlockTable) {
         let groups = table.groups.iter().zip(&self.config.groups);
         let held = groups.flat_map(|(held, group)| heads(held, group));

@@ -440,8 +440,8 @@ impl Scheduler {
         self.waiting.put_back(rank, sequence);
     }
 
-    /// Applies what a step says about a run. If that is nothing, as it is not finite, its request fails alone: what it computed last
-    /// is not cached, and what it computed before is only if a row that saw it was finite ([`KvManager::distrust`]).
+    /// Applies what a step says about a run. Without an answer, its output is not finite and its request fails alone: what it computed in
+    /// this step is not cached, and what it computed before stays cached only if a finite row saw it ([`KvManager::distrust`]).
     fn apply_run(&mut self, run: &Run, answer: Option<Answer>, events: &mut Vec<(RequestId, Event)>) {
         let id = run.request;
         let rank = match self.places.get(&id) {

@@ -1,17 +1,16 @@
-//! A request of which a row is not finite fails alone, and leaves nothing behind that another would trip over.
+//! A request whose output is NaN or infinite fails alone, and leaves nothing in the prefix cache that would make another fail.
 
 mod common;
 
 use plimsoll_core::{
-    Event, Limits, Pooling, Request, RequestId, RequestOptions, RunInput, StepError, StepOutput, StepPlan,
-    TokenId,
+    Event, Pooling, Request, RequestId, RequestOptions, RunInput, StepError, StepOutput, StepPlan, TokenId,
 };
 use plimsoll_scheduler::Scheduler;
 
-use common::{STOP, output, request, scheduler, step};
+use common::{LIMITS, STOP, output, request, scheduler, step};
 
-/// The answer to a plan where these runs are not finite.
-fn but(plan: &StepPlan, not_finite: &[usize]) -> StepOutput {
+/// The answer to a plan of which these runs are not finite.
+fn answer_without(plan: &StepPlan, not_finite: &[usize]) -> StepOutput {
     let mut output = output(plan, 5);
     let scored = plan
         .runs
@@ -49,31 +48,19 @@ fn is_token(event: &(RequestId, Event), id: u64) -> bool {
 
 /// A request with these options, and a prompt that begins with its id.
 fn with(id: u64, prompt: usize, options: RequestOptions) -> Request {
-    let limits = Limits {
-        max_model_len: 1000,
-        kv_capacity_tokens: 1000,
-        vocab_size: 100,
-        images: None,
-    };
     let prompt = request(id, prompt, 1).prompt().to_vec();
-    Request::new(RequestId(id), RequestOptions { prompt, ..options }, &limits).expect("it is legal")
+    Request::new(RequestId(id), RequestOptions { prompt, ..options }, &LIMITS).expect("it is legal")
 }
 
 /// A request with this prompt.
 fn asking(id: u64, prompt: Vec<TokenId>) -> Request {
-    let limits = Limits {
-        max_model_len: 1000,
-        kv_capacity_tokens: 1000,
-        vocab_size: 100,
-        images: None,
-    };
     let options = RequestOptions {
         prompt,
         max_tokens: Some(9),
         stop_token_ids: vec![STOP],
         ..Default::default()
     };
-    Request::new(RequestId(id), options, &limits).expect("it is legal")
+    Request::new(RequestId(id), options, &LIMITS).expect("it is legal")
 }
 
 /// Where the only run of the next step begins, which is finite.
@@ -88,7 +75,7 @@ fn it_fails_its_own_request() {
     let mut scheduler = scheduler(100, 4, 20);
     (1..=3).for_each(|id| scheduler.submit(request(id, 10, 3)));
     let plan = scheduler.plan();
-    let events = apply(&mut scheduler, &plan, but(&plan, &[1]));
+    let events = apply(&mut scheduler, &plan, answer_without(&plan, &[1]));
     assert!(is_token(&events[0], 1) && fails(&events[1], 2) && is_token(&events[2], 3));
     let stats = scheduler.stats();
     assert_eq!((stats.failed, stats.running, stats.leaving), (1, 2, 0));
@@ -110,14 +97,14 @@ fn the_step_ahead_is_over_before_its_blocks_are_free() {
         let first = scheduler.plan();
         let second = scheduler.plan();
         assert!(second.runs.iter().all(|run| run.input == RunInput::LastSampled));
-        let events = apply(&mut scheduler, &first, but(&first, &[0]));
+        let events = apply(&mut scheduler, &first, answer_without(&first, &[0]));
         assert!(fails(&events[0], 1) && is_token(&events[1], 2) && events.len() == 2);
         let stats = scheduler.stats();
         assert_eq!((stats.leaving, stats.pages_used), (1, 4));
         let behind = if is_finite {
-            but(&second, &[])
+            answer_without(&second, &[])
         } else {
-            but(&second, &[0])
+            answer_without(&second, &[0])
         };
         let events = apply(&mut scheduler, &second, behind);
         assert!(is_token(&events[0], 2) && events.len() == 1);
@@ -135,7 +122,10 @@ fn chunks_that_it_computed_before_are_forgotten() {
     step(&mut scheduler, 5);
     assert_eq!(scheduler.stats().blocks_cached(), 1);
     let plan = scheduler.plan();
-    assert!(fails(&apply(&mut scheduler, &plan, but(&plan, &[0]))[0], 1));
+    assert!(fails(
+        &apply(&mut scheduler, &plan, answer_without(&plan, &[0]))[0],
+        1
+    ));
     assert_eq!(scheduler.stats().blocks_cached(), 0);
     scheduler.submit(asking(2, request(1, 18, 9).prompt().to_vec()));
     assert_eq!(start(&mut scheduler), 0);
@@ -152,7 +142,10 @@ fn blocks_of_others_that_no_row_has_confirmed_are_forgotten() {
     scheduler.submit(asking(2, prompt.clone()));
     let plan = scheduler.plan();
     assert_eq!((plan.runs[0].start, plan.runs[0].input.len()), (8, 10));
-    assert!(fails(&apply(&mut scheduler, &plan, but(&plan, &[0]))[0], 2));
+    assert!(fails(
+        &apply(&mut scheduler, &plan, answer_without(&plan, &[0]))[0],
+        2
+    ));
     assert_eq!(scheduler.stats().blocks_cached(), 0);
     scheduler.submit(asking(3, prompt));
     assert_eq!(start(&mut scheduler), 0);
@@ -172,7 +165,10 @@ fn a_prefix_that_was_finite_stays() {
     scheduler.submit(asking(2, prompt(32)));
     let plan = scheduler.plan();
     assert_eq!(plan.runs[0].start, 16);
-    assert!(fails(&apply(&mut scheduler, &plan, but(&plan, &[0]))[0], 2));
+    assert!(fails(
+        &apply(&mut scheduler, &plan, answer_without(&plan, &[0]))[0],
+        2
+    ));
     assert_eq!(scheduler.stats().blocks_cached(), cached);
     for (id, own, found) in [(3, 32, 16), (4, 31, 32)] {
         scheduler.submit(asking(id, prompt(own)));
@@ -194,7 +190,7 @@ fn who_shares_its_blocks_goes_on_without_the_cache() {
     let plan = scheduler.plan();
     let shape: Vec<_> = plan.runs.iter().map(|run| (run.request.0, run.start)).collect();
     assert_eq!(shape, [(1, 24), (2, 16)]);
-    let events = apply(&mut scheduler, &plan, but(&plan, &[0]));
+    let events = apply(&mut scheduler, &plan, answer_without(&plan, &[0]));
     assert!(fails(&events[0], 1) && is_token(&events[1], 2));
     assert_eq!(scheduler.stats().blocks_cached(), 0);
     for _ in 0..12 {
@@ -226,7 +222,7 @@ fn prompts_that_are_scored_or_pooled_fail_alone_too() {
         scheduler.submit(with(id, 9, options));
     }
     let plan = scheduler.plan();
-    let events = apply(&mut scheduler, &plan, but(&plan, &[0, 2, 4]));
+    let events = apply(&mut scheduler, &plan, answer_without(&plan, &[0, 2, 4]));
     let failed: Vec<_> = events
         .iter()
         .filter(|(_, event)| matches!(event, Event::Failed(_)))

@@ -8,23 +8,17 @@ use plimsoll_core::{
 };
 use plimsoll_scheduler::Scheduler;
 
-use common::{PATIENCE, STOP, output, request, scheduler, step, with_sampling};
+use common::{LIMITS, PATIENCE, STOP, output, request, scheduler, step, with_sampling};
 
 /// As [`request`], with log-probabilities of the prompt.
 fn scored(id: u64, prompt: usize, max_tokens: usize) -> Request {
-    let limits = Limits {
-        max_model_len: 1000,
-        kv_capacity_tokens: 1000,
-        vocab_size: 100,
-        images: None,
-    };
     let options = RequestOptions {
         prompt: request(id, prompt, 1).prompt().to_vec(),
         max_tokens: Some(max_tokens),
         prompt_logprobs: Some(2),
         ..Default::default()
     };
-    Request::new(RequestId(id), options, &limits).expect("the request is legal")
+    Request::new(RequestId(id), options, &LIMITS).expect("the request is legal")
 }
 
 /// (first row, targets) that the only run of a plan scores.
@@ -429,12 +423,6 @@ fn other_scores_than_were_asked_for_fail_the_step() {
 
 /// A request of one token of prompt and one of output.
 fn of(id: u64, tenant: u64, priority: i64) -> Request {
-    let limits = Limits {
-        max_model_len: 1000,
-        kv_capacity_tokens: 1000,
-        vocab_size: 100,
-        images: None,
-    };
     let options = RequestOptions {
         prompt: vec![1],
         max_tokens: Some(1),
@@ -442,7 +430,7 @@ fn of(id: u64, tenant: u64, priority: i64) -> Request {
         tenant: TenantId(tenant),
         ..Default::default()
     };
-    Request::new(RequestId(id), options, &limits).expect("the request is legal")
+    Request::new(RequestId(id), options, &LIMITS).expect("the request is legal")
 }
 
 /// Who runs in each of the next steps, of which each has room for one.

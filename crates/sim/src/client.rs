@@ -1,3 +1,5 @@
+//! A simulated client: what it expects to hear, and checks of what it hears.
+
 use plimsoll_core::{FinishReason, PromptEvent, PromptLogprob, Request, TokenEvent, TokenId};
 
 /// What a client expects, and what it has heard.

@@ -10,6 +10,14 @@ use plimsoll_scheduler::{Scheduler, SchedulerConfig};
 pub(crate) const STOP: TokenId = 99;
 pub(crate) const PATIENCE: u64 = 20;
 
+/// Of all requests.
+pub(crate) const LIMITS: Limits = Limits {
+    max_model_len: 1000,
+    kv_capacity_tokens: 1000,
+    vocab_size: 100,
+    images: None,
+};
+
 /// Of blocks of eight tokens.
 pub(crate) fn scheduler(max_num_batched_tokens: usize, max_num_seqs: usize, num_blocks: usize) -> Scheduler {
     Scheduler::new(SchedulerConfig {
@@ -36,12 +44,6 @@ pub(crate) fn request(id: u64, prompt: usize, max_tokens: usize) -> Request {
 }
 
 pub(crate) fn with_sampling(id: u64, prompt: usize, max_tokens: usize, sampling: SamplingOptions) -> Request {
-    let limits = Limits {
-        max_model_len: 1000,
-        kv_capacity_tokens: 1000,
-        vocab_size: 100,
-        images: None,
-    };
     let prompt = (0..prompt as u32)
         .map(|i| if i == 0 { id as u32 } else { i % 90 })
         .collect();
@@ -54,7 +56,7 @@ pub(crate) fn with_sampling(id: u64, prompt: usize, max_tokens: usize, sampling:
         stop_token_ids,
         ..Default::default()
     };
-    Request::new(RequestId(id), options, &limits).expect("the request is legal")
+    Request::new(RequestId(id), options, &LIMITS).expect("the request is legal")
 }
 
 /// Every run that samples gets `token`.

@@ -45,7 +45,7 @@ pub(crate) fn beside(config: &Path, values: &mut Map<String, Value>) -> Result<O
     let Some(Value::Object(mut fields)) = file.remove(FIELD) else {
         return Err(ModelError::config(
             &path,
-            format!("`{FIELD}` is missing, or no object"),
+            format!("`{FIELD}` is missing or not an object"),
         ));
     };
     if let Some(other) = file.keys().find(|field| *field != "producer") {
