@@ -1,4 +1,5 @@
-//! A prompt that waits for pages is tried before every step. What the prefix cache has of it is remembered, not looked up from its beginning each time.
+//! A prompt that waits for pages is tried before every step. What the prefix cache has of it is remembered, not looked up from its
+//! beginning each time.
 
 use plimsoll_core::{CacheKind, PageId, TokenId};
 
